@@ -1,0 +1,51 @@
+"""Unisono trains a model on one process or on many, and the many compute exactly what the one computes.
+
+This module is the public face. Names are resolved on first use, so that `unisono --help` imports neither torch nor
+pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from unisono.version import __version__
+
+if TYPE_CHECKING:
+    from unisono.config.schema import RunConfig
+    from unisono.data.order import Order
+    from unisono.errors import UnisonoError
+    from unisono.launch.reload import load_weights
+    from unisono.launch.start import train
+    from unisono.task import Context, Loss, Source, Task
+
+__all__ = [
+    "Context",
+    "Loss",
+    "Order",
+    "RunConfig",
+    "Source",
+    "Task",
+    "UnisonoError",
+    "__version__",
+    "load_weights",
+    "train",
+]
+
+_HOME = {
+    "Context": "unisono.task",
+    "Loss": "unisono.task",
+    "Order": "unisono.data.order",
+    "RunConfig": "unisono.config.schema",
+    "Source": "unisono.task",
+    "Task": "unisono.task",
+    "UnisonoError": "unisono.errors",
+    "load_weights": "unisono.launch.reload",
+    "train": "unisono.launch.start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

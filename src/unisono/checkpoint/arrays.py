@@ -1,0 +1,83 @@
+"""Pieces of arrays in safetensors files, and their way back by any other cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from unisono.errors import CheckpointError
+from unisono.place import Json
+from unisono.state import Shard
+
+
+def write(file: Path, shards: Sequence[Shard]) -> dict[str, Json]:
+    """Write pieces into one file; returns what the manifest says of their arrays."""
+    described: dict[str, Any] = {}
+    contents: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        at = ",".join(map(str, shard.offset))
+        entry = f"{shard.name}@{at}"
+        contents[entry] = shard.data.detach().contiguous()
+        dtype = str(shard.data.dtype).removeprefix("torch.")
+        piece = {"file": file.name, "entry": entry, "offset": list(shard.offset), "shape": list(shard.data.shape)}
+        described.setdefault(shard.name, {"shape": list(shard.shape), "dtype": dtype, "pieces": []})["pieces"].append(
+            piece
+        )
+    try:
+        save_file(contents, file)
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from error
+    return described
+
+
+class ArrayReader:
+    """The arrays of a checkpoint, by the piece; see `unisono.state.Reader`.
+
+    Args:
+        folder: of the checkpoint.
+        arrays: of its manifest.
+    """
+
+    def __init__(self, folder: Path, arrays: dict[str, Any]) -> None:
+        self._folder, self._arrays = folder, arrays
+        self._open: dict[str, Any] = {}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shape of every array."""
+        return {name: tuple(array["shape"]) for name, array in self._arrays.items()}
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A piece of an array, put together from the saved pieces that overlap it.
+
+        Raises:
+            CheckpointError: if the saved pieces do not cover it.
+        """
+        array = self._arrays[name]
+        result = torch.empty(shape, dtype=getattr(torch, array["dtype"]))
+        missing = math.prod(shape)
+        for piece in array["pieces"]:
+            first = [max(a, b) for a, b in zip(offset, piece["offset"], strict=True)]
+            last = [
+                min(a + n, b + m) for a, n, b, m in zip(offset, shape, piece["offset"], piece["shape"], strict=True)
+            ]
+            if all(a < b for a, b in zip(first, last, strict=True)):
+                there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
+                here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+                view = self._file(piece["file"]).get_slice(piece["entry"])
+                result[here] = view[there] if there else self._file(piece["file"]).get_tensor(piece["entry"])
+                missing -= math.prod(b - a for a, b in zip(first, last, strict=True))
+        if missing:
+            raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
+        return result
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._folder / name, framework="pt")
+        return self._open[name]

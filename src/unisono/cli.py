@@ -1,0 +1,152 @@
+"""The `unisono` command. Nothing heavy is imported until a verb runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.version import __version__
+
+if TYPE_CHECKING:
+    from unisono.config.schema import RunConfig
+
+EPILOG = """\
+examples:
+  unisono train language                                        train the embedded example
+  unisono train language data=corpus data.path=DIR train.steps=200
+  unisono train path/to/file.py:MyTask layout.world_size=4      train a task of your own
+  unisono check language optim.lr=1e-3                          say what would run, and whether it can
+  unisono config language                                       print every setting and where it comes from
+  unisono generate runs/NAME "once upon a time"                 let a trained language model write
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.verb is None:
+        parser.print_help()
+        return 0
+    from unisono.errors import UnisonoError
+
+    try:
+        code: int = parsed.run(parsed)
+    except UnisonoError as error:
+        composed = getattr(parsed, "composed", None)
+        told = composed.explain(str(error)) if composed else str(error)
+        print(f"unisono: error: {told}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(
+            "\nunisono: interrupted; every process has ended. The same command with run.name=… goes on from the newest "
+            "checkpoint.",
+            file=sys.stderr,
+        )
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="unisono",
+        description="Train a model on one process or on many; the many compute exactly what the one computes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"unisono {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for name, run, text in (
+        ("train", _train, "train a recipe or a task of your own"),
+        ("check", _check, "check a run without starting it"),
+        ("config", _config, "print every setting and where it comes from"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument(
+            "recipe", metavar="RECIPE", help="a recipe (language), path/to/file.py:Class, or a config of --config-dir"
+        )
+        verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="group=choice or key=value")
+        verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+        verb.set_defaults(run=run)
+    verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
+    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    verb.set_defaults(run=_evaluate)
+    verb = verbs.add_parser("generate", help="continue a prompt with a trained language model")
+    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    verb.add_argument("prompt", help="text to continue")
+    verb.add_argument("--tokens", type=int, default=64, help="how many tokens to write (default 64)")
+    verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    verb.add_argument("--seed", type=int, default=0)
+    verb.set_defaults(run=_generate)
+    return parser
+
+
+def _load(parsed: argparse.Namespace) -> RunConfig:
+    """The typed configuration of a command line, kept with its origins for whatever error may follow."""
+    from unisono.config import compose, resolve
+
+    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+    return resolve.validate(parsed.composed)
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from unisono.launch import environment, start, worker
+
+    place = environment.place()
+    if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
+
+        def work() -> None:
+            start.start(_load(parsed))
+
+        worker.guarded(work, place)
+    start.start(_load(parsed))
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from unisono.launch import folder, start, worker
+
+    config = folder.check(folder.named(start.concrete(_load(parsed), None)))
+    facts = start.preflight(worker.task_of(config), config)
+    layout = config.layout
+    print(
+        f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"
+    )
+    for name, value in facts.items():
+        print(f"  {name}: {value}")
+    print(f"  run: {folder.path_of(config)}")
+    return 0
+
+
+def _config(parsed: argparse.Namespace) -> int:
+    import json
+
+    from unisono.config import fingerprint
+
+    config = _load(parsed)
+    lines = [
+        (f"{key}: {json.dumps(value)}", parsed.composed.origin(key))
+        for key, value in fingerprint.flat(fingerprint.plain(config)).items()
+    ]
+    width = min(60, max(len(text) for text, _ in lines))
+    for text, origin in lines:
+        print(f"{text:<{width}}  # {origin}")
+    return 0
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from unisono.launch.reload import evaluate
+
+    for name, value in evaluate(parsed.folder).items():
+        print(f"{name}: {value:.6f}")
+    return 0
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    from unisono.recipes.language.generate import generate
+
+    print(generate(parsed.folder, parsed.prompt, parsed.tokens, parsed.temperature, parsed.seed))
+    return 0

@@ -1,0 +1,1 @@
+"""Configuration: schema, composition, preflight checks, fingerprint. Imports neither torch nor JAX."""

@@ -1,0 +1,234 @@
+"""From YAML groups and `key=value` overrides to one dictionary that knows where every value comes from.
+
+Hydra composes (defaults lists, `group=choice`, `key=value`); it is not used to instantiate anything, and keys such as
+`_target_` are refused. Overrides are forced in (`++`), because unknown keys are the schema's to refuse: it knows all
+names and can suggest the nearest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unisono.errors import ConfigError, nearest
+
+GROUPS = Path(__file__).parent / "groups"
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed configuration, not yet validated.
+
+    Attributes:
+        values: nested dictionary of plain values.
+        origins: dotted key of every value that was written somewhere -> `file.yaml:line` or `override 'key=value'`.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+    def origin(self, dotted: str) -> str:
+        """Where a key comes from: itself, else the nearest written key above it, else the schema's default."""
+        parts = dotted.split(".")
+        for length in range(len(parts), 0, -1):
+            found = self.origins.get(".".join(parts[:length]))
+            if found:
+                return found
+        below = (origin for key, origin in self.origins.items() if key.startswith(f"{dotted}."))
+        return next(below, "default")
+
+    def explain(self, message: str) -> str:
+        """A message with the origin of every key that it names and that somebody wrote."""
+        named = dict.fromkeys(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", message))
+        origins = {key: self.origins[key] for key in named if key in self.origins}
+        lines = [f"  {key} is from {origin}" for key, origin in origins.items() if f"({origin})" not in message]
+        return "\n".join([message, *lines])
+
+
+def recipes() -> dict[str, Path]:
+    """Packaged recipes: name -> folder of its YAML files."""
+    return {
+        path.parent.parent.name: path.parent for path in sorted(RECIPES.glob("*/config/*.yaml")) if _is_primary(path)
+    }
+
+
+def _is_primary(path: Path) -> bool:
+    return path.stem == path.parent.parent.name
+
+
+def compose(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Composed:
+    """Compose a recipe, a file task (`path/to/file.py:Class`) or a config of the user's own folder.
+
+    Args:
+        recipe: a packaged recipe, `file.py:Class`, or the name of a YAML file in `config_dir`.
+        overrides: `group=choice` and `key=value`, in Hydra's grammar.
+        config_dir: folder with the user's own groups and configs.
+
+    Raises:
+        ConfigError: naming the override, file or key and the nearest valid one.
+    """
+    primary, folders = _folders(recipe, config_dir)
+    for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"'{override}' is not an override: write key=value or group=choice")
+    values, files = _hydra(primary, folders, list(overrides))
+    origins: dict[str, str] = {}
+    for path, package in files:
+        for dotted, line in _written(path):
+            full = f"{package}.{dotted}" if package else dotted
+            _forget_below(origins, full)
+            origins[full] = f"{_short(path)}:{line}"
+    for override in overrides:
+        dotted = override.split("=")[0].lstrip("+~")
+        if not any((folder / dotted).is_dir() for folder in folders):
+            _forget_below(origins, dotted)
+            origins[dotted] = f"override '{override}'"
+    if ".py:" in recipe:
+        values["recipe"] = recipe
+        origins["recipe"] = "command line"
+    composed = Composed(values, origins)
+    _refuse_instantiation(values, composed)
+    return composed
+
+
+def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
+    """The primary config and the folders to search, the one that holds it first."""
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    own = [config_dir.resolve()] if config_dir else []
+    packaged = recipes()
+    if ".py:" in recipe:
+        return "task", [GROUPS, *own]
+    if own and (own[0] / f"{recipe}.yaml").is_file():
+        if recipe in packaged:
+            raise ConfigError(f"{own[0] / recipe}.yaml has the name of a packaged recipe; give it another name")
+        _refuse_shadows(own[0], [GROUPS, *packaged.values()])
+        return recipe, [*own, *packaged.values(), GROUPS]
+    if recipe in packaged:
+        _refuse_shadows(own[0] if own else None, [GROUPS, packaged[recipe]])
+        return recipe, [packaged[recipe], GROUPS, *own]
+    names = [*packaged, *(path.stem for folder in own for path in folder.glob("*.yaml"))]
+    raise ConfigError(
+        f"unknown recipe '{recipe}', {nearest(recipe, names)} (or a task of your own: path/to/file.py:Class)"
+    )
+
+
+def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:
+    for path in sorted(own.rglob("*.yaml")) if own else []:
+        for folder in packaged:
+            if own and (folder / path.relative_to(own)).is_file():
+                raise ConfigError(
+                    f"{path} has the name of a packaged file; give it another name, so that nothing is hidden"
+                )
+
+
+def _hydra(primary: str, folders: list[Path], overrides: list[str]) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
+    """The composed values, and the files they came from with the package each was put under, in order."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    with initialize_config_dir(str(folders[0]), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        search = f"hydra.searchpath=[{','.join(repr('file://' + str(folder)) for folder in folders[1:])}]"
+        try:
+            forced = [search, *(_force(override, folders) for override in overrides)]
+            config = hydra_compose(primary, overrides=forced)
+            values = OmegaConf.to_container(config, resolve=True)
+            defaults = loader.compute_defaults_list(primary, forced, RunMode.RUN).defaults
+        except (HydraException, OmegaConfBaseException, OSError) as error:
+            raise ConfigError(_first_lines(str(error))) from error
+    files = []
+    for default in defaults:
+        path = next((f for folder in folders if (f := folder / f"{default.config_path}.yaml").is_file()), None)
+        if path is not None and not (default.package or "").startswith("hydra"):
+            files.append((path, default.package or ""))
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}, files
+
+
+def _force(override: str, folders: list[Path]) -> str:
+    """An override as Hydra shall see it: a choice as it is (checked here), a value forced in."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except Exception as error:
+        raise ConfigError(
+            f"override '{override}' cannot be read: {_first_lines(str(error))}. Quote values with special signs: "
+            "key='\"a, b\"'"
+        ) from error
+    if parsed.is_sweep_override():
+        raise ConfigError(f"override '{override}' has several values; for a list write key=[a,b]")
+    name = parsed.key_or_group
+    choices = sorted({path.stem for folder in folders for path in (folder / name).glob("*.yaml")})
+    if choices and isinstance(parsed.value(), str):
+        if parsed.value() not in choices:
+            raise ConfigError(
+                f"override '{override}': '{name}' has no choice '{parsed.value()}', {nearest(parsed.value(), choices)}"
+            )
+        return override.lstrip("+")
+    if parsed.type == OverrideType.DEL:
+        raise ConfigError(f"override '{override}': keys cannot be taken away; set {name}=null")
+    return "++" + override.lstrip("+")
+
+
+def _written(path: Path) -> Iterator[tuple[str, int]]:
+    """Dotted key and line of every value in a YAML file, the defaults list left out."""
+
+    def walk(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            for name, value in node.value:
+                dotted = f"{prefix}.{name.value}" if prefix else str(name.value)
+                if dotted != "defaults":
+                    yield from walk(value, dotted)
+        elif prefix:
+            yield prefix, node.start_mark.line + 1
+
+    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if node is not None:
+        yield from walk(node, "")
+
+
+def _forget_below(origins: dict[str, str], dotted: str) -> None:
+    for known in [known for known in origins if known.startswith(dotted + ".")]:
+        del origins[known]
+
+
+def _refuse_instantiation(values: Any, composed: Composed, prefix: str = "") -> None:
+    children = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in children:
+        dotted = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(name, str) and name.startswith("_") and name.endswith("_"):
+            raise ConfigError(
+                f"'{dotted}' ({composed.origin(dotted)}): nothing is instantiated by name from a config; "
+                "write a Task in Python and choose it by path/to/file.py:Class"
+            )
+        _refuse_instantiation(value, composed, dotted)
+
+
+def _short(path: Path) -> str:
+    """A path as a user would look for it: packaged files from the package, others from here."""
+    package = Path(__file__).parent.parent
+    if path.is_relative_to(package):
+        return f"unisono/{path.relative_to(package)}"
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _first_lines(text: str) -> str:
+    return " ".join(
+        line.strip()
+        for line in text.split("Config search path:")[0].splitlines()
+        if line.strip() and "https://" not in line
+    )

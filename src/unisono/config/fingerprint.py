@@ -1,0 +1,64 @@
+"""Which keys are mathematics, and whether two configurations are the same run.
+
+A run may be continued on any layout, on other hosts and with other observation; what it computes may not change unless
+the user says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from unisono.config.schema import RunConfig
+
+# Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.
+_HARMLESS = (
+    "layout", "eval", "checkpoint", "observe", "launch", "run.name", "run.dir", "run.resume", "run.allow_change",
+    "train.guard_every", "optim.implementation", "data.workers", "data.prefetch", "data.cache", "recipe",
+)  # fmt: skip
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key; lists are values."""
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    return {
+        key: leaf
+        for name, value in values.items()
+        for key, leaf in flat(value, f"{prefix}.{name}" if prefix else name).items()
+    }
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """A configuration as JSON values."""
+    return config.model_dump(mode="json")
+
+
+def mathematics(config: RunConfig, random: bool) -> dict[str, Any]:
+    """The keys that decide what is computed, and their values.
+
+    Args:
+        config: of the run.
+        random: whether a forward pass draws random numbers.
+    """
+    values = flat(plain(config))
+    kept = {
+        key: value for key, value in values.items() if not any(key == h or key.startswith(h + ".") for h in _HARMLESS)
+    }
+    if random:
+        kept["layout.micro_batch"] = values["layout.micro_batch"]
+    return kept
+
+
+def changes(old: RunConfig, new: RunConfig, random: bool) -> dict[str, tuple[Any, Any]]:
+    """Mathematical keys whose value is not the same, with the old and the new value."""
+    before, after = mathematics(old, random), mathematics(new, random)
+    return {
+        key: (before.get(key), after.get(key)) for key in sorted({*before, *after}) if before.get(key) != after.get(key)
+    }
+
+
+def digest(config: RunConfig) -> str:
+    """A hash of the mathematics, equal for equal runs on any layout."""
+    return hashlib.sha256(json.dumps(mathematics(config, random=True), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,228 @@
+"""From composed values to a typed `RunConfig`, with every mistake reported at once and in the user's words."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from unisono.config.compose import Composed, compose
+from unisono.config.schema import Data, RunConfig
+from unisono.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from unisono.task import Task
+
+TASKS = {"language": "unisono.recipes.language.task:Language"}
+TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}
+
+
+def load(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> tuple[RunConfig, Composed]:
+    """Compose and validate; see `compose` for the arguments.
+
+    Raises:
+        ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.
+    """
+    composed = compose(recipe, overrides, config_dir)
+    return validate(composed), composed
+
+
+def read(path: Path) -> RunConfig:
+    """The configuration of a run, from its `config.yaml`.
+
+    Raises:
+        ConfigError: where the file is missing or is not a configuration.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a configuration: it holds a {type(values).__name__}, not keys and values")
+    return validate(Composed(values, {name: str(path) for name in values}))
+
+
+def validate(composed: Composed) -> RunConfig:
+    """A typed configuration from composed values; see `load`."""
+    values = composed.values
+    if not isinstance(values.get("recipe"), str):
+        raise ConfigError("the configuration does not say its task: set recipe=NAME or recipe=path/to/file.py:Class")
+    kind = task_class(values["recipe"])
+    mistakes: list[str] = []
+    typed: dict[str, Any] = {}
+    for group, attribute in TASK_GROUPS.items():
+        try:
+            typed[group] = TypeAdapter(getattr(kind, attribute)).validate_python(
+                values.get(group) or {}, extra="forbid"
+            )
+        except ValidationError as error:
+            mistakes += _sentences(error, composed, kind, prefix=(group,))
+    try:
+        config = RunConfig.model_validate({**values, **{group: {} for group in TASK_GROUPS}})
+    except ValidationError as error:
+        mistakes += _sentences(error, composed, kind)
+    if mistakes:
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+    if not isinstance(typed["data"], Data):
+        raise ConfigError(f"{values['recipe']}: the task's Data type must extend unisono.config.schema.Data")
+    return config.model_copy(update=typed)
+
+
+def task_class(reference: str) -> type[Task]:
+    """The task that a config names: a packaged recipe, `path/to/file.py:Class` or `package.module:Class`.
+
+    Raises:
+        ConfigError: where the file, the class or one of its methods is missing.
+    """
+    from unisono.task import Task
+
+    place, _, name = TASKS.get(reference, reference).rpartition(":")
+    if not place:
+        raise ConfigError(f"unknown recipe '{reference}', {nearest(reference, TASKS)} (or path/to/file.py:Class)")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, reference)
+    found = getattr(module, name, None)
+    tasks = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Task) and v is not Task]
+    if found is None:
+        raise ConfigError(f"{place} has no class '{name}', {nearest(name, tasks)}")
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise ConfigError(f"{reference} is not a unisono.Task")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{reference} does not define {', '.join(f'{method}()' for method in missing)}")
+    return found
+
+
+def _from_package(module: str, reference: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module + ".").startswith(error.name + "."):
+            raise ConfigError(f"{reference}: there is no module '{module}'") from error
+        extra = module.removeprefix("unisono.recipes.").split(".")[0]
+        raise ConfigError(f"{reference} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+
+
+def _from_file(path: Path) -> types.ModuleType:
+    """A module from a file. Its name is derived from the path, so importing it twice gives the same module."""
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
+    name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` would, for the modules beside it
+    spec.loader.exec_module(module)
+    return module
+
+
+# mistakes, in the user's words ------------------------------------------------------------------------------------
+
+
+def _sentences(
+    error: ValidationError, composed: Composed, kind: type[Task], prefix: tuple[str, ...] = ()
+) -> Iterator[str]:
+    for mistake in error.errors():
+        parts = _without_tags(prefix + mistake["loc"], composed.values, mistake["type"])
+        dotted = ".".join(str(part) for part in parts)
+        origin = composed.origin(dotted)
+        if mistake["type"] == "extra_forbidden":
+            yield f"unknown key '{dotted}' ({origin}), {_suggestion(parts, composed.values, kind)}"
+        elif mistake["type"] == "missing":
+            yield f"'{dotted}' is missing"
+        elif mistake["type"] in ("union_tag_not_found", "union_tag_invalid"):
+            tags = str(mistake.get("ctx", {}).get("expected_tags", "see the schema")).replace("'", "")
+            yield f"'{dotted}.kind' must be one of: {tags} ({composed.origin(dotted + '.kind')})"
+        elif mistake["type"] == "value_error":
+            yield str(mistake["ctx"]["error"])  # names its keys itself
+        elif mistake["type"] in ("model_type", "dict_type", "model_attributes_type"):
+            keys = ", ".join(f"{dotted}.{name}" for name in _children_at(parts, composed.values, kind))
+            yield f"'{dotted}' is a group of keys, not a value ({origin}); set one of {keys}"
+        else:
+            yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
+
+
+def _without_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int | str]:
+    """The path of an error in the user's keys: pydantic mixes in the tags of unions and the names of their branches."""
+    parts: list[int | str] = []
+    for position, part in enumerate(loc):
+        inside = dict(enumerate(values)) if isinstance(values, list) else values if isinstance(values, dict) else {}
+        if part in inside:
+            values = inside[part]
+        elif error != "missing" or position < len(loc) - 1:
+            continue
+        parts.append(part)
+    return parts
+
+
+def _suggestion(parts: Sequence[int | str], values: Any, kind: type[Task]) -> str:
+    above = "".join(f"{part}." for part in parts[:-1])
+    word = str(parts[-1])
+    hint = nearest(word, [str(name) for name in _children_at(parts[:-1], values, kind)])
+    if hint.startswith("did you mean"):
+        return hint.replace("'", f"'{above}", 1)
+    same = [
+        dotted
+        for dotted in _leaves(RunConfig, {}, kind)
+        if dotted.rpartition(".")[2] == word and dotted != above + word
+    ]
+    return f"did you mean '{same[0]}'?" if same else hint
+
+
+def _children_at(parts: Sequence[int | str], values: Any, kind: type[Task]) -> dict[Any, Any]:
+    """Names and types of the keys below a path."""
+    annotation: Any = RunConfig
+    for part in parts:
+        annotation = _children(annotation, values, kind).get(part, Any)
+        values = values[part]
+    return _children(annotation, values, kind)
+
+
+def _children(annotation: Any, values: Any, kind: type[Task]) -> dict[Any, Any]:
+    """Names and types of the keys below an annotation; unions are resolved by the `kind` that is there."""
+    for model in _models(annotation, values):
+        fields = {name: field.annotation for name, field in model.model_fields.items()}
+        if model is RunConfig:
+            fields.update({group: getattr(kind, attribute) for group, attribute in TASK_GROUPS.items()})
+        return fields
+    if get_origin(annotation) is dict:
+        return dict.fromkeys(values if isinstance(values, dict) else (), get_args(annotation)[1])
+    if get_origin(annotation) is list and isinstance(values, list):
+        return dict.fromkeys(range(len(values)), get_args(annotation)[0])
+    return {}
+
+
+def _models(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
+    if get_origin(annotation) is Annotated:
+        yield from _models(get_args(annotation)[0], values)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        branches = [model for branch in get_args(annotation) for model in _models(branch, values)]
+        wanted = values.get("kind") if isinstance(values, dict) else None
+        yield from (model for model in branches if wanted is None or wanted in _kinds(model))
+    elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+
+
+def _kinds(model: type[BaseModel]) -> tuple[Any, ...]:
+    field = model.model_fields.get("kind")
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+
+
+def _leaves(annotation: Any, values: Any, kind: type[Task], prefix: str = "") -> Iterator[str]:
+    for name, child in _children(annotation, values, kind).items():
+        dotted = f"{prefix}.{name}" if prefix else str(name)
+        yield dotted
+        yield from _leaves(child, {}, kind, dotted)

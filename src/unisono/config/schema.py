@@ -1,0 +1,299 @@
+"""Every setting of a run, its type and its default. This is the only place that has defaults for more than one recipe.
+
+The groups `task`, `model` and `data` belong to the task: their types are `Task.Config`, `Task.Model` and `Task.Data`.
+Fields say what they mean in their descriptions; `unisono config RECIPE` prints them with their values and origins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Group(BaseModel):
+    """A group of settings: immutable, typed, and with no room for a key it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Run(Group):
+    """Which run this is and where it lies: `<dir>/<name>/`."""
+
+    name: str | None = Field(None, description="folder of the run; null makes a new one from the recipe and the time")
+    dir: Path = Field(Path("runs"), description="folder that holds all runs")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew"
+    )
+    allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
+
+    @model_validator(mode="after")
+    def _name_is_one_folder(self) -> Run:
+        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
+            raise ValueError(f"run.name must be the name of one folder, not {self.name!r}; use run.dir for the place")
+        if self.resume == "must" and self.name is None:
+            raise ValueError("run.resume=must needs run.name: which run?")
+        return self
+
+
+class Layout(Group):
+    """How the work is laid out over processes. Changes speed and memory, never the result."""
+
+    engine: Literal["torch"] = "torch"
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = Field(
+        "auto", description="auto: single for one process, ddp for more"
+    )
+    world_size: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="processes; auto: one per accelerator of this host, or one; torchrun and srun decide it themselves",
+    )
+    shards: PositiveInt | None = Field(None, description="hsdp: processes that share one copy of the model")
+    micro_batch: PositiveInt | None = Field(
+        None, description="rows in one forward pass; null: all rows of a process at once (kept when the run is resumed)"
+    )
+    device: str = Field(
+        "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
+    )
+    reduction: Literal["fast", "ordered"] = Field(
+        "fast",
+        description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
+    )
+    compile: bool = Field(False, description="torch.compile, block by block")
+    activation_checkpointing: Annotated[int, Field(ge=0)] = Field(
+        0, description="recompute activations of every k-th block in the backward pass; 1: all blocks; 0: none"
+    )
+    defer_reduction: bool = Field(
+        False, description="fsdp: reduce gradients once per step instead of once per micro-batch"
+    )
+    find_unused_parameters: bool = Field(
+        False,
+        description="some parameters get no gradient in some micro-batches; found out where it is so in the first",
+    )
+    bucket_mb: Positive | None = Field(
+        None, description="ddp: bucket size in MB; null: from the model's width and world size"
+    )
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads per process; null: cores divided among the processes"
+    )
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Layout:
+        world = self.world_size
+        if self.strategy == "single" and world not in (1, "auto"):
+            raise ValueError(
+                f"layout.strategy=single is one process, but layout.world_size={world}; use ddp, fsdp or hsdp"
+            )
+        if self.strategy == "hsdp" and self.shards is None:
+            raise ValueError("layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model")
+        if self.shards is not None and self.strategy != "hsdp":
+            raise ValueError(f"layout.shards belongs to layout.strategy=hsdp, but the strategy is {self.strategy}")
+        if self.shards is not None and isinstance(world, int) and world % self.shards:
+            divisors = [n for n in range(1, world + 1) if world % n == 0]
+            raise ValueError(
+                f"layout.shards={self.shards} does not divide layout.world_size={world}; these do: {divisors}"
+            )
+        if self.reduction == "ordered" and self.strategy not in ("auto", "single", "ddp"):
+            raise ValueError(
+                f"layout.reduction=ordered works with single and ddp, not with {self.strategy}; use reduction=fast"
+            )
+        if self.defer_reduction and self.strategy not in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"layout.defer_reduction belongs to fsdp and hsdp; {self.strategy} reduces once per step anyway"
+            )
+        if self.bucket_mb is not None and self.strategy not in ("auto", "ddp"):
+            raise ValueError(f"layout.bucket_mb belongs to ddp, but the strategy is {self.strategy}")
+        return self
+
+
+class Train(Group):
+    """How long, and with what batch and precision."""
+
+    steps: PositiveInt | None = Field(None, description="updates; give steps or epochs")
+    epochs: Positive | None = Field(
+        None, description="passes over the data; the last batch is short, not dropped or padded"
+    )
+    global_batch: PositiveInt = Field(32, description="rows per update, over all processes and micro-batches together")
+    clip_norm: Positive | None = Field(1.0, description="largest norm of the whole gradient; null: no clipping")
+    precision: Literal["fp64", "fp32", "bf16"] = Field(
+        "fp32", description="of the computation; bf16 keeps fp32 master weights"
+    )
+    guard_every: PositiveInt = Field(
+        100, description="steps between checks that replicas agree; the first step is always checked"
+    )
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Train:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else f"both steps={self.steps} and epochs={self.epochs}"
+            raise ValueError(f"give either train.steps or train.epochs (got {given}); set the other one to null")
+        return self
+
+
+class ParameterGroup(Group):
+    """Settings for the parameters whose name matches a pattern; the first matching group counts."""
+
+    match: str = Field(description="glob over parameter names, e.g. '*.embed_tokens.*'")
+    lr_scale: NonNegative = 1.0
+    weight_decay: NonNegative | None = Field(None, description="null: as for the rest")
+
+
+class OptimizerGroup(Group):
+    """What all optimizers have."""
+
+    lr: NonNegative
+    weight_decay: NonNegative = 0.0
+    decay_all: bool = Field(False, description="decay biases, norms and embeddings too")
+    groups: list[ParameterGroup] = []
+    implementation: Literal["auto", "fused", "foreach", "loop"] = Field(
+        "auto", description="auto: fused where the device has it, else foreach"
+    )
+
+
+class AdamW(OptimizerGroup):
+    """AdamW (Loshchilov & Hutter, 2019): decoupled weight decay."""
+
+    kind: Literal["adamw"]
+    lr: NonNegative = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+
+
+class Sgd(OptimizerGroup):
+    """Stochastic gradient descent, with or without momentum."""
+
+    kind: Literal["sgd"]
+    lr: NonNegative = 0.1
+    momentum: NonNegative = 0.0
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Sgd:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("optim.nesterov=true needs optim.momentum > 0")
+        return self
+
+
+Optimizer = Annotated[AdamW | Sgd, Field(discriminator="kind")]
+
+
+class ScheduleGroup(Group):
+    """What all schedules have. A value is `peak` times a factor that is a pure function of the step."""
+
+    peak: float | None = Field(None, description="the largest value; for lr it is optim.lr and must stay null")
+    warmup: NonNegative = Field(0, description="steps of linear warm-up; below 1: that fraction of all steps")
+    start: Fraction = Field(0.0, description="factor before the warm-up")
+    floor: Fraction = Field(0.0, description="factor below which it does not fall")
+    steps: PositiveInt | None = Field(None, description="length; null: the whole run")
+
+
+class Constant(ScheduleGroup):
+    """Warm-up, then constant."""
+
+    kind: Literal["constant"]
+
+
+class Linear(ScheduleGroup):
+    """Warm-up, then a straight line to the floor."""
+
+    kind: Literal["linear"]
+
+
+class Cosine(ScheduleGroup):
+    """Warm-up, then half a cosine to the floor (Loshchilov & Hutter, 2017)."""
+
+    kind: Literal["cosine"]
+
+
+class Wsd(ScheduleGroup):
+    """Warm-up, stable, decay (Hu et al., 2024)."""
+
+    kind: Literal["wsd"]
+    decay: NonNegative = Field(0.2, description="steps of decay at the end; below 1: that fraction of all steps")
+    shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="of the decay; sqrt is 1 − √progress")
+
+
+class InverseSqrt(ScheduleGroup):
+    """Warm-up, then 1/√step (Vaswani et al., 2017)."""
+
+    kind: Literal["inverse_sqrt"]
+    timescale: PositiveInt | None = Field(None, description="steps after which it starts to fall; null: the warm-up")
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt, Field(discriminator="kind")]
+
+
+class Eval(Group):
+    """Evaluation on the rows that the task holds out, exact at any world size."""
+
+    every: PositiveInt | None = Field(None, description="steps between evaluations; null: only at the end")
+    rows: PositiveInt | None = Field(None, description="only the first so many held-out rows; null: all")
+    micro_batch: PositiveInt | None = Field(None, description="rows in one pass; null: as in training")
+    at_end: bool = True
+
+
+class Checkpoint(Group):
+    """Checkpoints: whole or absent."""
+
+    every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
+    keep: PositiveInt = Field(2, description="newest checkpoints to keep")
+    at_end: bool = True
+
+
+class Observe(Group):
+    """What is shown and written while training."""
+
+    log_every: PositiveInt = Field(10, description="steps between lines where there is no terminal to redraw")
+    progress: bool = Field(True, description="show progress on the console")
+    tensorboard: bool = Field(False, description="write TensorBoard files into the run")
+
+
+class Data(Group):
+    """What every recipe's `data` group has."""
+
+    workers: Annotated[int, Field(ge=1)] = Field(1, description="threads that prepare micro-batches")
+    prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
+
+
+class Launch(Group):
+    """How processes are started and how long they may wait for each other."""
+
+    timeout: Positive = Field(
+        600.0, description="seconds a process waits for another before the run ends with an error"
+    )
+    start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
+
+
+class RunConfig(Group):
+    """A whole run. `recipe` names the task: a packaged recipe, or `path/to/file.py:Class`."""
+
+    recipe: str
+    run: Run = Run()
+    layout: Layout = Layout()
+    train: Train
+    task: Any = {}
+    model: Any = {}
+    data: Any = {}
+    optim: Optimizer
+    schedules: dict[str, Schedule] = {}
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    launch: Launch = Launch()
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> RunConfig:
+        for name, schedule in self.schedules.items():
+            if name == "lr" and schedule.peak is not None:
+                raise ValueError(
+                    f"schedules.lr.peak={schedule.peak} would contradict optim.lr={self.optim.lr}; leave it null"
+                )
+            if name != "lr" and schedule.peak is None:
+                raise ValueError(f"schedules.{name}.peak is missing: the largest value of '{name}'")
+        return self

@@ -1,0 +1,1 @@
+"""The order of samples, and how they become micro-batches."""

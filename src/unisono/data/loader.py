@@ -1,0 +1,147 @@
+"""From positions to micro-batches: records are read, sampled and collated by threads, a bounded number ahead.
+
+The order is decided before a thread sees anything, so workers and prefetch change when a micro-batch is ready, never
+what is in it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unisono.config.split import Split
+from unisono.data.order import Indices, Plan
+from unisono.errors import DataError, UnisonoError
+from unisono.keys import generator
+from unisono.task import Batch, Source, Task
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass of one process.
+
+    Attributes:
+        number: which micro-batch of the global batch.
+        rows: source rows, shape (rows,).
+        arrays: what `Task.collate` made of them.
+        counts: what `Task.counts` says; zeros if idle.
+        work: what `Task.work` says, and `rows`; zeros if idle.
+        idle: a real row at weight zero, for a process that has none left in a short batch.
+    """
+
+    number: int
+    rows: Indices
+    arrays: Batch
+    counts: dict[str, float]
+    work: dict[str, float]
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a thread is asked for."""
+
+    number: int
+    rows: Indices
+    epochs: Indices
+    idle: bool
+
+
+class Loader:
+    """The micro-batches of one process, step by step.
+
+    Args:
+        task: gives `sample`, `collate`, `counts` and `work`.
+        source: the rows.
+        plan: which rows each step consumes.
+        split: which of them are this process's.
+        rank: of this process.
+        purpose: part of the address of every random draw, e.g. `train`.
+        workers: threads.
+        prefetch: micro-batches prepared ahead.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        source: Source,
+        plan: Plan,
+        split: Split,
+        rank: int,
+        *,
+        purpose: str = "train",
+        workers: int = 1,
+        prefetch: int = 4,
+    ) -> None:
+        self._task, self._source, self._plan, self._split, self._rank = task, source, plan, split, rank
+        self._purpose, self._prefetch = purpose, prefetch
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=f"unisono-{purpose}")
+
+    def steps(self, first: int = 0) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of this process for each step from `first` on; always `split.passes` of them."""
+        waiting: deque[Future[MicroBatch]] = deque()
+        orders = self._orders(range(first, self._plan.steps))
+        try:
+            for _ in range(first, self._plan.steps):
+                batches: list[MicroBatch] = []
+                while len(batches) < self._split.passes:
+                    while len(waiting) <= self._prefetch and (order := next(orders, None)) is not None:
+                        waiting.append(self._pool.submit(self._make, order))
+                    batches.append(waiting.popleft().result())
+                yield batches
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def close(self) -> None:
+        """Stop the threads; what they are busy with is finished first."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _orders(self, steps: Iterable[int]) -> Iterator[_Order]:
+        size, seen = self._plan.order.size, self._plan.global_batch
+        for step in steps:
+            rows = self._plan.batch(step)
+            epochs = np.arange(step * seen, step * seen + len(rows)) // size
+            for number in self._split.micro_batches(self._rank):
+                own = self._split.rows(number, len(rows))
+                idle = len(own) == 0
+                take = slice(0, 1) if idle else slice(own.start, own.stop)
+                yield _Order(number, rows[take], epochs[take], idle)
+
+    def _make(self, order: _Order) -> MicroBatch:
+        samples = [self._sample(int(row), int(epoch)) for row, epoch in zip(order.rows, order.epochs, strict=True)]
+        try:
+            arrays = self._task.collate(samples)
+            counts = {name: float(count) for name, count in self._task.counts(arrays).items()}
+            work = {**self._task.work(arrays), "rows": float(len(samples))}
+        except UnisonoError:
+            raise
+        except Exception as error:
+            raise DataError(f"rows {_some(order.rows)} cannot be made a batch: {_told(error)}") from error
+        if order.idle:
+            counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
+        return MicroBatch(order.number, order.rows, arrays, counts, work, order.idle)
+
+    def _sample(self, row: int, epoch: int) -> Any:
+        try:
+            return self._task.sample(self._source[row], generator(self._plan.order.seed, self._purpose, epoch, row))
+        except UnisonoError:
+            raise
+        except Exception as error:
+            raise DataError(f"row {row} of the source cannot be made a sample: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's code with the line it came from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
+
+
+def _some(rows: Indices) -> str:
+    return ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")

@@ -1,0 +1,133 @@
+"""Where each sample stands: a pure function from position to row.
+
+Ranks, workers and prefetch depth are not arguments, so they cannot change the order; a resume is an addition. `Order`
+is usable on its own, in anyone's plain loop:
+
+>>> order = Order(size=10, seed=0)
+>>> sorted(order(np.arange(10)).tolist())
+[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+>>> bool((order(np.arange(10, 20)) == order(np.arange(10))).all())  # the second epoch has its own order
+False
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import ConfigError, DataError
+from unisono.keys import key
+
+Indices = NDArray[np.int64]
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """A keyed permutation of `0..size-1` that needs no memory.
+
+    Eight Feistel rounds over the next even power of two, with cycle walking back into range (Black & Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). Any element of any permutation costs the same.
+    """
+
+    size: int
+    key: int
+
+    def __call__(self, index: Indices) -> Indices:  # (n,) -> (n,)
+        """The elements at these places; `index` must lie in `0..size-1`."""
+        half = max(1, (max(self.size - 1, 1).bit_length() + 1) // 2)
+        mask = np.uint64((1 << half) - 1)
+        keys = [np.uint64(key(self.key, "round", number)) for number in range(_ROUNDS)]
+        result = np.array(index, dtype=np.uint64)
+        walking = np.ones(result.shape, dtype=bool)
+        while walking.any():
+            value = result[walking]
+            left, right = value >> np.uint64(half), value & mask
+            for round_key in keys:
+                left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            result[walking] = (left << np.uint64(half)) | right
+            walking[walking] = result[walking] >= self.size
+        return result.astype(np.int64)
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea & Flood, 2014): every input bit reaches every output bit."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Positions `0, 1, 2, …` of a run to rows of a source, epoch after epoch, each epoch in its own order.
+
+    Attributes:
+        size: rows in the source.
+        seed: of the run.
+        shuffle: False for the rows' own order, as in evaluation.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DataError("the source has no rows")
+
+    def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """Rows at these positions."""
+        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.size)
+        if not self.shuffle:
+            return places
+        rows = np.empty_like(places)
+        for epoch in np.unique(epochs):  # one or two: a batch straddles at most a few epochs
+            here = epochs == epoch
+            rows[here] = Shuffle(self.size, key(self.seed, "shuffle", int(epoch)))(places[here])
+        return rows
+
+    def epoch(self, position: int) -> int:
+        """How often the whole source was passed before this position."""
+        return position // self.size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which positions each step consumes: `[step·B, (step+1)·B)`, cut off at the end of the run.
+
+    Attributes:
+        order: positions to rows.
+        global_batch: rows per full step.
+        length: positions in the whole run; only the last batch of a run counted in epochs is short.
+    """
+
+    order: Order
+    global_batch: int
+    length: int
+
+    @classmethod
+    def of(cls, order: Order, global_batch: int, steps: int | None, epochs: float | None) -> Plan:
+        """The plan of a run counted in steps or in epochs."""
+        if steps is not None:
+            return cls(order, global_batch, steps * global_batch)
+        assert epochs is not None
+        length = round(epochs * order.size)
+        if length < 1:
+            raise ConfigError(f"train.epochs={epochs} of {order.size} rows is less than one row")
+        return cls(order, global_batch, length)
+
+    @property
+    def steps(self) -> int:
+        """Steps in the whole run."""
+        return -(-self.length // self.global_batch)
+
+    def rows(self, step: int) -> int:
+        """Rows in the batch of a step."""
+        return min(self.global_batch, self.length - step * self.global_batch)
+
+    def batch(self, step: int) -> Indices:  # -> (rows,)
+        """Source rows of the global batch of a step, in order."""
+        first = step * self.global_batch
+        return self.order(np.arange(first, first + self.rows(step), dtype=np.int64))

@@ -1,0 +1,1 @@
+"""Engines compute: one protocol, one package per framework."""

@@ -1,0 +1,79 @@
+"""The engine protocol: all that the trainer knows of torch or JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from unisono.data.loader import MicroBatch
+from unisono.place import Group
+from unisono.state import Reader, Shard
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update, or one evaluation, came to, over the whole global batch and equal on every rank.
+
+    Attributes:
+        loss: Σ weight · sum / count over the terms.
+        terms: each term's sum / count.
+        metrics: each metric's sum / count.
+        work: units of `Task.work`, summed.
+        grad_norm: of the whole gradient before clipping; 0 in evaluation.
+    """
+
+    loss: float
+    terms: Mapping[str, float]
+    metrics: Mapping[str, float]
+    work: Mapping[str, float]
+    grad_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine knows about the model once it is laid out.
+
+    Attributes:
+        parameters: number of trainable scalars, over all processes.
+        device: what its maker calls it, e.g. `NVIDIA H200`, or `cpu`.
+        random: whether a forward pass draws random numbers; the micro-batch is then part of the mathematics.
+    """
+
+    parameters: int
+    device: str
+    random: bool
+
+
+class Engine(Protocol):
+    """One process's part of the computation. Every method but `state` is collective."""
+
+    group: Group
+
+    def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
+        """Build, lay out, check and warm up, with the `batches` and `scalars` of step 0 even when a run is resumed."""
+        ...
+
+    def step(self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:
+        """One update. `scalars` holds the scheduled values, `lr` among them.
+
+        Raises:
+            NonFiniteError: on every rank, before the update, if the loss or the gradient is not finite.
+        """
+        ...
+
+    def evaluate(self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float]) -> StepResult:
+        """The loss and metrics of all rows together; leaves mode, buffers and random state as they were."""
+        ...
+
+    def state(self) -> list[Shard]:
+        """The pieces of the state that this process has to save; those of all processes make it whole."""
+        ...
+
+    def load(self, reader: Reader) -> None:
+        """Take over a saved state. Every array must be there, with its shape, and no other."""
+        ...
+
+    def close(self) -> None:
+        """Let go of processes and memory."""
+        ...

@@ -1,0 +1,128 @@
+"""What processes say to each other: named, with a deadline, and never pickled.
+
+Control messages are JSON over gloo, whatever the device; tensors go by the device's own backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from unisono.errors import DeadlineError
+from unisono.place import Json, Place
+
+_PEER_FAULT = re.compile(r"gloo|Timed out waiting|Connection (closed|reset|refused)|Broken pipe|monitoredBarrier")
+
+
+def start(place: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchGroup:
+    """Join the process group, with gloo beside the device's own backend, and return the control channel.
+
+    Args:
+        place: of this process.
+        device: of this process; its type chooses the backend.
+        timeout: seconds that any later wait may take.
+        start_timeout: seconds for all processes to appear.
+
+    Raises:
+        DeadlineError: naming the ranks that did not appear.
+    """
+    own = dist.get_default_backend_for_device(device)
+    try:
+        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=start_timeout)))
+    except RuntimeError as error:  # DistNetworkError, DistStoreError: the address is wrong, taken, or nobody is there
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {error}") from error
+    store = PrefixStore("unisono", store)
+    store.set(f"here/{place.rank}", "1")
+    deadline = time.monotonic() + start_timeout
+    absent = [rank for rank in range(place.world_size) if not _appears(store, rank, deadline)]
+    if absent:
+        raise DeadlineError(
+            f"rank {place.rank}: of {place.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
+            f"{', '.join(map(str, absent))} did not start within {start_timeout:g} s (launch.start_timeout)"
+        )
+    store.set_timeout(timedelta(seconds=timeout))
+    with waiting(place, "the processes to connect", timeout):
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=None if device.type == "cpu" else device,
+        )
+    return TorchGroup(place, timeout)
+
+
+def stop() -> None:
+    """Leave the process group. Everything that was reduced in it must be gone before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _appears(store: Store, rank: int, deadline: float) -> bool:
+    """Whether a rank announces itself before the deadline."""
+    try:
+        store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def waiting(place: Place, what: str, timeout: float) -> Iterator[None]:
+    """Turn a backend's error about a peer into a sentence about what this process waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise DeadlineError(
+            f"rank {place.rank} waited for {what}, and not all came: one is gone, stuck, or slower than the deadline "
+            f"of {timeout:g} s (launch.timeout). Look at the logs of the other ranks. Backend: {reason}"
+        ) from error
+
+
+class TorchGroup:
+    """The control channel of a job with several processes."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.size = place.world_size
+        self.timeout = timeout
+
+    def gather(self, value: Json, what: str) -> list[Json]:
+        """Every rank's value, as JSON."""
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with waiting(self.place, what, self.timeout):
+            sizes = torch.zeros(self.size, dtype=torch.int64)
+            sizes[self.rank] = message.numel()
+            dist.all_reduce(sizes)
+            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            padded[: message.numel()] = message
+            everyone = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(everyone, padded)
+        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
+
+    def barrier(self, what: str) -> None:
+        """A gather of nothing: the ranks that came are known to be here."""
+        self.gather(None, what)
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """The sum over all ranks, in place."""
+        with waiting(self.place, what, self.timeout):
+            dist.all_reduce(tensor)
+        return tensor

@@ -1,0 +1,72 @@
+"""Which device a process computes on, by what `torch.accelerator` offers."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.config.schema import Layout
+from unisono.errors import ConfigError
+from unisono.place import Place
+
+
+def accelerators() -> tuple[str, int]:
+    """Kind and number of this host's accelerators; `("cpu", 0)` if there are none."""
+    if not torch.accelerator.is_available():
+        return "cpu", 0
+    found = torch.accelerator.current_accelerator()
+    return (found.type, torch.accelerator.device_count()) if found else ("cpu", 0)
+
+
+def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
+    """The kind of device for a layout.
+
+    Args:
+        layout: its `device` may be `auto`: the accelerator if there is one for each process of this host, else the CPU.
+        local_world_size: processes on this host.
+        precision: of the run.
+
+    Raises:
+        ConfigError: for a device that is not there, or cannot do what is asked.
+    """
+    kind, count = accelerators()
+    if layout.device == "auto":
+        return (
+            kind
+            if (count >= local_world_size and precision != "fp64") or (kind == "cuda" and count >= local_world_size)
+            else "cpu"
+        )
+    if layout.device == "cpu":
+        return "cpu"
+    if layout.device != kind:
+        raise ConfigError(
+            f"layout.device={layout.device}: this host has {f'{count} × {kind}' if count else 'no accelerator'}; "
+            "use auto or cpu"
+        )
+    if local_world_size > count:
+        raise ConfigError(
+            f"layout.device={kind}: {local_world_size} processes on this host, but only {count} {kind} device"
+            f"{'s' if count != 1 else ''}; use layout.world_size={count} or layout.device=cpu"
+        )
+    if kind == "mps" and (layout.strategy != "single" or precision == "fp64"):
+        raise ConfigError(
+            "layout.device=mps: one process (layout.strategy=single) in fp32 or bf16 only; use layout.device=cpu"
+        )
+    return kind
+
+
+def device_of(kind: str, place: Place) -> torch.device:
+    """The device of one process, made current."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, place.local_rank)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def name_of(device: torch.device) -> str:
+    """What the maker calls it, e.g. `NVIDIA H200`; `cpu` for the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    module = getattr(torch, device.type, None)
+    named = getattr(module, "get_device_name", None)
+    return str(named(device)) if named else device.type

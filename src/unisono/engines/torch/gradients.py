@@ -1,0 +1,120 @@
+"""The whole gradient as one thing: its norm, its clipping, and an order of summation that no layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this process: all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This process's part of every gradient that there is."""
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def squared_norm(gradients: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    """The sum of all squares, a scalar of the dtype `wide` on the device. Not finite if any element is not."""
+    norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()])
+    if not norms:
+        return torch.zeros((), dtype=wide)
+    return torch.stack([norm.to(wide) for norm in norms]).square().sum()
+
+
+def clip(gradients: Sequence[Tensor], norm: float, largest: float | None) -> None:
+    """Scale all gradients so that their norm is at most `largest`; untouched if it is already."""
+    if largest is not None and norm > largest and gradients:
+        torch._foreach_mul_(list(gradients), largest / (norm + 1e-6))
+
+
+class OrderedSum:
+    """Sums gradients over micro-batches in one order for every world size that is a power of two.
+
+    The order is a tree over the micro-batches of the *global* batch: halved while the number is even, added from left
+    to right below that. A process's own micro-batches are a subtree, and the ranks' sums are the levels above it, so
+    one process and many add the same pairs. Costs up to log2(micro-batches) more copies of the gradient, and a gather
+    of every rank's gradient in place of a reduction.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], passes: int, world_size: int) -> None:
+        self._parameters = list(parameters)
+        self._adds = additions(passes)
+        self._adds_over_ranks = additions(world_size)
+        self._partial: dict[Tensor, list[Tensor | None]] = {}
+        self._pass = 0
+
+    def begin(self, first: int = 0) -> None:
+        """Forget the previous step. The passes before `first` count as made, and as having had no gradient."""
+        self._partial = {parameter: [] for parameter in self._parameters}
+        for self._pass in range(first):
+            for parameter in self._parameters:
+                self._push(parameter, None)
+        self._pass = first
+
+    def take(self) -> None:
+        """Move the gradients of the pass just made from `.grad` into the sum."""
+        for parameter in self._parameters:
+            self._push(parameter, parameter.grad)
+            parameter.grad = None
+        self._pass += 1
+
+    def finish(self) -> None:
+        """Put this process's sum back into `.grad`: all there is to do for one process."""
+        for parameter in self._parameters:
+            (parameter.grad,) = self._partial[parameter]
+
+    def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's communication hook for the last pass: add this process's earlier passes, gather, add in rank order."""
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._push(parameter, view.clone())
+            (total,) = self._partial[parameter]
+            assert total is not None
+            view.copy_(total)
+        own = bucket.buffer()
+        parts = [torch.empty_like(own) for _ in self._adds_over_ranks]
+        work = dist.all_gather(parts, own, async_op=True)
+        assert work is not None
+
+        def add(_: Any) -> Tensor:
+            stack: list[Tensor | None] = []
+            for part, adds in zip(parts, self._adds_over_ranks, strict=True):
+                _add_onto(stack, part, adds)
+            (total,) = stack
+            assert total is not None
+            return total
+
+        future: torch.futures.Future[Tensor] = work.get_future().then(add)
+        return future
+
+    def _push(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        _add_onto(self._partial[parameter], gradient, self._adds[self._pass])
+
+
+def additions(leaves: int) -> list[int]:
+    """How many additions follow each leaf when a tree over `leaves` is summed from left to right with a stack.
+
+    >>> additions(4)  # (a + b) + (c + d)
+    [0, 1, 0, 2]
+    >>> additions(6)  # ((a + b) + c) + ((d + e) + f)
+    [0, 1, 1, 0, 1, 2]
+    """
+    if leaves % 2:
+        return [0] + [1] * (leaves - 1)
+    half = additions(leaves // 2)
+    return [*half, *half[:-1], half[-1] + 1]
+
+
+def _add_onto(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None:
+    for _ in range(adds):
+        left = stack.pop()
+        leaf = left if leaf is None else leaf if left is None else left + leaf
+    stack.append(leaf)

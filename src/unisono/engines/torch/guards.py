@@ -1,0 +1,160 @@
+"""Checks that a run is what it claims to be: on the first step, and every N-th after it.
+
+Each is cheap (one pass over the parameters, a few numbers per tensor to other ranks) and each catches a fault that
+leaves the loss falling: an optimizer on stale parameters, replicas that drift apart, a master dtype that is not the
+one asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from unisono.engines.torch.gradients import local
+from unisono.errors import GuardError
+from unisono.place import Group
+
+_PIECE = 1 << 22
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensor: Tensor) -> int:
+    """A number that changes when any bit of the local part changes: the sum of its bits as integers, weighted by place.
+
+    Computed on the device, piece by piece. Two's complement sums wrap, so the order of addition does not matter.
+    """
+    flat = local(tensor.detach()).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, bits.numel(), _PIECE):
+        piece = bits[first : first + _PIECE].to(torch.int64)
+        place = torch.arange(first, first + piece.numel(), device=bits.device) * 2 + 1
+        total += (piece * place).sum()
+    return int(total)
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The digest of every tensor by name."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def optimizer_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer's parameters are the model's trainable ones, the very same objects, each once.
+
+    Raises:
+        GuardError: naming the parameters that would not train.
+    """
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lost = [name for name, parameter in trainable.items() if id(parameter) not in held]
+    stale = len(set(held) - {id(parameter) for parameter in trainable.values()})
+    if lost or stale or len(held) != len(set(held)):
+        raise GuardError(
+            f"the optimizer does not hold the model's parameters: {len(lost)} are not in it ({_some(lost)}), and "
+            f"{stale} of its own are not in the model. It was built before the model was wrapped, or the model was "
+            "changed afterwards."
+        )
+
+
+def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every floating parameter has the dtype in which it is meant to be updated.
+
+    Raises:
+        GuardError: naming the parameters of another dtype.
+    """
+    wrong = [f"{n} ({p.dtype})" for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != dtype]
+    if wrong:
+        raise GuardError(f"the master weights should be {dtype}, but these are not: {_some(wrong)}")
+
+
+def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
+    """Parameters with a gradient are changed by an update.
+
+    Args:
+        before: digests before the update.
+        after: digests after it.
+        with_gradient: names of the parameters whose gradient is not zero.
+        lr: learning rate of the update; nothing has to move at zero.
+
+    Raises:
+        GuardError: if none moved; that a few did not can be rounding, and is allowed.
+    """
+    still = [name for name in with_gradient if before[name] == after[name]]
+    if lr > 0 and still and len(still) == len(with_gradient):
+        raise GuardError(
+            f"the update changed none of the {len(still)} parameters that have a gradient ({_some(still)}): the "
+            "optimizer does not reach the parameters that the model computes with"
+        )
+
+
+def replicas_agree(group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], when: str) -> None:
+    """Ranks that hold copies of the same tensors hold the same bits.
+
+    Args:
+        group: all ranks.
+        tensors: this rank's tensors by name.
+        replicas: groups of ranks that hold copies of each other.
+        when: e.g. `after step 100`.
+
+    Raises:
+        GuardError: on every rank, naming the first tensor that differs and the ranks.
+    """
+    everyone = group.gather(digests(tensors), f"the digests of all ranks {when}")
+    for ranks in replicas:
+        for name in tensors:
+            groups: dict[int, list[int]] = {}
+            for rank in ranks:
+                groups.setdefault(everyone[rank].get(name), []).append(rank)
+            if len(groups) > 1:
+                differing = sum(len({everyone[rank].get(n) for rank in ranks}) > 1 for n in tensors)
+                sides = " and ".join(map(str, groups.values()))
+                raise GuardError(
+                    f"replicas differ {when}: '{name}' is not the same on ranks {sides} ({differing} of "
+                    f"{len(tensors)} tensors differ). Gradients were not synchronised (a forward round the wrapper, a "
+                    "parameter changed outside the optimizer), or randomness depends on the rank."
+                )
+
+
+@contextmanager
+def watching_gradients(step: nn.Module) -> Iterator[dict[str, bool]]:
+    """Whether each parameter's gradient was finite in the backward passes inside, on this process alone.
+
+    It watches the tensors that the forward pass computes with, before any reduction over ranks, so under FSDP it sees
+    the local gradient of the gathered parameter.
+    """
+    finite: dict[str, bool] = {}
+    units: list[nn.Module] = [module for module in step.modules() if isinstance(module, FSDPModule)]
+    units = units or [step]
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch(gradient: Tensor, name: str) -> None:
+        finite[name] = finite.get(name, True) and bool(torch.isfinite(gradient).all())
+
+    def gathered(unit: nn.Module, _: object, names: dict[int, str]) -> None:
+        for module in unit.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and id(module) in names:
+                    handles.append(parameter.register_hook(partial(watch, name=names[id(module)] + name)))
+
+    for unit in units:
+        inner = {id(m) for other in units if other is not unit for m in other.modules() if other in unit.modules()}
+        names = {
+            id(m): f"{path}." for path, m in step.named_modules() if m in set(unit.modules()) and id(m) not in inner
+        }
+        handles.append(unit.register_forward_pre_hook(partial(gathered, names=names)))
+    try:
+        yield finite
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,0 +1,62 @@
+"""What `train.precision` means, wherever in the model a dtype is named.
+
+`fp64` is meant: models cast to fp32 inside (norms, rotary angles, softmax), and one such cast would put a floor of 1e-7
+under every comparison. A function mode turns those casts into casts to fp64. `bf16` is autocast over fp32 master
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+_LOWER = (torch.float32, torch.float16, torch.bfloat16)
+_SHORTHANDS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class PromoteToDouble(TorchFunctionMode):
+    """Every request for a lower floating dtype, by argument or shorthand, becomes one for float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for every function while the mode is on."""
+        if func in _SHORTHANDS:
+            return args[0].to(torch.float64)
+        promoted = tuple(torch.float64 if _is_lower(value) else value for value in args)
+        named = {name: torch.float64 if _is_lower(value) else value for name, value in (kwargs or {}).items()}
+        return func(*promoted, **named)
+
+
+def _is_lower(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _LOWER
+
+
+def promoting(precision: str) -> AbstractContextManager[Any]:
+    """The context of a step.
+
+    It is not in force inside `backward`, which torch runs outside of all function modes; blocks that compute again
+    there need it for themselves.
+    """
+    return PromoteToDouble() if precision == "fp64" else nullcontext()
+
+
+def casting(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def to_device(array: Any, device: torch.device, precision: str) -> Any:
+    """An array of a batch as a tensor on the device, in float64 under fp64; other values pass as they are."""
+    if hasattr(array, "__array_interface__"):
+        array = torch.from_numpy(array)
+    if not isinstance(array, torch.Tensor):
+        return array
+    if precision == "fp64" and array.is_floating_point():
+        array = array.to(torch.float64)
+    return array.to(device, non_blocking=True)

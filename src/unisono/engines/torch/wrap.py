@@ -1,0 +1,188 @@
+"""One module, wrapped in the way of the layout: activation checkpointing, then compile, then DDP or FSDP2.
+
+The wrapped module's forward is the task's `outputs` and `loss` together, so nothing can go round the wrapper. Each
+wrapper's own scaling of gradients is made explicit here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from unisono.config.schema import Layout
+from unisono.engines.torch.precision import promoting
+from unisono.errors import ConfigError
+from unisono.task import Batch, Context, Loss, Task
+
+Wrapped = nn.Module
+
+# torch 2.13 renamed the switch; buffers are not broadcast before each forward pass.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS: Any = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+class Step(nn.Module):
+    """The forward of one micro-batch: from its arrays to one scaled scalar, and the sums to report."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.task = task
+
+    def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor]) -> tuple[Tensor, Loss]:
+        """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums."""
+        loss = self.task.loss(self.task.outputs(self.model, batch, context), batch, context)
+        if set(loss.sums) != set(scales):
+            raise ConfigError(
+                f"{type(self.task).__name__}: loss() returned the terms {sorted(loss.sums)}, but counts() counted "
+                f"{sorted(scales)}; every term needs its count"
+            )
+        total = sum(loss.weights.get(name, 1.0) * (term * scales[name]) for name, term in loss.sums.items())
+        assert isinstance(total, Tensor)
+        if total.dim():
+            shapes = {name: tuple(term.shape) for name, term in loss.sums.items() if term.dim()}
+            raise ConfigError(
+                f"{type(self.task).__name__}: loss() must return sums over the rows, scalars; got shapes {shapes}"
+            )
+        return total, loss
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: members of its outermost `ModuleList`s (or `Sequential`s) that share a class.
+
+    They are what is checkpointed, compiled and sharded one by one. An empty list means the model is one piece.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        members = list(child.children())
+        alike = len(members) > 1 and len({type(member) for member in members}) == 1
+        if (
+            isinstance(child, (nn.ModuleList, nn.Sequential))
+            and alike
+            and next(members[0].children(), None) is not None
+        ):
+            found += members
+        else:
+            found += blocks(child)
+    return found
+
+
+def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
+    """Activation checkpointing and compilation, in place, block by block."""
+    parts = blocks(model) or [model]
+    if layout.activation_checkpointing:
+        for part in parts[:: layout.activation_checkpointing]:
+            part.forward = partial(
+                checkpoint, part.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), promoting(precision))
+            )
+    if layout.compile:
+        for part in parts:
+            part.compile()
+
+
+def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> Wrapped:
+    """The step module in the wrapper of the strategy, on the device."""
+    step.to(device)
+    if layout.strategy == "ddp":
+        return DistributedDataParallel(
+            step,
+            bucket_cap_mb=layout.bucket_mb or bucket_mb(width(step), world_size),
+            gradient_as_bucket_view=True,
+            find_unused_parameters=layout.find_unused_parameters,
+            **_NO_BUFFERS,
+        )
+    if layout.strategy in ("fsdp", "hsdp"):
+        return _shard(step, layout, precision, device, world_size)
+    return step
+
+
+def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> Wrapped:
+    shards = layout.shards or world_size
+    if layout.strategy == "hsdp":
+        mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    # Inputs are not cast: a float label has to stay what it is, and autocast casts where arithmetic wants it.
+    low = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)}
+    policy = low.get(precision, MixedPrecisionPolicy(cast_forward_inputs=False))
+    for block in blocks(step.model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(step, mesh=mesh, mp_policy=policy)
+    for module in step.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else a factor is a PREMUL_SUM, which gloo does not have
+            if layout.find_unused_parameters and hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True)
+    return step
+
+
+def gradient_factor(layout: Layout, world_size: int) -> float:
+    """What a loss must be multiplied with so that the wrapper's reduced gradient is the sum over processes.
+
+    DDP divides by the number of processes and has no setter for it; FSDP2 is told to divide by one; the ordered
+    reduction adds without dividing.
+    """
+    return float(world_size) if layout.strategy == "ddp" and layout.reduction == "fast" else 1.0
+
+
+@contextmanager
+def synchronising(wrapped: Wrapped, layout: Layout, last: bool) -> Iterator[None]:
+    """The context of one pass, forward and backward: whether its gradients are reduced over processes now."""
+    if isinstance(wrapped, DistributedDataParallel) and not last:
+        with wrapped.no_sync():
+            yield
+        return
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_is_last_backward(last)
+        wrapped.set_requires_gradient_sync(last or not layout.defer_reduction)
+        if layout.strategy == "hsdp":
+            wrapped.set_requires_all_reduce(last)
+    yield
+
+
+def shard_again(wrapped: Wrapped) -> None:
+    """Put FSDP's parameters back into shards after a forward pass that no backward pass follows.
+
+    The backward pass does it otherwise; without it the root's parameters would stay gathered, and what a checkpoint or
+    a guard then finds under their names is not what is trained.
+    """
+    for module in wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def width(model: nn.Module) -> int:
+    """The width of a model, in features: the smaller side that most of its matrices' elements share."""
+    sizes: Counter[int] = Counter()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            sizes[min(parameter.shape)] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def bucket_mb(width: int, world_size: int) -> float:
+    """Bucket size of DDP in MB: larger for wider models and larger worlds, between 10 and 250.
+
+    A transformer block has about 12·width² parameters; 25 MB is torch's default for models of moderate width.
+    """
+    size = 25.0 * (1.0 + 12.0 * width**2 / 1e8)
+    return min(250.0, max(10.0, size * 1.5 if world_size > 32 else size))
+
+
+def unwrapped(wrapped: Wrapped) -> Step:
+    """The step module inside a wrapper."""
+    inner: Any = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    assert isinstance(inner, Step)
+    return inner

@@ -1,0 +1,65 @@
+"""What can go wrong for a user, as sentences: what is wrong, where, and what to do.
+
+Everything here is a `UnisonoError`; the command line prints its text and exits with its code, without a traceback.
+Anything else that escapes is a fault of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UnisonoError(ValueError):
+    """A fault the user can mend. `exit_code` tells a script which class of fault ended the run."""
+
+    exit_code = 2
+
+
+class ConfigError(UnisonoError):
+    """A key, a value or a combination of values that cannot be run."""
+
+
+class DataError(UnisonoError):
+    """A file, a column or a record that cannot be read or used."""
+
+
+class RunError(UnisonoError):
+    """A run directory that cannot be used as asked: it holds another run, or nothing to resume."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint that is damaged, incomplete, or does not fit the model."""
+
+
+class NonFiniteError(UnisonoError):
+    """A loss or a gradient that is not finite. It never reached the parameters."""
+
+    exit_code = 3
+
+
+class GuardError(UnisonoError):
+    """A run that would have gone on silently wrong: replicas differ, parameters do not move, wrong master dtype."""
+
+    exit_code = 4
+
+
+class DeadlineError(UnisonoError):
+    """A wait on another process that took longer than its deadline, or whose peer is gone."""
+
+    exit_code = 5
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """The end of an error sentence: a suggestion if one is close, else the choices.
+
+    >>> nearest("lrr", ["lr", "betas"])
+    "did you mean 'lr'?"
+    >>> nearest("x", ["lr", "betas"])
+    'valid here: betas, lr'
+    """
+    names = sorted(set(candidates))
+    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return "valid here: " + (", ".join(names) if names else "nothing")

@@ -1,0 +1,1 @@
+"""Evaluation, exact at any world size."""

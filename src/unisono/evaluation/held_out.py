@@ -1,0 +1,49 @@
+"""Evaluation on held-out rows: sums and counts over all of them, on all processes, exact at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.config.schema import RunConfig
+from unisono.config.split import Split
+from unisono.data.loader import Loader, MicroBatch
+from unisono.data.order import Order, Plan
+from unisono.errors import DataError
+from unisono.place import Place
+from unisono.task import Source, Task
+
+
+class HeldOut:
+    """The held-out rows of a task, ready to be evaluated as often as wanted.
+
+    No row is dropped or counted twice: a last short batch is short, and a process without rows in it repeats one at
+    weight zero, so that all make equally many passes.
+
+    Args:
+        task: whose rows they are.
+        source: the rows.
+        config: its `eval` group says how many rows and in what micro-batch.
+        place: of this process.
+        micro_batch: of the training, used where `eval.micro_batch` is null.
+    """
+
+    def __init__(self, task: Task, source: Source, config: RunConfig, place: Place, micro_batch: int) -> None:
+        if len(source) == 0:
+            raise DataError(f"{type(task).__name__}.held_out() has no rows; return None for no evaluation")
+        rows = min(len(source), config.eval.rows or len(source))
+        micro = min(config.eval.micro_batch or micro_batch, rows)
+        self._split = Split.of(micro * place.world_size, place.world_size, micro)
+        self._plan = Plan(Order(len(source), seed=0, shuffle=False), self._split.global_batch, rows)
+        self._task, self._source, self._rank, self._data = task, source, place.rank, config.data
+        self.rows = rows
+
+    def batches(self) -> Iterator[list[MicroBatch]]:
+        """This process's micro-batches of one evaluation."""
+        loader = Loader(
+            self._task, self._source, self._plan, self._split, self._rank,
+            purpose="eval", workers=self._data.workers, prefetch=self._data.prefetch,
+        )  # fmt: skip
+        try:
+            yield from loader.steps()
+        finally:
+            loader.close()

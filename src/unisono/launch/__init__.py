@@ -1,0 +1,1 @@
+"""From a command to processes, and back to one exit code."""

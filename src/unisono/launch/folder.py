@@ -1,0 +1,146 @@
+"""The run directory: made, checked and described before anything expensive starts.
+
+A directory belongs to one run. It is continued only by a configuration with the same mathematics, and nothing in it is
+ever overwritten by another run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unisono.checkpoint import commit
+from unisono.config import fingerprint, resolve
+from unisono.config.schema import RunConfig
+from unisono.errors import RunError
+from unisono.task import Task
+from unisono.version import __version__
+
+
+def named(config: RunConfig, job: str | None = None) -> RunConfig:
+    """The configuration with a name for its run: its own, or one from the recipe and the job or the time."""
+    if config.run.name is not None:
+        return config
+    stem = Path(config.recipe.split(":")[0]).stem
+    name = f"{stem}-{job or time.strftime('%Y%m%d-%H%M%S')}"
+    free = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if job or not (config.run.dir / n).exists())
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": free})})
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Refuse a directory that cannot be used, without touching it; returns the configuration to go on with.
+
+    A run that is continued keeps its micro-batch where it fits, and always where a forward pass draws random numbers.
+
+    Raises:
+        RunError: if the directory is not writable, holds another run, or holds nothing to resume where that is a must.
+    """
+    folder = path_of(config)
+    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
+        ) from error
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
+        raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
+    newest = commit.find(folder / "checkpoints")[-1:]
+    if config.run.resume == "must" and not newest:
+        raise RunError(f"{folder} has no checkpoint to resume from, and run.resume=must; start it with run.resume=auto")
+    if not (folder / "config.yaml").is_file():
+        return config
+    if config.run.resume == "never":
+        raise RunError(
+            f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
+        )
+    old = resolve.read(folder / "config.yaml")
+    random = any(json.loads((path / "manifest.json").read_text())["state"]["random"] for path in newest)
+    if config.layout.micro_batch is None and (random or _divides(old.layout.micro_batch, config)):
+        config = config.model_copy(
+            update={"layout": config.layout.model_copy(update={"micro_batch": old.layout.micro_batch})}
+        )
+    changed = {
+        key: pair
+        for key, pair in fingerprint.changes(old, config, random).items()
+        if key not in config.run.allow_change
+    }
+    if changed:
+        listed = "\n".join(f"  {key}: {before!r} there, {after!r} here" for key, (before, after) in changed.items())
+        raise RunError(
+            f"{folder} already holds another run:\n{listed}\nChoose another run.name, or go on with these changes by "
+            f"run.allow_change=[{','.join(changed)}]"
+        )
+    return config
+
+
+def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
+    """Make the directory and write what the run is: `config.yaml`, `fingerprint.json` and the task's `assets/`.
+
+    Raises:
+        RunError: if it cannot be written, or if the data are not those of the run that lies there.
+    """
+    folder = path_of(config)
+    _same_data(folder / "fingerprint.json", facts)
+    try:
+        (folder / "assets").mkdir(parents=True, exist_ok=True)
+        task.save_assets(folder / "assets")
+        _replace(folder / "config.yaml", yaml.safe_dump(fingerprint.plain(config), sort_keys=False))
+        described = {
+            "mathematics": fingerprint.digest(config),
+            "data": facts,
+            "versions": _versions(),
+            "host": platform.node(),
+        }
+        _replace(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"{folder} cannot be written: {error.strerror} ({error.filename}); choose another run.dir"
+        ) from error
+    return folder
+
+
+def _same_data(path: Path, facts: dict[str, Any]) -> None:
+    if path.is_file() and "fingerprint" in facts:
+        before = json.loads(path.read_text(encoding="utf-8"))["data"]
+        if before.get("fingerprint") not in (None, facts["fingerprint"]):
+            differing = {k: (before.get(k), v) for k, v in facts.items() if before.get(k) != v}
+            raise RunError(
+                f"{path.parent} was trained on other data; what differs (there, here): {differing}. Choose another "
+                "run.name"
+            )
+
+
+def path_of(config: RunConfig) -> Path:
+    """Where a named run lies."""
+    assert config.run.name is not None
+    return config.run.dir / config.run.name
+
+
+def _divides(micro_batch: int | None, config: RunConfig) -> bool:
+    world = config.layout.world_size
+    return micro_batch is not None and isinstance(world, int) and config.train.global_batch % (world * micro_batch) == 0
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
+    installed = {dist.metadata["Name"] for dist in metadata.distributions()}
+    return {
+        "unisono": __version__,
+        "python": platform.python_version(),
+        **{n: metadata.version(n) for n in names if n in installed},
+    }

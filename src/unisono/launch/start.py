@@ -1,0 +1,228 @@
+"""From a configuration to a running job: everything that can be refused is refused here, before processes start."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.config import resolve
+from unisono.config.compose import Composed, compose
+from unisono.config.schema import RunConfig
+from unisono.config.split import Split
+from unisono.errors import ConfigError, RunError
+from unisono.launch import environment, folder, local, worker
+from unisono.place import Place
+from unisono.task import Task
+
+
+def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] | Sequence[str] = ()) -> Any:
+    """Train a task, as `unisono train` does.
+
+    Args:
+        task: a `Task`, its class, or what the command line takes: a recipe's name or `path/to/file.py:Class`. With
+            several processes the others import the task from its file, so it has to be defined at the top level of one.
+        config: a `RunConfig`; or overrides, as `key=value` texts or as a dictionary of dotted keys.
+
+    Returns:
+        The `unisono.trainer.Result`; with several processes, one that has only the folder and the evaluation.
+
+    Raises:
+        UnisonoError: for anything the caller can mend.
+
+    Example:
+        result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
+    """
+    instance = task if isinstance(task, Task) else None
+    reference = task if isinstance(task, str) else reference_to(type(task) if isinstance(task, Task) else task)
+    if isinstance(config, RunConfig):
+        typed = config
+    else:
+        overrides = (
+            [f"{key}={_grammar(value)}" for key, value in config.items()]
+            if isinstance(config, Mapping)
+            else list(config)
+        )
+        composed = compose(reference, overrides)
+        if instance is not None:
+            composed = _with_settings(composed, instance)
+        typed = resolve.validate(composed)
+    return start(typed, instance)
+
+
+def start(config: RunConfig, task: Task | None = None) -> Any:
+    """Check a typed configuration and run it, here or on processes of its own."""
+    place = environment.place()
+    config = concrete(config, place)
+    if place is not None and place.launcher != "unisono":
+        return _as_launched(config, place)
+    config = folder.check(folder.named(config))
+    task = task or worker.task_of(config)
+    facts = preflight(task, config)
+    path = folder.make(_with_micro_batch(config), facts, task)
+    config = resolve.read(path / "config.yaml")
+    if config.layout.strategy == "single":
+        from unisono import trainer
+
+        return trainer.run(task, config, Place(), worker.join(config, Place()), path)
+    assert isinstance(config.layout.world_size, int)
+    local.launch(config, path, threads_per_process(config.layout.world_size))
+    return outcome(path)
+
+
+def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
+    """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
+    from unisono import trainer
+    from unisono.data.order import Order, Plan
+
+    assert isinstance(config.layout.world_size, int)
+    split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
+    task.check()
+    source = trainer.rows_of(task)
+    plan = Plan.of(
+        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
+    )
+    trainer.Scalars(config, plan.steps)
+    held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
+    rows = {"rows": len(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
+    return {**rows, **task.facts()}
+
+
+def concrete(config: RunConfig, place: Place | None) -> RunConfig:
+    """The configuration with every `auto` of the layout decided.
+
+    Raises:
+        ConfigError: for a layout that this host or its launcher cannot give.
+    """
+    from unisono.engines.torch import devices
+
+    layout = config.layout
+    if place is not None:
+        world, here = place.world_size, place.local_world_size
+    elif layout.world_size == "auto":
+        world = here = (
+            max(1, devices.accelerators()[1]) if layout.device != "cpu" and layout.strategy != "single" else 1
+        )
+    else:
+        world = here = layout.world_size
+    strategy = ("single" if world == 1 else "ddp") if layout.strategy == "auto" else layout.strategy
+    update: dict[str, Any] = {"world_size": world, "strategy": strategy}
+    update["device"] = devices.resolve(layout.model_copy(update=update), here, config.train.precision)
+    if layout.reduction == "ordered":
+        if world & (world - 1):
+            below = 1 << (world.bit_length() - 1)
+            raise ConfigError(
+                f"layout.reduction=ordered needs a power of two of processes, not {world}; use {below} or {2 * below}"
+            )
+        update["threads"] = layout.threads or 1  # the number of threads changes the order of sums inside an operation
+    try:
+        checked = type(layout).model_validate({**layout.model_dump(), **update})
+    except ValueError as error:
+        raise ConfigError(
+            "; ".join(e["msg"].removeprefix("Value error, ") for e in getattr(error, "errors", list)())
+        ) from error
+    return config.model_copy(update={"layout": checked})
+
+
+def threads_per_process(processes: int) -> int:
+    """This host's cores, divided."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
+def outcome(path: Path) -> Any:
+    """What the processes of a run left behind, read from its events."""
+    from unisono.observe import events
+    from unisono.trainer import Result
+
+    seen = events.read(path / "events.jsonl")
+    steps = [event for event in seen if not event.get("eval")]
+    evaluations = [event for event in seen if event.get("eval")]
+    kept = {
+        k: v
+        for k, v in (evaluations[-1] if evaluations else {}).items()
+        if k not in ("step", "eval", "rows", "seconds")
+    }
+    return Result(path, steps[-1]["step"] if steps else 0, steps[-1]["loss"] if steps else None, kept)
+
+
+def reference_to(kind: type[Task]) -> str:
+    """`path/to/file.py:Class` for a task class.
+
+    Raises:
+        ConfigError: for a class that another process could not import.
+    """
+    try:
+        path = inspect.getfile(kind)
+    except (OSError, TypeError) as error:
+        raise ConfigError(
+            f"{kind.__name__} is not defined in a file, so no other process can import it; put it in one"
+        ) from error
+    if "." in kind.__qualname__:
+        raise ConfigError(
+            f"{kind.__qualname__} is defined inside a function or class; move it to the top level of its file"
+        )
+    known = f"{kind.__module__}:{kind.__name__}"
+    return next((name for name, place in resolve.TASKS.items() if place == known), f"{path}:{kind.__name__}")
+
+
+def _as_launched(config: RunConfig, place: Place) -> Any:
+    """Run as one of the processes that torchrun or srun started: agree on the run, then train."""
+    from unisono import trainer
+
+    if config.layout.strategy == "single":
+        raise (
+            ConfigError(f"{place.launcher} started {place.world_size} processes, but layout.strategy=single is one")
+            if (place.world_size > 1)
+            else ConfigError("layout.strategy=single needs no launcher: start it without one")
+        )
+    group = worker.join(config, place)
+    told, path = None, None
+    if place.is_first:
+        try:
+            config = folder.check(folder.named(config, os.environ.get("SLURM_JOB_ID")))
+            task = worker.task_of(config)
+            path = folder.make(_with_micro_batch(config), preflight(task, config), task)
+        except (ConfigError, RunError, ValueError) as error:
+            told = str(error)
+    told, path = group.gather(
+        [told, str(path.resolve()) if path else None], "rank 0 to check the run and prepare its data"
+    )[0]
+    if told:
+        raise RunError(told)
+    path = Path(path)
+    config = resolve.read(path / "config.yaml")
+    return trainer.run(worker.task_of(config), config, place, group, path)
+
+
+def _with_micro_batch(config: RunConfig) -> RunConfig:
+    """The configuration with its micro-batch as a number, so that a resume can keep it."""
+    assert isinstance(config.layout.world_size, int)
+    micro = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch).micro_batch
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": micro})})
+
+
+def _with_settings(composed: Composed, task: Task) -> Composed:
+    """Composed values with the settings that a task object already has; overrides of the same group win key by key."""
+    values = dict(composed.values)
+    for group, settings in (("task", task.config), ("model", task.model_config), ("data", task.data_config)):
+        values[group] = {**settings.model_dump(mode="json"), **(values.get(group) or {})}
+    return Composed(values, composed.origins)
+
+
+def _grammar(value: Any) -> str:
+    """A Python value in the grammar of overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_grammar(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_grammar(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, int | float):
+        return repr(value)
+    quoted = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{quoted}'"

@@ -1,0 +1,135 @@
+"""One process of a job: join the others, train, report what went wrong, and leave in an order that gloo survives."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unisono.config import fingerprint, resolve
+from unisono.config.schema import RunConfig
+from unisono.errors import ConfigError, UnisonoError
+from unisono.launch import environment
+from unisono.place import Alone, Group, Place
+from unisono.task import Task
+
+
+def join(config: RunConfig, place: Place) -> Group:
+    """Meet the other processes, if there can be any, and agree with them on the configuration.
+
+    Raises:
+        DeadlineError: naming ranks that did not appear.
+        ConfigError: naming the keys in which ranks differ.
+    """
+    if config.layout.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.layout.threads)
+    if config.layout.strategy == "single":
+        return Alone()
+    from unisono.engines.torch import collective, devices
+
+    environment.complete(place)
+    device = devices.device_of(config.layout.device, place)
+    group = collective.start(place, device, config.launch.timeout, config.launch.start_timeout)
+    mine = {k: v for k, v in fingerprint.flat(fingerprint.plain(config)).items() if k != "run.name"}
+    for rank, theirs in enumerate(group.gather(mine, "the configuration of all ranks")):
+        differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"ranks {place.rank} and {rank} were given different configurations, in {', '.join(differing[:5])}: "
+                f"{key} is {mine.get(key)!r} here and {theirs.get(key)!r} there. Start all processes with one command."
+            )
+    return group
+
+
+def task_of(config: RunConfig) -> Task:
+    """The task that a configuration names, with its settings."""
+    return resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, after the process group is closed and everything is written.
+
+    The interpreter's own way out is not safe: a gloo thread that drops a tensor while the interpreter goes down aborts
+    the process (pytorch/pytorch#179291), and a run that trained correctly would be reported as failed.
+    """
+    if "torch.distributed" in sys.modules:
+        from unisono.engines.torch import collective
+
+        gc.collect()
+        if code == 0:
+            collective.stop()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
+    """Run a whole process's work and end the process with the right code.
+
+    A fault is written to `report` where a launcher reads it; without one, it goes to stderr: once, if it is a fault
+    that every rank raises.
+    """
+    try:
+        act()
+    except KeyboardInterrupt:
+        leave_now(130)
+    except BaseException as error:
+        told = isinstance(error, UnisonoError)
+        text = str(error) if told else traceback.format_exc()
+        code = error.exit_code if isinstance(error, UnisonoError) else 1
+        if report is not None:
+            fault = {"rank": place.rank, "kind": type(error).__name__, "text": text, "code": code, "time": time.time()}
+            report.write_text(json.dumps(fault), encoding="utf-8")
+        elif place.is_first or not (told and _on_every_rank(error)):
+            print(f"unisono: error on rank {place.rank}: {text}", file=sys.stderr)
+        leave_now(code)
+    leave(0)
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this process without waiting for anybody."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _on_every_rank(error: BaseException) -> bool:
+    from unisono.errors import CheckpointError, GuardError, NonFiniteError, RunError
+
+    return isinstance(error, ConfigError | RunError | NonFiniteError | GuardError | CheckpointError)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent, so that a killed launcher leaves no orphan (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main(folder: Path) -> NoReturn:
+    """Entry of a process that `unisono.launch.local` started."""
+    die_with_parent()
+    place = environment.place()
+    assert place is not None
+
+    def work() -> None:
+        from unisono import trainer
+
+        config = resolve.read(folder / "config.yaml")
+        group = join(config, place)
+        trainer.run(task_of(config), config, place, group, folder)
+
+    guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,53 @@
+"""`events.jsonl`: one JSON object per step and per evaluation, written by rank 0, appended to on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import IO, Any
+
+
+class Events:
+    """An append-only file of JSON lines.
+
+    A resumed run takes back the lines of steps that it will make again, so that every step stands in the file once.
+    """
+
+    def __init__(self, path: Path, first_step: int = 0) -> None:
+        self._file: IO[str] | None = None
+        kept = []
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _step(line) is not None and _step(line) <= first_step]  # type: ignore[operator]
+        temporary = path.with_suffix(".jsonl.new")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Append one event and flush it; numbers that JSON cannot hold become null."""
+        assert self._file is not None
+        self._file.write(json.dumps({name: _plain(value) for name, value in event.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All events of a run; a last line that was cut off is left out."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step(line) is not None]
+
+
+def _step(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

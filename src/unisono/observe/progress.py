@@ -1,0 +1,111 @@
+"""What rank 0 says on the console: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a step was.
+
+    Attributes:
+        unit: of `rate`, e.g. `tokens`.
+        rate: units per second over all processes.
+        mfu: model FLOP utilisation between 0 and 1, or None where the device's peak is not known.
+        wait: share of the time spent waiting for data, between 0 and 1.
+        seconds: per step.
+    """
+
+    unit: str
+    rate: float
+    mfu: float | None
+    wait: float
+    seconds: float
+
+
+class Progress:
+    """The console of a run.
+
+    Args:
+        total: steps in the run.
+        every: steps between lines where there is no terminal.
+        shown: False for silence, as on ranks other than 0.
+    """
+
+    def __init__(self, total: int, every: int, shown: bool) -> None:
+        self._total, self._every, self._shown = total, every, shown
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._smooth: float | None = None
+
+    def __enter__(self) -> Progress:
+        if self._shown and self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._shown:
+            self._console.print(line, markup=False)
+
+    def step(self, step: int, loss: float, speed: Speed) -> None:
+        """Show a finished step; `step` counts from 1."""
+        if not self._shown:
+            return
+        self._smooth = speed.seconds if self._smooth is None else 0.9 * self._smooth + 0.1 * speed.seconds
+        mfu = "–" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
+        left = _clock((self._total - step) * self._smooth)
+        line = (
+            f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {_short(speed.rate)} "
+            f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %  eta {left}"
+        )
+        if self._live is not None:
+            self._live.update(Text(line))
+        elif step % self._every == 0 or step in (1, self._total):
+            self.say(line)
+
+
+class Stopwatch:
+    """Seconds spent waiting for data and in whole steps."""
+
+    def __init__(self) -> None:
+        self._last = perf_counter()
+        self._waited = 0.0
+
+    def got_data(self, since: float) -> None:
+        """The data asked for at `since` (a `perf_counter`) are here."""
+        self._waited = perf_counter() - since
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last lap, and the share of them that was waiting for data."""
+        now = perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds, min(1.0, self._waited / max(seconds, 1e-9))
+
+
+def _short(number: float) -> str:
+    for limit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{sign}"
+    return f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,79 @@
+"""What rank 0 records of a run: the console line, `events.jsonl` and TensorBoard, from one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from unisono.config.schema import Observe
+from unisono.engines.base import StepResult
+from unisono.observe.events import Events
+from unisono.observe.progress import Progress, Speed
+from unisono.observe.tensorboard import TensorBoard
+from unisono.place import Place
+
+
+class Record:
+    """Where the results of steps go. On ranks other than 0 every method does nothing.
+
+    Args:
+        folder: of the run.
+        config: the `observe` group.
+        place: of this process.
+        first_step: steps made before, in an earlier process.
+        total: steps in the run.
+    """
+
+    def __init__(self, folder: Path, config: Observe, place: Place, first_step: int, total: int) -> None:
+        self._progress = Progress(total, config.log_every, shown=config.progress and place.is_first)
+        self._events = Events(folder / "events.jsonl", first_step) if place.is_first else None
+        self._board = TensorBoard(folder / "tensorboard", first_step) if place.is_first and config.tensorboard else None
+
+    def __enter__(self) -> Record:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        for file in (self._events, self._board):
+            if file is not None:
+                file.close()
+
+    def say(self, line: str) -> None:
+        """A line on the console."""
+        self._progress.say(line)
+
+    def step(self, step: int, result: StepResult, scalars: Mapping[str, float], speed: Speed) -> None:
+        """A finished update; `step` counts from 1."""
+        values: dict[str, Any] = {"loss": result.loss, "lr": scalars["lr"], "grad_norm": result.grad_norm}
+        values |= {f"loss/{name}": value for name, value in result.terms.items() if len(result.terms) > 1}
+        values |= dict(result.metrics)
+        values |= {name: value for name, value in scalars.items() if name not in ("lr", "clip_norm")}
+        values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
+        if speed.mfu is not None:
+            values["mfu"] = speed.mfu
+        self._write(step, values)
+        self._progress.step(step, result.loss, speed)
+
+    def evaluation(self, step: int, result: StepResult, rows: int, seconds: float) -> None:
+        """A finished evaluation after `step` updates."""
+        values = {
+            "loss": result.loss,
+            **{f"loss/{n}": v for n, v in result.terms.items() if len(result.terms) > 1},
+            **result.metrics,
+        }
+        self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
+        told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
+
+    def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
+        if self._events is not None:
+            self._events.write({"step": step, **values})
+        if self._board is not None:
+            self._board.write(
+                step, {prefix + name: float(value) for name, value in values.items() if not isinstance(value, bool)}
+            )

@@ -1,0 +1,87 @@
+"""Schedules: pure functions from the step to a factor between the floor and one.
+
+A step's value does not depend on how the run got there, so a resume needs nothing but the step, and no process can
+step a schedule once too often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from unisono.config.schema import Constant, Cosine, InverseSqrt, Linear, ScheduleGroup, Wsd
+from unisono.errors import ConfigError
+
+
+def value(schedule: ScheduleGroup, peak: float, step: int, total: int) -> float:
+    """The scheduled value at a step.
+
+    Args:
+        schedule: kind and shape.
+        peak: value where the factor is one.
+        step: updates made before this one, from 0.
+        total: steps in the run.
+    """
+    return peak * factor(schedule, step, total)
+
+
+def factor(schedule: ScheduleGroup, step: int, total: int) -> float:
+    """The factor at a step: warm-up from `start`, then the shape of the kind, never below `floor`.
+
+    The first update is made at `1/warmup` of the way and the peak is reached with the last update of the warm-up, so no
+    update is wasted at zero; the last update of a decay stands one step before the floor, for the same reason.
+
+    >>> from unisono.config.schema import Linear
+    >>> [round(factor(Linear(kind="linear", warmup=2), step, 6), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    total = schedule.steps or total
+    warmup = _steps(schedule.warmup, total)
+    if step < warmup:
+        return schedule.start + (1.0 - schedule.start) * (step + 1) / warmup
+    return max(schedule.floor, schedule.floor + (1.0 - schedule.floor) * _shape(schedule, step, warmup, total))
+
+
+def check(schedules: Mapping[str, ScheduleGroup], total: int) -> None:
+    """Refuse schedules longer than the run.
+
+    Raises:
+        ConfigError: naming the schedule and the lengths.
+    """
+    for name, schedule in schedules.items():
+        length = schedule.steps or total
+        parts = _steps(schedule.warmup, length) + (_steps(schedule.decay, length) if isinstance(schedule, Wsd) else 0)
+        if parts > length:
+            what = "warm-up and decay" if isinstance(schedule, Wsd) else "warm-up"
+            raise ConfigError(
+                f"schedules.{name}: {what} take {parts} steps, but the schedule has {length}; shorten them, or give "
+                "them as fractions below 1"
+            )
+
+
+def _steps(number: float, total: int) -> int:
+    return round(number * total) if number < 1 else round(number)
+
+
+def _shape(schedule: ScheduleGroup, step: int, warmup: int, total: int) -> float:
+    """The shape after the warm-up, from one down to zero."""
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    match schedule:
+        case Constant():
+            return 1.0
+        case Linear():
+            return 1.0 - progress
+        case Cosine():
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case InverseSqrt():
+            timescale = schedule.timescale or max(1, warmup)
+            return math.sqrt(timescale / max(timescale, step))
+        case Wsd():
+            decay = _steps(schedule.decay, total)
+            fallen = min(1.0, max(0.0, (step - (total - decay)) / max(1, decay)))
+            return {
+                "linear": 1.0 - fallen,
+                "cosine": 0.5 * (1.0 + math.cos(math.pi * fallen)),
+                "sqrt": 1.0 - math.sqrt(fallen),
+            }[schedule.shape]
+    raise AssertionError(schedule)

@@ -1,0 +1,65 @@
+"""A process's place in the job, and the few things processes say to each other outside the step.
+
+`Place` is a plain value passed to whoever needs it; nothing reads `RANK` on its own. `Group` is the control channel:
+small JSON messages, named so that a wait that ends in an error can say what it waited for. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands.
+
+    Attributes:
+        rank: number of this process among all, from 0.
+        world_size: number of processes.
+        local_rank: number of this process on its host, from 0; it chooses the device.
+        local_world_size: number of processes on this host; it divides the cores.
+        launcher: who started the processes: `unisono`, `torchrun`, `slurm`, or `none` for a single process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "none"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes what is written once."""
+        return self.rank == 0
+
+
+class Group(Protocol):
+    """All processes of the job as one party. Every method is collective: all ranks call it, in the same order."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Json, what: str) -> list[Json]:
+        """The value of every rank, in rank order, on every rank. `what` names the wait in errors."""
+        ...
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank has come here."""
+        ...
+
+
+class Alone:
+    """The group of a single process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: Json, what: str) -> list[Json]:
+        """A list with the one value."""
+        return [value]
+
+    def barrier(self, what: str) -> None:
+        """Nobody to wait for."""

@@ -1,0 +1,84 @@
+"""The settings of the language recipe: the groups `task`, `model` and `data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from unisono.config.schema import Data, Group
+
+
+class LanguageConfig(Group):
+    """How documents become rows."""
+
+    sequence: Annotated[int, Field(ge=2)] = Field(
+        256, description="targets per row; longer documents take several rows"
+    )
+    pad_to_multiple: PositiveInt = Field(
+        64, description="rows of a micro-batch are padded to the longest, rounded up to this"
+    )
+    loss_chunk: PositiveInt = Field(1024, description="tokens whose logits exist at the same time")
+
+
+class ModelGroup(Group):
+    """What all models have."""
+
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+
+class FromConfig(ModelGroup):
+    """A causal language model of the transformers library, with random weights."""
+
+    kind: Literal["config"]
+    architecture: str = Field(description="its model_type, e.g. llama, gpt2, qwen3")
+    settings: dict[str, Any] = Field(
+        {}, description="settings of its configuration class; vocab_size is the tokenizer's"
+    )
+
+
+class Pretrained(ModelGroup):
+    """A causal language model from a local directory, to train on."""
+
+    kind: Literal["pretrained"]
+    path: Path = Field(description="directory with config.json and safetensors weights")
+
+
+Model = Annotated[FromConfig | Pretrained, Field(discriminator="kind")]
+
+
+class Documents(Data):
+    """What all documents have."""
+
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the documents kept for evaluation"
+    )
+    tokenizer: Path | None = Field(
+        None,
+        description="a tokenizer's directory or file; null: the pretrained model's, or one trained on the documents",
+    )
+    vocab_size: Annotated[int, Field(ge=257)] = Field(4096, description="of a tokenizer trained on the documents")
+    cache: Path | None = Field(None, description="for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono")
+
+
+class Embedded(Documents):
+    """The example that needs no download: the source of Python's standard library, a module being a document."""
+
+    kind: Literal["embedded"]
+
+
+class Corpus(Documents):
+    """Documents from files."""
+
+    kind: Literal["corpus"]
+    path: Path | list[Path] = Field(description="file or directory, or a list of them")
+    pattern: str = Field("*", description="glob that file names must match")
+    column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
+    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
+    separator: str | None = Field(
+        None, description="text files: what separates documents, e.g. two line ends; null: a file is a document"
+    )
+
+
+LanguageData = Annotated[Embedded | Corpus, Field(discriminator="kind")]

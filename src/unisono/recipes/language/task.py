@@ -1,0 +1,167 @@
+"""Next-token prediction on documents, with any causal language model of the transformers library."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.recipes.language import settings, tokens
+from unisono.recipes.language.tokens import Rows, Tokenizer, TokenStore
+from unisono.task import Batch, Context, Loss, Task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+IGNORED = -100
+
+
+class Language(Task):
+    """A causal language model and its documents.
+
+    The loss has one term, `next_token`: summed cross-entropy in nats over all targets that are not padding.
+    """
+
+    Config = settings.LanguageConfig
+    Model = settings.Model
+    Data = settings.LanguageData
+
+    config: settings.LanguageConfig
+    model_config: settings.FromConfig | settings.Pretrained
+    data_config: settings.Documents
+
+    # data -------------------------------------------------------------------------------------------------------
+
+    def data(self) -> Rows:
+        """Rows of the training documents."""
+        return Rows(self.store, self._split[0], self.config.sequence)
+
+    def held_out(self) -> Rows | None:
+        """Rows of the documents kept apart."""
+        return Rows(self.store, self._split[1], self.config.sequence) if len(self._split[1]) else None
+
+    def collate(self, samples: Sequence[NDArray[np.int64]]) -> Batch:
+        """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets."""
+        multiple = self.config.pad_to_multiple
+        longest = max(len(sample) for sample in samples) - 1
+        length = -(-longest // multiple) * multiple
+        inputs = np.zeros((len(samples), length), dtype=np.int64)
+        targets = np.full((len(samples), length), IGNORED, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            inputs[row, : len(sample) - 1] = sample[:-1]
+            targets[row, : len(sample) - 1] = sample[1:]
+        return {"inputs": inputs, "targets": targets}
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """Targets that are not padding."""
+        return {"next_token": float((batch["targets"] != IGNORED).sum())}
+
+    def work(self, batch: Batch) -> dict[str, float]:
+        """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
+        lengths = (batch["targets"] != IGNORED).sum(axis=1).astype(np.float64)
+        constant, per_length = self._flops
+        return {
+            "tokens": float(lengths.sum()),
+            "flops": float(constant * lengths.sum() + per_length * (lengths**2).sum()),
+        }
+
+    # model and loss ---------------------------------------------------------------------------------------------
+
+    def build(self) -> nn.Module:
+        """The model; whether its head can be applied chunk by chunk is found out here, once."""
+        from unisono.recipes.language import model as models
+
+        model = models.build(self.model_config, self.tokenizer.size)
+        self._chunked = models.head_is_linear(model)
+        return model
+
+    def outputs(self, model: Any, batch: Batch, context: Context) -> dict[str, Any]:
+        """Hidden states (rows, length, width) and the head; or logits, from models that do more than multiply.
+
+        Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
+        """
+        if not self._chunked:
+            return {"logits": model(input_ids=batch["inputs"], use_cache=False).logits}
+        head = model.get_output_embeddings()
+        hidden = model.base_model(input_ids=batch["inputs"], use_cache=False).last_hidden_state
+        return {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+
+    def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
+        """Summed cross-entropy; in evaluation also the share of tokens that the model would have chosen itself."""
+        from unisono.recipes.language import linear_loss
+
+        targets = batch["targets"].reshape(-1)
+        if "logits" in outputs:
+            total, right = linear_loss.summed_from_logits(outputs["logits"], targets)
+        else:
+            hidden = outputs["hidden"].reshape(len(targets), -1)
+            total, right = linear_loss.summed_cross_entropy(
+                hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk
+            )
+        metrics = {} if context.training else {"accuracy": (right, (targets != IGNORED).sum())}
+        return Loss({"next_token": total}, metrics=metrics)
+
+    # around the run ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The model's settings or directory, against the tokenizer."""
+        from unisono.recipes.language import model as models
+
+        models.check(self.model_config, self.tokenizer.size)
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes of the corpus, its fingerprint, and the loss of a model that knows only how frequent tokens are."""
+        manifest = self.store.manifest
+        entropy = tokens.unigram_entropy(self.store, self._split[1])
+        kept = {name: manifest[name] for name in ("files", "documents", "empty", "tokens", "ignored")}
+        return {
+            **kept,
+            "vocabulary": self.tokenizer.size,
+            "unigram_entropy": round(entropy, 4),
+            "fingerprint": manifest["sha256"],
+        }
+
+    def save_assets(self, directory: Path) -> None:
+        """The tokenizer and the model's configuration, so that the run can be used without its corpus."""
+        from unisono.recipes.language import model as models
+
+        shutil.copyfile(self.tokenizer.path, directory / "tokenizer.json")
+        special = {"first": self.tokenizer.first, "last": self.tokenizer.last}
+        (directory / "special_tokens.json").write_text(json.dumps(special), encoding="utf-8")
+        models.check(self.model_config, self.tokenizer.size).save_pretrained(directory)
+
+    @cached_property
+    def store(self) -> TokenStore:
+        """The tokenised corpus."""
+        return tokens.prepare(self.data_config, self._given_tokenizer())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the corpus was tokenised with."""
+        return self.store.tokenizer
+
+    @cached_property
+    def _flops(self) -> tuple[float, float]:
+        """FLOPs per token, from a copy of the model that has shapes but no numbers."""
+        import torch
+
+        from unisono.recipes.language import model as models
+
+        with torch.device("meta"):
+            return models.flops_per_token(models.untrained(self.model_config, self.tokenizer.size))
+
+    @cached_property
+    def _split(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return tokens.split(self.store, self.data_config.held_out)
+
+    def _given_tokenizer(self) -> Tokenizer | None:
+        path = self.data_config.tokenizer
+        if path is None and isinstance(self.model_config, settings.Pretrained):
+            path = self.model_config.path
+        return None if path is None else tokens.tokenizer_from(path)

@@ -1,0 +1,40 @@
+"""Pieces of named arrays: what an engine hands over to be saved, and how it asks for it back.
+
+Engines know tensors and meshes, checkpoints know files; between them stand only names, global shapes and offsets, so a
+checkpoint of one layout can be read by any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangular piece of a named array.
+
+    Attributes:
+        name: unique in the state, e.g. `model/layers.0.mlp.weight` or `optimizer/layers.0.mlp.weight/exp_avg`.
+        shape: of the whole array.
+        offset: of this piece in it, one number per axis.
+        data: the piece itself, a CPU tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: Any
+
+
+class Reader(Protocol):
+    """Saved arrays, readable by the piece."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shape of every saved array by name."""
+        ...
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        """The piece of an array that begins at `offset`, as a CPU tensor of its saved dtype."""
+        ...

@@ -1,0 +1,171 @@
+"""What a user writes: a `Task`, and the `Loss` it returns.
+
+A task says what *one* process would compute on the whole global batch. It never sees ranks, wrappers or accumulation;
+what it must give in return is that its loss is made of sums over rows and of counts that depend on the batch alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from unisono.config.schema import Data as DataGroup
+from unisono.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch = dict[str, Any]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Rows that can be had by number: a list, a NumPy array, a map-style `torch.utils.data.Dataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+class Nothing(BaseModel):
+    """The settings of a task that has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a task may know besides its batch.
+
+    Attributes:
+        step: updates made before this one, from 0.
+        training: False in evaluation.
+        scalars: scheduled scalars by name (`schedules.<name>` in the config), pure functions of the step.
+        carry: the task's state for these rows, or None where the task keeps none; see `Task.first_carry`.
+    """
+
+    step: int
+    training: bool
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    carry: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Named sums over the rows of one micro-batch.
+
+    The loss of the global batch is `Σ weight · (Σ sums) / (Σ counts)` over the terms, where the counts are those of
+    `Task.counts` summed over the whole global batch, and a term whose count is zero is zero. So no term is ever an
+    average of averages.
+
+    Attributes:
+        sums: scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those `Task.counts` returns.
+        weights: weight per term; 1 where absent.
+        metrics: `(sum, count)` per metric, each a scalar tensor or a number; reported as `Σ sum / Σ count`.
+        carry: the state of these rows for the next step, detached; only for tasks that have a carry.
+    """
+
+    sums: Mapping[str, Tensor]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+    carry: Mapping[str, Any] | None = None
+
+
+class Task(ABC):
+    """One problem: its data, its model and its loss. `data`, `build`, `counts`, `outputs` and `loss` must be defined.
+
+    `Config`, `Model` and `Data` are the types of the config groups `task`, `model` and `data`: pydantic models, or
+    `Annotated` unions of them with a discriminator. A key they do not know is refused.
+    """
+
+    Config: Any = Nothing
+    Model: Any = Nothing
+    Data: Any = DataGroup
+
+    def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
+        self.config = self._settings("Config", config)
+        self.model_config = self._settings("Model", model)
+        self.data_config = self._settings("Data", data)
+
+    def _settings(self, name: str, value: Any) -> Any:
+        if value is not None:
+            return value
+        kind = getattr(self, name)
+        try:
+            return kind()
+        except Exception as error:  # a required field, or a union: only the caller can say which
+            raise ConfigError(f"{type(self).__name__} needs its {name} settings: {error}") from error
+
+    # data -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def data(self) -> Source:
+        """The rows to train on. Called once on every process; expensive preparation must be cached on disk."""
+
+    def held_out(self) -> Source | None:
+        """The rows to evaluate on, or None for no evaluation."""
+        return None
+
+    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+        """One record to one sample. `rng` is keyed by (seed, epoch, row), so augmentation is the same on any layout."""
+        return record
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Samples to a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
+
+        The default stacks dicts of equally shaped arrays.
+        """
+        if not isinstance(samples[0], Mapping):
+            raise DataError(
+                f"{type(self).__name__}.sample returned a {type(samples[0]).__name__}; the default collate stacks "
+                "dicts of arrays. Return a dict, or define collate()."
+            )
+        return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
+
+    def work(self, batch: Batch) -> dict[str, float]:
+        """What a micro-batch amounts to: the first name is the unit of throughput; `flops` (both passes) gives MFU."""
+        return {}
+
+    # model and loss ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The model, on the CPU. Called under a keyed seed, so the initial weights are the same on every process."""
+
+    @abstractmethod
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """What each loss term counts in this micro-batch (targets, pairs, rows), from the batch alone."""
+
+    @abstractmethod
+    def outputs(self, model: nn.Module, batch: Batch, context: Context) -> Any:
+        """The per-row part of one micro-batch; all that `loss` reads is returned here."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Batch, context: Context) -> Loss:
+        """Sums over the rows it is given."""
+
+    def first_carry(self, batch: Batch) -> dict[str, Any] | None:
+        """The carry of rows before their first step: tensors whose first axis is the row; None for tasks without.
+
+        A carry lives from step to step, one entry per row *of the global batch*; it is saved with the checkpoint and
+        follows its rows to any other layout.
+        """
+        return None
+
+    # around the run ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:  # noqa: B027 - optional, not abstract
+        """Refuse what can be refused before processes start: a missing file, settings that do not fit each other."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is worth knowing about the data before the start, as JSON; printed by `check` and kept with the run."""
+        return {}
+
+    def save_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
+        """Write what a reader of the run needs besides the weights (tokenizer, model config); called once per run."""

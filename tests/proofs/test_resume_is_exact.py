@@ -1,0 +1,159 @@
+"""An interrupted and resumed run is the one that never stopped: bit for bit on its layout, to the floor on another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests import processes
+from tests.runs import ADAMW, SGD, configuration, distance
+from tests.tasks import TransformerTask
+
+from unisono import trainer
+from unisono.checkpoint import commit
+from unisono.checkpoint.arrays import ArrayReader
+from unisono.engines.torch.engine import TorchEngine
+from unisono.place import Group, Place
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"strategy": "single"}),
+    "ddp×2": (2, {"strategy": "ddp"}),
+    "fsdp×2": (2, {"strategy": "fsdp"}),
+    "ddp×4": (4, {"strategy": "ddp"}),
+    "fsdp×4": (4, {"strategy": "fsdp"}),
+    "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
+}
+STEPS = 8
+INTERRUPTED = 5  # after this step; the last checkpoint is that of step 4
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def train(place: Place, group: Group, runs: list[tuple[Any, Path, int | None]]) -> None:
+    """Train each run, to its end or until it is interrupted."""
+    task = TransformerTask(TransformerTask.Config(dropout=0.2))
+    step = TorchEngine.step
+    for config, folder, until in runs:
+
+        def limited(engine: Any, batches: Any, number: int, scalars: Any, until: int | None = until) -> Any:
+            if number == until:
+                raise InterruptionError
+            return step(engine, batches, number, scalars)
+
+        TorchEngine.step = limited  # type: ignore[method-assign]
+        try:
+            trainer.run(task, config, place, group, folder)
+            assert until is None
+        except InterruptionError:
+            pass
+        finally:
+            TorchEngine.step = step  # type: ignore[method-assign]
+
+
+def _config(layout: str, optim: Any, precision: str) -> Any:
+    world, settings = LAYOUTS[layout]
+    return configuration(
+        layout={"world_size": world, "micro_batch": 3, **settings},
+        train={"epochs": (STEPS * 12 - 5) / 27, "precision": precision},
+        optim=optim,
+        checkpoint={"every": 2},
+        observe={"progress": False},
+        eval={"every": 3, "micro_batch": 4},
+        schedules={"lr": {"kind": "wsd", "warmup": 2, "decay": 3}},
+    )
+
+
+def _go(layout: str, runs: list[tuple[Any, Path, int | None]]) -> None:
+    world = LAYOUTS[layout][0]
+    if world == 1:
+        processes.alone(train, runs)
+    else:
+        processes.run(train, world, runs)
+
+
+def _final(folder: Path) -> dict[str, np.ndarray]:
+    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    assert checkpoint.step == STEPS
+    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    return {name: reader.read(name, (0,) * len(shape), shape).numpy() for name, shape in reader.shapes.items()}
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    kept = ("step", "eval", "loss", "grad_norm", "lr", "accuracy")
+    lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
+    return [{name: line[name] for name in kept if name in line} for line in lines]
+
+
+OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every run without interruption, and every interrupted one, not yet resumed."""
+    root = tmp_path_factory.mktemp("resume")
+    for layout in LAYOUTS:
+        runs: list[tuple[Any, Path, int | None]] = []
+        for name, optim in OPTIMIZERS.items():
+            for precision in ("fp32", "fp64"):
+                config = _config(layout, optim, precision)
+                runs.append((config, root / f"{layout} {name} {precision} whole", None))
+                runs.append((config, root / f"{layout} {name} {precision} cut", INTERRUPTED))
+        _go(layout, runs)
+    return root
+
+
+def _moved(interrupted: Path, to: Path) -> Path:
+    """A copy of an interrupted run, to be continued."""
+    assert [path.name for path in commit.find(interrupted / "checkpoints")] == ["step-00000002", "step-00000004"]
+    return Path(shutil.copytree(interrupted, to / interrupted.name))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(folder: Path, tmp_path: Path, layout: str) -> None:
+    runs: list[tuple[Any, Path, int | None]] = []
+    for name, optim in OPTIMIZERS.items():
+        for precision in ("fp32", "fp64"):
+            cut = _moved(folder / f"{layout} {name} {precision} cut", tmp_path)
+            runs.append((_config(layout, optim, precision), cut, None))
+    _go(layout, runs)
+    for _, cut, _ in runs:
+        whole = folder / cut.name.replace("cut", "whole")
+        mine, reference = _final(cut), _final(whole)
+        assert mine.keys() == reference.keys()
+        for name, value in reference.items():
+            assert mine[name].dtype == value.dtype
+            assert np.array_equal(mine[name], value), f"{cut.name}: {name}"
+        assert _events(cut) == _events(whole)
+        assert [event["step"] for event in _events(cut) if "eval" not in event] == list(range(1, STEPS + 1))
+    assert len({event["loss"] for event in _events(whole)}) > STEPS
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("single", "fsdp×4"),
+        ("fsdp×4", "ddp×2"),
+        ("hsdp 2×2", "single"),
+        ("ddp×4", "hsdp 2×2"),
+        ("fsdp×2", "ddp×4"),
+        ("ddp×2", "fsdp×2"),
+    ],
+)
+def test_another_layout_goes_on_to_the_floor(folder: Path, tmp_path: Path, before: str, after: str) -> None:
+    runs: list[tuple[Any, Path, int | None]] = []
+    for precision in ("fp32", "fp64"):
+        cut = _moved(folder / f"{before} sgd {precision} cut", tmp_path)
+        runs.append((_config(after, SGD, precision), cut, None))
+    _go(after, runs)
+    for precision, (_, moved, _) in zip(("fp32", "fp64"), runs, strict=True):
+        mine, reference = _final(moved), _final(folder / f"single sgd {precision} whole")
+        worst = distance(mine, reference)
+        assert max(worst.values()) < {"fp64": 1e-12, "fp32": 1e-5}[precision], max(worst, key=worst.__getitem__)
+        for event, expected in zip(_events(moved), _events(folder / f"single sgd {precision} whole"), strict=True):
+            assert event == pytest.approx(expected, rel={"fp64": 1e-12, "fp32": 1e-5}[precision])

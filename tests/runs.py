@@ -1,0 +1,122 @@
+"""Run an engine without a launcher, and write down everything that layouts have to agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from unisono.config.schema import RunConfig
+from unisono.config.split import Split
+from unisono.data.loader import Loader
+from unisono.data.order import Order, Plan
+from unisono.engines.torch.engine import TorchEngine
+from unisono.place import Group, Place
+from unisono.task import Task
+from unisono.trainer import Scalars
+
+SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+ADAMW = {"kind": "adamw", "lr": 1e-2}
+
+
+def configuration(**groups: Any) -> RunConfig:
+    """A concrete configuration; groups are given as dictionaries and filled up with what tests mostly want."""
+    layout = {"strategy": "single", "world_size": 1, "device": "cpu", "threads": 1, **groups.pop("layout", {})}
+    train = {"steps": 4, "global_batch": 12, **groups.pop("train", {})}
+    if "epochs" in train:
+        train.pop("steps")
+    values = {"recipe": "test", "optim": SGD, "run": {"name": "test"}, **groups, "layout": layout, "train": train}
+    config = RunConfig.model_validate(values)
+    from unisono.config.schema import Data
+
+    return config.model_copy(update={"data": Data()})
+
+
+@dataclass
+class Trace:
+    """What a run did, gathered to whole tensors on every rank."""
+
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    before: dict[str, np.ndarray] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+class Recording(TorchEngine):
+    """An engine that keeps the raw gradients of its first step."""
+
+    raw: dict[str, np.ndarray] | None = None
+
+    def _accumulate(self, *args: Any) -> Any:
+        sums = super()._accumulate(*args)
+        if self.raw is None:
+            self.raw = {name: whole(p.grad) for name, p in self._step.model.named_parameters() if p.grad is not None}
+        return sums
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return {name: whole(p) for name, p in self._step.model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
+
+
+def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
+    """Train and evaluate a task; all ranks return the same trace."""
+    source = task.data()
+    plan = Plan.of(
+        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
+    )
+    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
+    loader = Loader(task, source, plan, split, place.rank)
+    scalars = Scalars(config, plan.steps)
+    engine = Recording(task, config, place, group, split)
+    result = Trace()
+    try:
+        engine.setup(next(iter(loader.steps())), scalars(0))
+        result.before = engine.parameters()
+        for step, batches in enumerate(loader.steps()):
+            consumed = [[m.number, m.rows.tolist()] for m in batches if not m.idle]
+            everyone = sorted(pair for part in group.gather(consumed, "rows") for pair in part)
+            result.rows.append([row for _, rows in everyone for row in rows])
+            done = engine.step(batches, step, scalars(step))
+            result.losses.append(done.loss)
+            result.norms.append(done.grad_norm)
+            result.metrics.append({**done.terms, **done.metrics, **done.work})
+        result.gradients = engine.raw or {}
+        result.parameters = engine.parameters()
+        held_out = task.held_out()
+        if held_out is not None:
+            from unisono.evaluation.held_out import HeldOut
+
+            rows = HeldOut(task, held_out, config, place, split.micro_batch)
+            done = engine.evaluate(rows.batches(), plan.steps, scalars(plan.steps))
+            result.evaluation = {"loss": done.loss, **done.terms, **done.metrics}
+    finally:
+        loader.close()
+        engine.close()
+    return result
+
+
+def traces(place: Place, group: Group, cases: list[tuple[Task, RunConfig]]) -> list[Trace]:
+    """Several runs in the same processes, one after the other."""
+    return [trace(place, group, task, config) for task, config in cases]
+
+
+def distance(mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, float]:
+    """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖) per tensor: relative, but not to a tensor that is nearly zero."""
+    assert mine.keys() == reference.keys()
+    everything = np.sqrt(sum(float(np.square(b, dtype=np.float64).sum()) for b in reference.values()))
+    return {
+        name: float(np.linalg.norm(np.float64(mine[name]) - np.float64(b)))
+        / max(float(np.linalg.norm(np.float64(b))), 1e-3 * everything, 1e-300)
+        for name, b in reference.items()
+    }
