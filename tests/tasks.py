@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.config.schema import Group
+from unisono.config.schema import Settings
 from unisono.task import Context, Loss, Task
 
 VOCABULARY = 61
@@ -86,7 +86,7 @@ class Words:
 class TransformerTask(Task):
     """Next-token prediction with two terms of different weight, and a metric."""
 
-    class Config(Group):
+    class Config(Settings):
         rows: int = 27
         dropout: float = 0.0
         embedding_penalty: float = 0.3
@@ -137,7 +137,7 @@ class TransformerTask(Task):
 class LinearTask(Task):
     """Least squares; enough for tests of the machinery around the step."""
 
-    class Config(Group):
+    class Config(Settings):
         rows: int = 40
         features: int = 3
 

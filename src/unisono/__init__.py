@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
-    from unisono.config.schema import RunConfig
+    from unisono.config.schema import Data, RunConfig, Settings
     from unisono.data.order import Order
     from unisono.errors import UnisonoError
     from unisono.launch.reload import load_weights
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Context",
+    "Data",
     "Loss",
     "Order",
     "RunConfig",
+    "Settings",
     "Source",
     "Task",
     "UnisonoError",
@@ -34,9 +36,11 @@ __all__ = [
 
 _HOME = {
     "Context": "unisono.task",
+    "Data": "unisono.config.schema",
     "Loss": "unisono.task",
     "Order": "unisono.data.order",
     "RunConfig": "unisono.config.schema",
+    "Settings": "unisono.config.schema",
     "Source": "unisono.task",
     "Task": "unisono.task",
     "UnisonoError": "unisono.errors",

@@ -19,7 +19,7 @@ from unisono.errors import CheckpointError, DataError, RunError
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import logs
 from unisono.observe.peaks import peak_flops
-from unisono.observe.progress import Speed, Stopwatch
+from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
@@ -226,8 +226,9 @@ def describe(
     """The run in one line."""
     layout = config.layout
     kept = f", {held_out.rows} held out" if held_out else ""
+    name = config.recipe.rpartition(":")[2]
     return (
-        f"{config.recipe}: {facts.parameters / 1e6:.2f} M parameters on {place.world_size} × {facts.device} "
+        f"{name}: {short(facts.parameters)} parameters on {place.world_size} × {facts.device} "
         f"({layout.strategy}, {config.train.precision}); {len(source)} rows{kept}; global batch {split.global_batch} = "
         f"{place.world_size} × {split.passes} × {split.micro_batch}; {plan.steps} steps"
     )

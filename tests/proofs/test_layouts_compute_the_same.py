@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests import processes
 from tests.runs import SGD, Trace, configuration, distance, traces
 from tests.tasks import TransformerTask
-
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests import processes
 from tests.runs import ADAMW, SGD, Trace, configuration, traces
 from tests.tasks import TransformerTask

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests import processes
 from tests.runs import ADAMW, SGD, configuration, distance
 from tests.tasks import TransformerTask
-
 from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader

@@ -16,13 +16,13 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
 
-class Group(BaseModel):
+class Settings(BaseModel):
     """A group of settings: immutable, typed, and with no room for a key it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
-class Run(Group):
+class Run(Settings):
     """Which run this is and where it lies: `<dir>/<name>/`."""
 
     name: str | None = Field(None, description="folder of the run; null makes a new one from the recipe and the time")
@@ -42,7 +42,7 @@ class Run(Group):
         return self
 
 
-class Layout(Group):
+class Layout(Settings):
     """How the work is laid out over processes. Changes speed and memory, never the result."""
 
     engine: Literal["torch"] = "torch"
@@ -111,7 +111,7 @@ class Layout(Group):
         return self
 
 
-class Train(Group):
+class Train(Settings):
     """How long, and with what batch and precision."""
 
     steps: PositiveInt | None = Field(None, description="updates; give steps or epochs")
@@ -135,7 +135,7 @@ class Train(Group):
         return self
 
 
-class ParameterGroup(Group):
+class ParameterGroup(Settings):
     """Settings for the parameters whose name matches a pattern; the first matching group counts."""
 
     match: str = Field(description="glob over parameter names, e.g. '*.embed_tokens.*'")
@@ -143,7 +143,7 @@ class ParameterGroup(Group):
     weight_decay: NonNegative | None = Field(None, description="null: as for the rest")
 
 
-class OptimizerGroup(Group):
+class OptimizerGroup(Settings):
     """What all optimizers have."""
 
     lr: NonNegative
@@ -183,7 +183,7 @@ class Sgd(OptimizerGroup):
 Optimizer = Annotated[AdamW | Sgd, Field(discriminator="kind")]
 
 
-class ScheduleGroup(Group):
+class ScheduleGroup(Settings):
     """What all schedules have. A value is `peak` times a factor that is a pure function of the step."""
 
     peak: float | None = Field(None, description="the largest value; for lr it is optim.lr and must stay null")
@@ -229,7 +229,7 @@ class InverseSqrt(ScheduleGroup):
 Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt, Field(discriminator="kind")]
 
 
-class Eval(Group):
+class Eval(Settings):
     """Evaluation on the rows that the task holds out, exact at any world size."""
 
     every: PositiveInt | None = Field(None, description="steps between evaluations; null: only at the end")
@@ -238,7 +238,7 @@ class Eval(Group):
     at_end: bool = True
 
 
-class Checkpoint(Group):
+class Checkpoint(Settings):
     """Checkpoints: whole or absent."""
 
     every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
@@ -246,7 +246,7 @@ class Checkpoint(Group):
     at_end: bool = True
 
 
-class Observe(Group):
+class Observe(Settings):
     """What is shown and written while training."""
 
     log_every: PositiveInt = Field(10, description="steps between lines where there is no terminal to redraw")
@@ -254,14 +254,14 @@ class Observe(Group):
     tensorboard: bool = Field(False, description="write TensorBoard files into the run")
 
 
-class Data(Group):
+class Data(Settings):
     """What every recipe's `data` group has."""
 
     workers: Annotated[int, Field(ge=1)] = Field(1, description="threads that prepare micro-batches")
     prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
 
 
-class Launch(Group):
+class Launch(Settings):
     """How processes are started and how long they may wait for each other."""
 
     timeout: Positive = Field(
@@ -270,7 +270,7 @@ class Launch(Group):
     start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
 
 
-class RunConfig(Group):
+class RunConfig(Settings):
     """A whole run. `recipe` names the task: a packaged recipe, or `path/to/file.py:Class`."""
 
     recipe: str

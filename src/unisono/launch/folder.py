@@ -29,7 +29,7 @@ def named(config: RunConfig, job: str | None = None) -> RunConfig:
     if config.run.name is not None:
         return config
     stem = Path(config.recipe.split(":")[0]).stem
-    name = f"{stem}-{job or time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{stem}-{f'job{job}' if job else time.strftime('%Y%m%d-%H%M%S')}"
     free = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if job or not (config.run.dir / n).exists())
     return config.model_copy(update={"run": config.run.model_copy(update={"name": free})})
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from unisono.config.schema import RunConfig
 from unisono.errors import UnisonoError
@@ -36,7 +37,9 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # its loggers have levels of their own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # A later attempt must not read the addresses of the earlier one (pytorch/pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -69,18 +72,20 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
         raise _headline(logs, error) from None
 
 
-def _headline(logs: Path, error: Exception) -> WorkerError:
-    """The fault to show: the first one that is not merely somebody waiting in vain for the process that failed."""
+def _headline(logs: Path, error: Any) -> WorkerError:
+    """The fault to show: a process that died, or the first fault that is not somebody waiting in vain for another."""
     faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
     faults.sort(key=lambda fault: (fault["kind"] == "DeadlineError", fault["time"]))
+    told = {fault["rank"] for fault in faults}
+    deaths = [(rank, failure.exitcode) for rank, failure in error.failures.items() if rank not in told]
+    if deaths and (not faults or faults[0]["kind"] == "DeadlineError"):
+        rank, code = deaths[0]
+        return WorkerError(f"rank {rank} died without a message ({_death(code)}); see {logs}", 1)
     if not faults:
-        failures = getattr(error, "failures", {})
-        first = min(failures.values(), key=lambda failure: failure.timestamp) if failures else None
-        died = f"rank {first.rank} died ({_death(first.exitcode)})" if first else str(error)
-        return WorkerError(f"{died} and left no message; see {logs}", 1)
+        return WorkerError(f"{error}; see {logs}", 1)
     fault = faults[0]
-    others = f" ({len(faults) - 1} other processes report a fault too; see {logs})" if len(faults) > 1 else ""
     if fault["text"].startswith("Traceback"):
+        others = f" ({len(faults) - 1} other processes report a fault too; see {logs})" if len(faults) > 1 else ""
         return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"])
     return WorkerError(fault["text"], fault["code"])
 

@@ -71,7 +71,7 @@ class Progress:
         mfu = "–" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
         left = _clock((self._total - step) * self._smooth)
         line = (
-            f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {_short(speed.rate)} "
+            f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {short(speed.rate)} "
             f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %  eta {left}"
         )
         if self._live is not None:
@@ -98,10 +98,15 @@ class Stopwatch:
         return seconds, min(1.0, self._waited / max(seconds, 1e-9))
 
 
-def _short(number: float) -> str:
-    for limit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+def short(number: float) -> str:
+    """A number for people: 950, 12.3k, 2.41M, 7.24G.
+
+    >>> short(2_412_480), short(12_345), short(950)
+    ('2.41M', '12.3k', '950')
+    """
+    for limit, sign, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e3, "k", 1)):
         if number >= limit:
-            return f"{number / limit:.1f}{sign}"
+            return f"{number / limit:.{digits}f}{sign}"
     return f"{number:.0f}"
 
 

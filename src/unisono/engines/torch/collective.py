@@ -42,7 +42,8 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=start_timeout)))
     except RuntimeError as error:  # DistNetworkError, DistStoreError: the address is wrong, taken, or nobody is there
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {error}") from error
+        reason = str(error).splitlines()[0]
+        raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {reason}") from error
     store = PrefixStore("unisono", store)
     store.set(f"here/{place.rank}", "1")
     deadline = time.monotonic() + start_timeout

@@ -247,8 +247,10 @@ class TorchEngine:
                 total.backward()
             terms = [f"term '{name}'" for name, term in loss.sums.items() if not bool(torch.isfinite(term))]
             wrong = terms or [f"gradient of '{name}'" for name, good in finite.items() if not good]
+            alone = self._not_finite_alone(micro, context, scales)
             if wrong and not micro.idle:
-                found.append([self._place.rank, micro.number, micro.rows.tolist(), wrong[:3]])
+                rows = [int(micro.rows[row]) for row in alone] or micro.rows.tolist()
+                found.append([self._place.rank, micro.number, rows, wrong[:3]])
         everyone = [entry for entries in self.group.gather(found, "where the step is not finite") for entry in entries]
         where = "; ".join(
             f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
@@ -258,6 +260,27 @@ class TorchEngine:
             f"step {context.step + 1}: the {'gradient' if math.isfinite(result.loss) else 'loss'} is not finite, and "
             f"the parameters were left as they were. {where or 'No micro-batch alone is at fault: the sum overflows'}"
         )
+
+    @torch.no_grad()
+    def _not_finite_alone(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor]) -> list[int]:
+        """Rows of a micro-batch whose loss is not finite when they are computed alone, if its arrays can be cut by row.
+
+        Every process makes equally many passes, since under FSDP each of them is collective.
+        """
+        rows = len(micro.rows)
+        if any(len(array) != rows for array in micro.arrays.values() if hasattr(array, "__len__")):
+            return []
+        wrong = set()
+        for row in (turn % rows for turn in range(self._split.micro_batch)):
+            arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in micro.arrays.items()}
+            one = replace(micro, arrays=arrays, rows=micro.rows[row : row + 1])
+            with self._restoring_buffers():
+                self._seed("dropout", context.step, micro.number)
+                _, loss = self._forward(one, context, scales)
+            if not all(bool(torch.isfinite(term)) for term in loss.sums.values()):
+                wrong.add(row)
+        wrap.shard_again(self._wrapped)
+        return sorted(wrong)
 
     # evaluation -------------------------------------------------------------------------------------------------
 

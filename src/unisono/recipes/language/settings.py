@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.schema import Data, Group
+from unisono.config.schema import Data, Settings
 
 
-class LanguageConfig(Group):
+class LanguageConfig(Settings):
     """How documents become rows."""
 
     sequence: Annotated[int, Field(ge=2)] = Field(
@@ -22,7 +22,7 @@ class LanguageConfig(Group):
     loss_chunk: PositiveInt = Field(1024, description="tokens whose logits exist at the same time")
 
 
-class ModelGroup(Group):
+class ModelGroup(Settings):
     """What all models have."""
 
     attention: Literal["sdpa", "eager"] = "sdpa"

@@ -1,0 +1,102 @@
+"""A real Slurm on this host, for tests: one controller and two nodes, without systemd, cgroups or accounting.
+
+Needs root and Debian's `slurmctld slurmd slurm-client munge`. Everything lies in one folder and ends with the context.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NEEDED = ("slurmctld", "slurmd", "srun", "munged", "setpriv")
+
+
+def missing() -> str | None:
+    """Why there can be no cluster here, or None."""
+    absent = [name for name in NEEDED if not (shutil.which(name) or Path(f"/usr/sbin/{name}").exists())]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    return None if os.geteuid() == 0 else "needs root"
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """Start the cluster; yields the environment in which Slurm's commands find it."""
+    host = socket.gethostname()
+    folder.chmod(0o755)
+    config = folder / "slurm.conf"
+    nodes = {host: _free_port(), f"{host}-b": _free_port()}  # ranks meet at the first, whose name has to resolve
+    shared = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=4000"
+    config.write_text(
+        f"""ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={_free_port()}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+{chr(10).join(f"NodeName={name} Port={port} {shared}" for name, port in nodes.items())}
+PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP
+"""
+    )
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    environment = {**os.environ, "SLURM_CONF": str(config), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    munge = ["munged", "-F", f"--key-file={key}", f"--socket={folder}/munge.socket", f"--pid-file={folder}/munge.pid"]
+    munge += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed", "--force"]
+    commands = [munge, ["slurmctld", "-D", "-f", str(config)]]
+    commands += [["slurmd", "-D", "-N", node, "-f", str(config)] for node in nodes]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in commands:
+            with (folder / f"{command[0]}.out").open("ab") as output:
+                running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            if command is munge:
+                _wait(lambda: (folder / "munge.socket").exists())
+        show = ["sinfo", "-h", "-o", "%T", "-N"]
+        _wait(
+            lambda: subprocess.run(show, env=environment, capture_output=True, text=True).stdout.split() == ["idle"] * 2
+        )
+        yield environment
+    finally:
+        for process in reversed(running):
+            process.terminate()
+        for process in running:
+            process.wait(timeout=20)
+
+
+def _wait(ready: object, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():  # type: ignore[operator]
+        if time.monotonic() > deadline:
+            raise TimeoutError("the Slurm cluster did not come up")
+        time.sleep(0.1)
