@@ -70,6 +70,8 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
         held_out = held_out_of(task, config, place, split)
         with Record(folder, config.observe, place, first, plan.steps) as record:
             record.say(describe(facts, config, place, split, plan, source, held_out))
+            for name, value in task.facts().items():
+                record.say(f"  {name}: {value}")
             if first:
                 record.say(f"continuing after step {first}")
             result = _train(engine, loader, plan, config, scalars, record, held_out, facts, place, folder, first)
