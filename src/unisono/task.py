@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from unisono.config.schema import EVENT_NAMES
 from unisono.config.schema import Data as DataGroup
 from unisono.errors import ConfigError, DataError
 
@@ -76,6 +77,11 @@ class Loss:
     metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
     carry: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        taken = (EVENT_NAMES | {"lr"}).intersection(self.metrics)
+        if taken:
+            raise ConfigError(f"a metric cannot be called {sorted(taken)}: events use the name; choose another")
+
 
 class Task(ABC):
     """One problem: its data, its model and its loss. `data`, `build`, `counts`, `outputs` and `loss` must be defined.
@@ -126,6 +132,12 @@ class Task(ABC):
                 f"{type(self).__name__}.sample returned a {type(samples[0]).__name__}; the default collate stacks "
                 "dicts of arrays. Return a dict, or define collate()."
             )
+        for sample in samples:  # else a batch would depend on which sample comes first
+            if sample.keys() != samples[0].keys():
+                raise DataError(
+                    f"{type(self).__name__}.sample returned the keys {sorted(samples[0])} for one row and "
+                    f"{sorted(sample)} for another; return the same keys, or define collate()"
+                )
         return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
 
     def work(self, batch: Batch) -> dict[str, float]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
@@ -14,10 +17,10 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader
 from unisono.data.order import Order, Plan
-from unisono.engines.base import Engine, Facts, StepResult
+from unisono.engines.base import Engine, StepResult
 from unisono.errors import CheckpointError, DataError, RunError
 from unisono.evaluation.held_out import HeldOut
-from unisono.observe import logs
+from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
 from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
@@ -56,30 +59,13 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
         folder: of the run, made and checked before.
     """
     logs.start(folder, place)
-    source = rows_of(task)
-    plan = Plan.of(
-        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
-    )
-    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
-    scalars = Scalars(config, plan.steps)
-    engine = engine_of(task, config, place, group, split)
-    loader = Loader(task, source, plan, split, place.rank, workers=config.data.workers, prefetch=config.data.prefetch)
     try:
-        facts = engine.setup(next(iter(loader.steps(0))), scalars(0))
-        first = _resume(engine, folder)
-        held_out = held_out_of(task, config, place, split)
-        with Record(folder, config.observe, place, first, plan.steps) as record:
-            record.say(describe(facts, config, place, split, plan, source, held_out))
-            for name, value in task.facts().items():
-                record.say(f"  {name}: {value}")
-            if first:
-                record.say(f"continuing after step {first}")
-            result = _train(engine, loader, plan, config, scalars, record, held_out, facts, place, folder, first)
-            record.say(f"run: {folder}")
-        return result
+        with Training(task, config, place, group, folder) as training:
+            results = deque(training.steps(), maxlen=1)
+            training.record.say(f"run: {folder}")
+            made = max(training.first, training.plan.steps)
+            return Result(folder, made, results[0].loss if results else None, training.evaluated)
     finally:
-        loader.close()
-        engine.close()
         logs.stop()
 
 
@@ -89,76 +75,118 @@ def evaluate(task: Task, config: RunConfig, place: Place, group: Group, folder: 
     Raises:
         RunError: if the run has no checkpoint or its task holds no rows out.
     """
-    source = rows_of(task)
-    plan = Plan.of(
-        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
-    )
-    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
-    held_out = held_out_of(task, config, place, split)
-    if held_out is None:
-        raise RunError(f"{folder}: the task holds no rows out")
-    scalars = Scalars(config, plan.steps)
-    engine = engine_of(task, config, place, group, split)
-    loader = Loader(task, source, plan, split, place.rank)
-    try:
-        engine.setup(next(iter(loader.steps(0))), scalars(0))
-        made = _resume(engine, folder)
-        if not made:
+    with Training(task, config, place, group, folder, writing=False) as training:
+        if training.held_out is None:
+            raise RunError(f"{folder}: the task holds no rows out")
+        if not training.first:
             raise RunError(f"{folder} has no checkpoint")
-        result = engine.evaluate(held_out.batches(), made, scalars(made))
-        return {"step": made, "loss": result.loss, **result.metrics}
-    finally:
-        loader.close()
-        engine.close()
+        training.evaluate(training.first)
+        return {"step": training.first, **training.evaluated}
 
 
-def _train(
-    engine: Engine,
-    loader: Loader,
-    plan: Plan,
-    config: RunConfig,
-    scalars: Scalars,
-    record: Record,
-    held_out: HeldOut | None,
-    facts: Facts,
-    place: Place,
-    folder: Path,
-    first: int,
-) -> Result:
-    loss: float | None = None
-    evaluated: dict[str, float] = {}
-    peak = peak_flops(facts.device, config.train.precision)
-    watch = Stopwatch()
-    batches = loader.steps(first)
-    for step in range(first, plan.steps):
-        asked = perf_counter()
-        micro_batches = next(batches)
-        watch.got_data(asked)
-        result = engine.step(micro_batches, step, scalars(step))
-        seconds, wait = watch.lap()
-        loss, made, last = result.loss, step + 1, step + 1 == plan.steps
-        record.step(made, result, scalars(step), _speed(result, seconds, wait, peak, place))
-        log.info("step %d loss %.6f grad_norm %.6f seconds %.3f", made, loss, result.grad_norm, seconds)
-        if held_out and (_due(made, config.eval.every) or (last and config.eval.at_end)):
-            evaluated = _evaluate(engine, held_out, made, scalars(step), record)
-        if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
-            state = {"step": made, "random": facts.random, "micro_batch": config.layout.micro_batch}
-            commit.save(folder / "checkpoints", made, engine.state(), state, engine.group, config.checkpoint.keep)
-        watch.lap()  # evaluation and saving are no part of a step's time
-    if first == plan.steps:
-        record.say(f"all {plan.steps} steps were made before")
-        if held_out and config.eval.at_end:
-            evaluated = _evaluate(engine, held_out, first, scalars(first), record)
-    return Result(folder, plan.steps, loss, evaluated)
+class Training:
+    """One process's part of a run. Entering it builds, checks, warms up and resumes; `steps` is the loop.
 
+    Args:
+        task: what to train.
+        config: concrete.
+        place: of this process.
+        group: all processes.
+        folder: of the run.
+        writing: whether anything is shown and written.
+    """
 
-def _evaluate(
-    engine: Engine, held_out: HeldOut, made: int, scalars: Mapping[str, float], record: Record
-) -> dict[str, float]:
-    began = perf_counter()
-    result = engine.evaluate(held_out.batches(), made, scalars)
-    record.evaluation(made, result, held_out.rows, perf_counter() - began)
-    return {"loss": result.loss, **result.metrics}
+    def __init__(
+        self, task: Task, config: RunConfig, place: Place, group: Group, folder: Path, *, writing: bool = True
+    ) -> None:
+        self._config, self._place, self._folder, self._writing = config, place, folder, writing
+        train, data = config.train, config.data
+        source = rows_of(task)
+        self.plan = Plan.of(Order(len(source), config.run.seed), train.global_batch, train.steps, train.epochs)
+        self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
+        self._scalars = Scalars(config, self.plan.steps)
+        self.held_out = held_out_of(task, config, place, self._split)
+        self._loader = Loader(
+            task, source, self.plan, self._split, place.rank, workers=data.workers, prefetch=data.prefetch
+        )
+        self._engine = engine_of(task, config, place, group, self._split)
+        self._about = {"rows": len(source), **task.facts()}
+        self.evaluated: dict[str, float] = {}
+
+    def __enter__(self) -> Training:
+        with ExitStack() as opened:
+            opened.callback(self._close)
+            self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
+            self.first = _resume(self._engine, self._folder)
+            total, observe = self.plan.steps, self._config.observe
+            record = Record(self._folder, observe, self._place, self.first, total, self._writing)
+            self.record = opened.enter_context(record)
+            self._introduce()
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def steps(self) -> Iterator[StepResult]:
+        """Make every step that is left: data, update, record, evaluation, checkpoint."""
+        config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
+        batches = self._loader.steps(self.first)
+        watch = Stopwatch()
+        for step in range(self.first, total):
+            with watch.waiting():
+                micro_batches = next(batches)
+            result = engine.step(micro_batches, step, self._scalars(step))
+            made, last = step + 1, step + 1 == total
+            record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()))
+            log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
+            if _due(made, config.eval.every) or (last and config.eval.at_end):
+                self.evaluate(made)
+            if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
+                self._save(made)
+            yield result
+            watch.lap()  # evaluation, saving and the caller are no part of a step's time
+        if self.first >= total:
+            record.say(f"all {total} steps were made before")
+            self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
+
+    def evaluate(self, made: int) -> None:
+        """Evaluate on the held-out rows, if there are any, after `made` updates."""
+        if self.held_out is not None:
+            began = perf_counter()
+            result = self._engine.evaluate(self.held_out.batches(), made, self._scalars(made))
+            self.record.evaluation(made, result, self.held_out.rows, perf_counter() - began)
+            self.evaluated = result.values
+
+    def _save(self, made: int) -> None:
+        state = {"step": made, "random": self._facts.random, "micro_batch": self._split.micro_batch}
+        group, keep = self._engine.group, self._config.checkpoint.keep
+        commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
+
+    def _introduce(self) -> None:
+        """Say what is about to be trained, on what."""
+        facts, layout, split = self._facts, self._config.layout, self._split
+        where = f"{self._place.world_size} × {facts.device}, {layout.strategy}, {self._config.train.precision}"
+        batch = f"{split.global_batch} = {split.world_size} × {split.passes} × {split.micro_batch} rows"
+        name = self._config.recipe.rpartition(":")[2]
+        self.record.say(
+            f"{name}: {short(facts.parameters)} parameters, {where}, {self.plan.steps} steps, global batch {batch}"
+        )
+        for name, value in self._about.items():
+            self.record.say(f"  {name}: {value}")
+        if self.first:
+            self.record.say(f"continuing after step {self.first}")
+
+    def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
+        unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")
+        peak = peak_flops(self._facts.device, self._config.train.precision)
+        flops = result.work.get("flops", 0.0)
+        mfu = flops / seconds / (peak * self._place.world_size) if peak and flops else None
+        return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds)
+
+    def _close(self) -> None:
+        self._loader.close()
+        self._engine.close()
 
 
 def _resume(engine: Engine, folder: Path) -> int:
@@ -220,27 +248,6 @@ def held_out_of(task: Task, config: RunConfig, place: Place, split: Split) -> He
     """The task's held-out rows, if it has any."""
     source = task.held_out()
     return None if source is None else HeldOut(task, source, config, place, split.micro_batch)
-
-
-def describe(
-    facts: Facts, config: RunConfig, place: Place, split: Split, plan: Plan, source: Source, held_out: HeldOut | None
-) -> str:
-    """The run in one line."""
-    layout = config.layout
-    kept = f", {held_out.rows} held out" if held_out else ""
-    name = config.recipe.rpartition(":")[2]
-    return (
-        f"{name}: {short(facts.parameters)} parameters on {place.world_size} × {facts.device} "
-        f"({layout.strategy}, {config.train.precision}); {len(source)} rows{kept}; global batch {split.global_batch} = "
-        f"{place.world_size} × {split.passes} × {split.micro_batch}; {plan.steps} steps"
-    )
-
-
-def _speed(result: StepResult, seconds: float, wait: float, peak: float | None, place: Place) -> Speed:
-    unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")
-    flops = result.work.get("flops", 0.0)
-    mfu = flops / seconds / (peak * place.world_size) if peak and flops else None
-    return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds)
 
 
 def _due(made: int, every: int | None) -> bool:

@@ -15,6 +15,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
+# What every event may hold; metrics and scheduled scalars stand beside it under names of their own.
+EVENT_NAMES = frozenset({"step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu"})
+
 
 class Settings(BaseModel):
     """A group of settings: immutable, typed, and with no room for a key it does not know."""
@@ -186,7 +189,10 @@ Optimizer = Annotated[AdamW | Sgd, Field(discriminator="kind")]
 class ScheduleGroup(Settings):
     """What all schedules have. A value is `peak` times a factor that is a pure function of the step."""
 
-    peak: float | None = Field(None, description="the largest value; for lr it is optim.lr and must stay null")
+    peak: float | None = Field(
+        None,
+        description="the largest value; null for lr, weight_decay and clip_norm: theirs are in optim and train",
+    )
     warmup: NonNegative = Field(0, description="steps of linear warm-up; below 1: that fraction of all steps")
     start: Fraction = Field(0.0, description="factor before the warm-up")
     floor: Fraction = Field(0.0, description="factor below which it does not fall")
@@ -233,7 +239,9 @@ class Eval(Settings):
     """Evaluation on the rows that the task holds out, exact at any world size."""
 
     every: PositiveInt | None = Field(None, description="steps between evaluations; null: only at the end")
-    rows: PositiveInt | None = Field(None, description="only the first so many held-out rows; null: all")
+    rows: PositiveInt | None = Field(
+        None, description="so many of the held-out rows, drawn from all of them; null: all"
+    )
     micro_batch: PositiveInt | None = Field(None, description="rows in one pass; null: as in training")
     at_end: bool = True
 
@@ -289,11 +297,21 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _schedules_fit(self) -> RunConfig:
+        peaks = {
+            "lr": ("optim.lr", self.optim.lr),
+            "weight_decay": ("optim.weight_decay", self.optim.weight_decay or None),
+            "clip_norm": ("train.clip_norm", self.train.clip_norm),
+        }
         for name, schedule in self.schedules.items():
-            if name == "lr" and schedule.peak is not None:
-                raise ValueError(
-                    f"schedules.lr.peak={schedule.peak} would contradict optim.lr={self.optim.lr}; leave it null"
-                )
-            if name != "lr" and schedule.peak is None:
-                raise ValueError(f"schedules.{name}.peak is missing: the largest value of '{name}'")
+            if name not in peaks:
+                if name in EVENT_NAMES:
+                    raise ValueError(f"schedules.{name}: events use the name '{name}'; choose another")
+                if schedule.peak is None:
+                    raise ValueError(f"schedules.{name}.peak is missing: the largest value of '{name}'")
+                continue
+            key, peak = peaks[name]
+            if schedule.peak is not None:
+                raise ValueError(f"schedules.{name}.peak={schedule.peak} would contradict {key}={peak}; leave it null")
+            if peak is None:
+                raise ValueError(f"schedules.{name} scales {key}, which is not set; give {key} its largest value")
         return self

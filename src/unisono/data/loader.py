@@ -6,6 +6,7 @@ what is in it.
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ from unisono.errors import DataError, UnisonoError
 from unisono.keys import generator
 from unisono.task import Batch, Source, Task
 
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -32,7 +35,7 @@ class MicroBatch:
         arrays: what `Task.collate` made of them.
         counts: what `Task.counts` says; zeros if idle.
         work: what `Task.work` says, and `rows`; zeros if idle.
-        idle: a real row at weight zero, for a process that has none left in a short batch.
+        idle: real rows at weight zero, for a process that has none left in a short batch.
     """
 
     number: int
@@ -111,7 +114,8 @@ class Loader:
             for number in self._split.micro_batches(self._rank):
                 own = self._split.rows(number, len(rows))
                 idle = len(own) == 0
-                take = slice(0, 1) if idle else slice(own.start, own.stop)
+                # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
+                take = slice(0, self._split.micro_batch) if idle else slice(own.start, own.stop)
                 yield _Order(number, rows[take], epochs[take], idle)
 
     def _make(self, order: _Order) -> MicroBatch:
@@ -138,8 +142,9 @@ class Loader:
 
 
 def _told(error: Exception) -> str:
-    """An error of the user's code with the line it came from."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """An error with the last line of the user's code that it came through, not the library's line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((f for f in reversed(frames[1:]) if not f.filename.startswith(_LIBRARIES)), frames[-1])
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
 
 

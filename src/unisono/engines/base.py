@@ -29,6 +29,12 @@ class StepResult:
     work: Mapping[str, float]
     grad_norm: float = 0.0
 
+    @property
+    def values(self) -> dict[str, float]:
+        """What is told of it: the loss, its terms where there are several, and the metrics."""
+        terms = {f"loss/{name}": value for name, value in self.terms.items() if len(self.terms) > 1}
+        return {"loss": self.loss, **terms, **self.metrics}
+
 
 @dataclass(frozen=True)
 class Facts:

@@ -17,7 +17,8 @@ class HeldOut:
     """The held-out rows of a task, ready to be evaluated as often as wanted.
 
     No row is dropped or counted twice: a last short batch is short, and a process without rows in it repeats one at
-    weight zero, so that all make equally many passes.
+    weight zero, so that all make equally many passes. Where only some rows are asked for, they are drawn from all of
+    them, the same in every run: neighbouring rows are often alike, so the first would say little of the others.
 
     Args:
         task: whose rows they are.
@@ -33,7 +34,7 @@ class HeldOut:
         rows = min(len(source), config.eval.rows or len(source))
         micro = min(config.eval.micro_batch or micro_batch, rows)
         self._split = Split.of(micro * place.world_size, place.world_size, micro)
-        self._plan = Plan(Order(len(source), seed=0, shuffle=False), self._split.global_batch, rows)
+        self._plan = Plan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
         self._task, self._source, self._rank, self._data = task, source, place.rank, config.data
         self.rows = rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +41,12 @@ class Events:
 def read(path: Path) -> list[dict[str, Any]]:
     """All events of a run; a last line that was cut off is left out."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step(line) is not None]
+
+
+def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Loss and metrics of the newest evaluation among events, or nothing."""
+    newest: Mapping[str, Any] = next((event for event in reversed(events) if event.get("eval")), {})
+    return {name: value for name, value in newest.items() if name not in ("step", "eval", "rows", "seconds")}
 
 
 def _step(line: str) -> int | None:

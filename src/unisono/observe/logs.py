@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 from unisono.place import Place
+
+_undo = ExitStack()
 
 
 def start(run: Path, place: Place) -> None:
     """Send the `unisono` logger of this process to its file; warnings of rank 0 go to the console too."""
     folder = run / "logs"
     folder.mkdir(parents=True, exist_ok=True)
+    stop()
     logger = logging.getLogger("unisono")
+    _undo.callback(logger.setLevel, logger.level)
+    _undo.callback(setattr, logger, "propagate", logger.propagate)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    stop()
     file = logging.FileHandler(folder / f"rank-{place.rank:05d}.log", encoding="utf-8")
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
-    logger.addHandler(file)
+    _add(logger, file)
     if place.is_first:
         console = logging.StreamHandler()
         console.setLevel(logging.WARNING)
         console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        logger.addHandler(console)
+        _add(logger, console)
 
 
 def stop() -> None:
-    """Flush and close what `start` opened."""
-    logger = logging.getLogger("unisono")
-    for handler in list(logger.handlers):
-        handler.close()
-        logger.removeHandler(handler)
+    """Flush and close what `start` opened, and leave the logger as it was before."""
+    _undo.close()
+
+
+def _add(logger: logging.Logger, handler: logging.Handler) -> None:
+    logger.addHandler(handler)
+    _undo.callback(handler.close)
+    _undo.callback(logger.removeHandler, handler)

@@ -29,6 +29,9 @@ class Peak:
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct"
 
+# Words for less than the whole device: a slice of it, or a smaller chip sold under the same name.
+_LESS = {"mig", "laptop", "mobile", "d"}
+
 # The first entry that matches counts, so the more particular names come first.
 PEAKS = (
     Peak(("gb200",), 2500.0, 80.0, f"{_NVIDIA}/gb200-nvl72 (rack / 72)"),
@@ -40,6 +43,7 @@ PEAKS = (
     Peak(("h100", "pcie"), 756.0, 51.2, "NVIDIA H100 Tensor Core GPU architecture white paper, table 2"),
     Peak(("h100", "nvl"), 835.5, 60.0, f"{_NVIDIA}/h100 (NVL, dense = half of the sparse figure)"),
     Peak(("h100",), 989.4, 66.9, "NVIDIA H100 Tensor Core GPU architecture white paper, table 2 (SXM5)"),
+    Peak(("h800", "pcie"), 756.0, 51.2, "as H100 PCIe"),
     Peak(("h800",), 989.4, 66.9, "as H100 SXM5"),
     Peak(("h20",), 148.0, 44.0, "NVIDIA H20 data sheet"),
     Peak(("a100",), 312.0, 19.5, f"{_NVIDIA}/a100"),
@@ -60,7 +64,7 @@ PEAKS = (
     Peak(("rtx", "4090"), 165.2, 82.6, "NVIDIA Ada GPU architecture white paper, appendix A (fp32 accumulation)"),
     Peak(("rtx", "3090", "ti"), 80.0, 40.0, "NVIDIA Ampere GA102 white paper (fp32 accumulation)"),
     Peak(("rtx", "3090"), 71.0, 35.6, "NVIDIA Ampere GA102 GPU architecture white paper, table 3 (fp32 accumulation)"),
-    Peak(("v100",), None, 15.7, "NVIDIA Tesla V100 GPU architecture white paper (SXM2; fp16 only)"),
+    Peak(("v100", "sxm2"), None, 15.7, "NVIDIA Tesla V100 GPU architecture white paper (SXM2; fp16 only)"),
     Peak(("tesla", "t4"), None, 8.1, f"{_NVIDIA}/tesla-t4 (fp16 only)"),
     Peak(("mi355x",), 2516.6, 157.3, f"{_AMD}/mi350/mi355x.html"),
     Peak(("mi350x",), 2306.9, 144.2, f"{_AMD}/mi350/mi350x.html"),
@@ -80,6 +84,8 @@ def peak_flops(device: str, precision: str) -> float | None:
         precision: `bf16`, `fp32` or `fp64`; there is no table for fp64.
     """
     words = device.lower().replace("-", " ").split()
+    if _LESS.intersection(words):
+        return None
     for peak in PEAKS:
         if all(
             any(word == part or (word.startswith(part) and not word[len(part)].isalnum()) for word in words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -41,7 +43,7 @@ class Progress:
 
     def __init__(self, total: int, every: int, shown: bool) -> None:
         self._total, self._every, self._shown = total, every, shown
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, emoji=False, soft_wrap=True)
         self._live: Live | None = None
         self._smooth: float | None = None
 
@@ -74,28 +76,35 @@ class Progress:
             f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {short(speed.rate)} "
             f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %  eta {left}"
         )
-        if self._live is not None:
+        if self._live is not None and step < self._total:
             self._live.update(Text(line))
+        elif self._live is not None:  # the last one stays
+            self._live.update(Text(""))
+            self.say(line)
         elif step % self._every == 0 or step in (1, self._total):
             self.say(line)
 
 
 class Stopwatch:
-    """Seconds spent waiting for data and in whole steps."""
+    """Seconds spent in whole steps, and waiting for data in them."""
 
     def __init__(self) -> None:
         self._last = perf_counter()
         self._waited = 0.0
 
-    def got_data(self, since: float) -> None:
-        """The data asked for at `since` (a `perf_counter`) are here."""
-        self._waited = perf_counter() - since
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The context in which data are waited for."""
+        began = perf_counter()
+        yield
+        self._waited += perf_counter() - began
 
     def lap(self) -> tuple[float, float]:
         """Seconds since the last lap, and the share of them that was waiting for data."""
         now = perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds, min(1.0, self._waited / max(seconds, 1e-9))
+        seconds, share = now - self._last, self._waited / max(now - self._last, 1e-9)
+        self._last, self._waited = now, 0.0
+        return seconds, min(1.0, share)
 
 
 def short(number: float) -> str:

@@ -24,12 +24,16 @@ class Record:
         place: of this process.
         first_step: steps made before, in an earlier process.
         total: steps in the run.
+        writing: False to record nothing.
     """
 
-    def __init__(self, folder: Path, config: Observe, place: Place, first_step: int, total: int) -> None:
-        self._progress = Progress(total, config.log_every, shown=config.progress and place.is_first)
-        self._events = Events(folder / "events.jsonl", first_step) if place.is_first else None
-        self._board = TensorBoard(folder / "tensorboard", first_step) if place.is_first and config.tensorboard else None
+    def __init__(
+        self, folder: Path, config: Observe, place: Place, first_step: int, total: int, writing: bool = True
+    ) -> None:
+        mine = writing and place.is_first
+        self._progress = Progress(total, config.log_every, shown=mine and config.progress)
+        self._board = TensorBoard(folder / "tensorboard", first_step) if mine and config.tensorboard else None
+        self._events = Events(folder / "events.jsonl", first_step) if mine else None
 
     def __enter__(self) -> Record:
         self._progress.__enter__()
@@ -49,10 +53,8 @@ class Record:
 
     def step(self, step: int, result: StepResult, scalars: Mapping[str, float], speed: Speed) -> None:
         """A finished update; `step` counts from 1."""
-        values: dict[str, Any] = {"loss": result.loss, "lr": scalars["lr"], "grad_norm": result.grad_norm}
-        values |= {f"loss/{name}": value for name, value in result.terms.items() if len(result.terms) > 1}
-        values |= dict(result.metrics)
-        values |= {name: value for name, value in scalars.items() if name not in ("lr", "clip_norm")}
+        values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
+        values |= scalars
         values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
         if speed.mfu is not None:
             values["mfu"] = speed.mfu
@@ -61,13 +63,8 @@ class Record:
 
     def evaluation(self, step: int, result: StepResult, rows: int, seconds: float) -> None:
         """A finished evaluation after `step` updates."""
-        values = {
-            "loss": result.loss,
-            **{f"loss/{n}": v for n, v in result.terms.items() if len(result.terms) > 1},
-            **result.metrics,
-        }
-        self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
-        told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self._write(step, {"eval": True, **result.values, "rows": rows, "seconds": seconds}, prefix="eval/")
+        told = "  ".join(f"{name} {value:.4f}" for name, value in result.values.items())
         self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
 
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:

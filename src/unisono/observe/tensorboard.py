@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.errors import ConfigError
+
+
+def check() -> None:
+    """Refuse `observe.tensorboard=true` where the package is not installed.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    if find_spec("tensorboard") is None:
+        raise ConfigError("observe.tensorboard=true needs TensorBoard: pip install tensorboard")
 
 
 class TensorBoard:
@@ -17,10 +28,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise ConfigError("observe.tensorboard=true needs TensorBoard: pip install tensorboard") from error
+        check()
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

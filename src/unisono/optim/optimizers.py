@@ -14,6 +14,7 @@ from unisono.config.schema import AdamW, OptimizerGroup, Sgd
 from unisono.errors import ConfigError, nearest
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
+_NOT_DECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)  # however many axes their weights have
 
 
 def build(config: OptimizerGroup, model: nn.Module) -> torch.optim.Optimizer:
@@ -46,10 +47,10 @@ def parameter_groups(config: OptimizerGroup, model: nn.Module) -> list[dict[str,
 
     Matrices decay; biases, norm weights and embeddings do not, unless `decay_all` or a pattern says so.
     """
-    embeddings = {
+    exempt = {
         id(p)
         for module in model.modules()
-        if isinstance(module, nn.Embedding)
+        if isinstance(module, _NOT_DECAYED)
         for p in module.parameters(recurse=False)
     }
     matched: set[str] = set()
@@ -59,7 +60,7 @@ def parameter_groups(config: OptimizerGroup, model: nn.Module) -> list[dict[str,
         if not parameter.requires_grad:
             continue
         names.append(name)
-        decays = config.decay_all or (parameter.dim() >= 2 and id(parameter) not in embeddings)
+        decays = config.decay_all or (parameter.dim() >= 2 and id(parameter) not in exempt)
         lr_scale, decay = 1.0, config.weight_decay if decays else 0.0
         for pattern in config.groups:
             if fnmatchcase(name, pattern.match):

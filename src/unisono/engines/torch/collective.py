@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from unisono.errors import DeadlineError
 from unisono.place import Json, Place
@@ -39,7 +38,16 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     """
     own = dist.get_default_backend_for_device(device)
     try:
-        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=start_timeout)))
+        # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            place.world_size,
+            is_master=place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=timedelta(seconds=start_timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except RuntimeError as error:  # DistNetworkError, DistStoreError: the address is wrong, taken, or nobody is there
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
@@ -47,7 +55,8 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     store = PrefixStore("unisono", store)
     store.set(f"here/{place.rank}", "1")
     deadline = time.monotonic() + start_timeout
-    absent = [rank for rank in range(place.world_size) if not _appears(store, rank, deadline)]
+    with waiting(place, "the other processes to appear", start_timeout):
+        absent = [rank for rank in range(place.world_size) if not _appears(store, rank, deadline)]
     if absent:
         raise DeadlineError(
             f"rank {place.rank}: of {place.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
@@ -76,7 +85,7 @@ def _appears(store: Store, rank: int, deadline: float) -> bool:
     """Whether a rank announces itself before the deadline."""
     try:
         store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except RuntimeError:
+    except dist.DistStoreError:
         return False
     return True
 

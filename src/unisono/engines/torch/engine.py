@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.config.schema import Layout, RunConfig
+from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines.base import Facts, StepResult
@@ -65,11 +66,12 @@ class TorchEngine:
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         wrap.prepare(model, self._layout, self._precision)
         self._step = wrap.Step(self._task, model)
-        self._lay_out(self._layout)
+        self._lay_out()
         self._optimizer = optimizers.build(self._config.optim, model)
         guards.optimizer_holds(self._optimizer, model)
         guards.master_dtype(model, precision.MASTER[self._precision])
         context = Context(0, training=True, scalars=scalars)
+        wrap.expect_unused(self._wrapped, True)
         random, unused = self._warm_up(batches[0], context)
         if unused:
             log.warning(
@@ -78,17 +80,20 @@ class TorchEngine:
                 len(unused),
                 ", ".join(unused[:4]),
             )
-            if self._layout.strategy == "ddp" and not self._layout.find_unused_parameters:
-                self._lay_out(self._layout.model_copy(update={"find_unused_parameters": True}))
-                self._warm_up(batches[0], context)
+            if not self._layout.find_unused_parameters:
+                self._layout = self._layout.model_copy(update={"find_unused_parameters": True})
+                if isinstance(self._wrapped, DistributedDataParallel):
+                    self._lay_out()
+                    self._warm_up(batches[0], context)
+        wrap.expect_unused(self._wrapped, self._layout.find_unused_parameters)
         return Facts(size, name_of(self._device), random)
 
-    def _lay_out(self, layout: Layout) -> None:
+    def _lay_out(self) -> None:
         """Wrap the step module, and prepare what adds up its gradients."""
-        self._wrapped = wrap.wrap(self._step, layout, self._precision, self._device, self._place.world_size)
+        self._wrapped = wrap.wrap(self._step, self._layout, self._precision, self._device, self._place.world_size)
         self._trainable = [parameter for parameter in self._step.parameters() if parameter.requires_grad]
         self._ordered = None
-        if layout.reduction == "ordered":
+        if self._layout.reduction == "ordered":
             self._ordered = gradients.OrderedSum(self._trainable, self._split.passes, self._place.world_size)
             if isinstance(self._wrapped, DistributedDataParallel):
                 self._wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: ordered.hook(bucket))
@@ -132,7 +137,13 @@ class TorchEngine:
         DDP orders its buckets, and so its sums, by the first backward pass it sees. After a pass that every process
         makes before its first step, a resumed run adds in the same order as one that was never interrupted.
         """
-        with self._restoring_buffers(), precision.promoting(self._precision), self._waiting("the others to warm up"):
+        used: set[str] = set()
+        with (
+            self._restoring_buffers(),
+            self._waiting("the others to warm up"),
+            precision.promoting(self._precision),
+            gradients.watching(self._step, lambda name, _: used.add(name)),
+        ):
             scales = self._scales(self._count([first]))
             with wrap.synchronising(self._wrapped, self._layout, last=True):
                 seed = self._seed("dropout", 0, first.number)
@@ -146,8 +157,14 @@ class TorchEngine:
         if self._ordered and self._place.world_size == 1:
             self._ordered.take()
             self._ordered.finish()
-        unused = [n for n, p in self._step.model.named_parameters() if p.requires_grad and p.grad is None]
         self._optimizer.zero_grad(set_to_none=True)
+        if not used:
+            raise ConfigError(
+                f"{type(self._task).__name__}: the loss does not use any parameter of the model that build() returned; "
+                "outputs() must compute with the model it is given"
+            )
+        trained = {name for name, parameter in self._step.named_parameters() if parameter.requires_grad}
+        unused = sorted(name.removeprefix("model.") for name in trained - used)
         everyone = self.group.gather([random, unused], "the others to warm up")
         return any(drew for drew, _ in everyone), sorted({name for _, names in everyone for name in names})
 
@@ -159,7 +176,8 @@ class TorchEngine:
             context = Context(step, training=True, scalars=scalars)
             counts = self._count(batches)
             scales = self._scales(counts)
-            sums = self._accumulate(batches, context, scales)
+            with self._forgetting_unused():
+                sums = self._accumulate(batches, context, scales)
             whole = self._layout.strategy in ("single", "ddp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
@@ -188,6 +206,22 @@ class TorchEngine:
         if self._ordered and self._place.world_size == 1:
             self._ordered.finish()
         return sums
+
+    @contextmanager
+    def _forgetting_unused(self) -> Iterator[None]:
+        """Take away the zeros that FSDP gives to parameters which no process used, so that no optimizer decays them."""
+        if self._layout.strategy not in ("fsdp", "hsdp") or not self._layout.find_unused_parameters:
+            yield
+            return
+        used: set[str] = set()
+        with gradients.watching(self._step, lambda name, _: used.add(name)):
+            yield
+        names = [name for name, _ in self._step.named_parameters()]
+        flags = torch.tensor([name in used for name in names], dtype=torch.uint8).to(self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        for parameter, flag in zip(self._step.parameters(), flags.tolist(), strict=True):
+            if not flag:
+                parameter.grad = None
 
     def _update(self, step: int, scalars: Mapping[str, float]) -> None:
         guarded = self._steps_made == 0 or (step + 1) % self._config.train.guard_every == 0
@@ -235,11 +269,17 @@ class TorchEngine:
         """Find out where the first number that is not finite came from, and stop every rank with it."""
         self._optimizer.zero_grad(set_to_none=True)
         found = []
+        finite: dict[str, bool] = {}
+
+        def see(name: str, gradient: Tensor) -> None:
+            finite[name] = finite.get(name, True) and bool(torch.isfinite(gradient).all())
+
         for micro in batches:
+            finite.clear()
             with (
                 wrap.synchronising(self._wrapped, self._layout, last=True),
                 self._restoring_buffers(),
-                guards.watching_gradients(self._step) as finite,
+                gradients.watching(self._step, see),
             ):
                 self._seed("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales)

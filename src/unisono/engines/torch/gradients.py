@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -24,9 +28,10 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def squared_norm(gradients: Sequence[Tensor], wide: torch.dtype) -> Tensor:
     """The sum of all squares, a scalar of the dtype `wide` on the device. Not finite if any element is not."""
-    norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()])
-    if not norms:
+    here = [gradient for gradient in gradients if gradient.numel()]
+    if not here:  # a rank may hold empty shards only
         return torch.zeros((), dtype=wide)
+    norms = torch._foreach_norm(here)
     return torch.stack([norm.to(wide) for norm in norms]).square().sum()
 
 
@@ -34,6 +39,38 @@ def clip(gradients: Sequence[Tensor], norm: float, largest: float | None) -> Non
     """Scale all gradients so that their norm is at most `largest`; untouched if it is already."""
     if largest is not None and norm > largest and gradients:
         torch._foreach_mul_(list(gradients), largest / (norm + 1e-6))
+
+
+@contextmanager
+def watching(step: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `see(name, gradient)` for every gradient that backward passes inside make on this process alone.
+
+    It watches the tensors that the forward pass computes with, before any reduction over ranks, so under FSDP it sees
+    the local gradient of the gathered parameter. Names begin at the step module, as `model.…`.
+    """
+    units: list[nn.Module] = [module for module in step.modules() if isinstance(module, FSDPModule)] or [step]
+    handles: list[RemovableHandle] = []
+
+    def gathered(unit: nn.Module, _: object, paths: Mapping[nn.Module, str]) -> None:
+        for module, path in paths.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+                    handles.append(parameter.register_hook(partial(see, path + name)))
+
+    for unit in units:
+        inner = {
+            module
+            for other in units
+            if other is not unit and other in set(unit.modules())
+            for module in other.modules()
+        }
+        paths = {m: f"{p}." for p, m in step.named_modules() if m in set(unit.modules()) and m not in inner}
+        handles.append(unit.register_forward_pre_hook(partial(gathered, paths=paths)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class OrderedSum:

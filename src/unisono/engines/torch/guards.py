@@ -7,13 +7,10 @@ one asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from unisono.engines.torch.gradients import local
 from unisono.errors import GuardError
@@ -32,9 +29,12 @@ def digest(tensor: Tensor) -> int:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
+    wide = bits.element_size() == 8
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), _PIECE):
         piece = bits[first : first + _PIECE].to(torch.int64)
+        if wide:  # else the highest bits, the sign first, would be lost to the wrap when several elements change
+            piece = piece ^ ((piece >> 32) & 0xFFFFFFFF)
         place = torch.arange(first, first + piece.numel(), device=bits.device) * 2 + 1
         total += (piece * place).sum()
     return int(total)
@@ -55,7 +55,11 @@ def optimizer_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name, parameter in trainable.items() if id(parameter) not in held]
     stale = len(set(held) - {id(parameter) for parameter in trainable.values()})
-    if lost or stale or len(held) != len(set(held)):
+    if len(held) != len(set(held)):
+        raise GuardError(
+            f"the optimizer holds {len(held) - len(set(held))} parameters twice, and would move them twice"
+        )
+    if lost or stale:
         raise GuardError(
             f"the optimizer does not hold the model's parameters: {len(lost)} are not in it ({_some(lost)}), and "
             f"{stale} of its own are not in the model. It was built before the model was wrapped, or the model was "
@@ -120,40 +124,6 @@ def replicas_agree(group: Group, tensors: Mapping[str, Tensor], replicas: Sequen
                     f"{len(tensors)} tensors differ). Gradients were not synchronised (a forward round the wrapper, a "
                     "parameter changed outside the optimizer), or randomness depends on the rank."
                 )
-
-
-@contextmanager
-def watching_gradients(step: nn.Module) -> Iterator[dict[str, bool]]:
-    """Whether each parameter's gradient was finite in the backward passes inside, on this process alone.
-
-    It watches the tensors that the forward pass computes with, before any reduction over ranks, so under FSDP it sees
-    the local gradient of the gathered parameter.
-    """
-    finite: dict[str, bool] = {}
-    units: list[nn.Module] = [module for module in step.modules() if isinstance(module, FSDPModule)]
-    units = units or [step]
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def watch(gradient: Tensor, name: str) -> None:
-        finite[name] = finite.get(name, True) and bool(torch.isfinite(gradient).all())
-
-    def gathered(unit: nn.Module, _: object, names: dict[int, str]) -> None:
-        for module in unit.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad and id(module) in names:
-                    handles.append(parameter.register_hook(partial(watch, name=names[id(module)] + name)))
-
-    for unit in units:
-        inner = {id(m) for other in units if other is not unit for m in other.modules() if other in unit.modules()}
-        names = {
-            id(m): f"{path}." for path, m in step.named_modules() if m in set(unit.modules()) and id(m) not in inner
-        }
-        handles.append(unit.register_forward_pre_hook(partial(gathered, names=names)))
-    try:
-        yield finite
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,26 +15,32 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
-_LOWER = (torch.float32, torch.float16, torch.bfloat16)
-_SHORTHANDS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_PROMOTED = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
+_SHORTHANDS = {
+    **dict.fromkeys((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16), torch.float64),
+    **dict.fromkeys((torch.Tensor.cfloat, torch.Tensor.chalf), torch.complex128),  # type: ignore[attr-defined]
+}
 
 
 class PromoteToDouble(TorchFunctionMode):
-    """Every request for a lower floating dtype, by argument or shorthand, becomes one for float64."""
+    """Every request for a lower floating dtype, by argument or shorthand, becomes one for float64 or complex128."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch for every function while the mode is on."""
         if func in _SHORTHANDS:
-            return args[0].to(torch.float64)
-        promoted = tuple(torch.float64 if _is_lower(value) else value for value in args)
-        named = {name: torch.float64 if _is_lower(value) else value for name, value in (kwargs or {}).items()}
+            return args[0].to(_SHORTHANDS[func])
+        promoted = tuple(_promoted(value) for value in args)
+        named = {name: _promoted(value) for name, value in (kwargs or {}).items()}
         return func(*promoted, **named)
 
 
-def _is_lower(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _LOWER
+def _promoted(value: Any) -> Any:
+    return _PROMOTED.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def promoting(precision: str) -> AbstractContextManager[Any]:

@@ -86,9 +86,11 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
         if name not in parameters:
             raise CheckpointError(f"the checkpoint has optimizer state for '{name}', which the model does not have")
         parameter = parameters[name]
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+        if group is None:
+            raise CheckpointError(f"the checkpoint has optimizer state for '{name}', which is not trained here")
         on_device = group.get("fused") or group.get("capturable")
-        if shape == tuple(parameter.shape) and shape:
+        if shape == tuple(parameter.shape) and entry != "step":
             value = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
         else:  # a step counter: kept on the CPU unless the optimizer's kernel reads it on the device
             value = reader.read(full, (0,) * len(shape), shape).to(local(parameter).device if on_device else "cpu")

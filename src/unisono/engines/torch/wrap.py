@@ -43,6 +43,8 @@ class Step(nn.Module):
     def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor]) -> tuple[Tensor, Loss]:
         """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums."""
         loss = self.task.loss(self.task.outputs(self.model, batch, context), batch, context)
+        if not loss.sums:
+            raise ConfigError(f"{type(self.task).__name__}: loss() returned no term, so there is nothing to train on")
         if set(loss.sums) != set(scales):
             raise ConfigError(
                 f"{type(self.task).__name__}: loss() returned the terms {sorted(loss.sums)}, but counts() counted "
@@ -63,32 +65,28 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     They are what is checkpointed, compiled and sharded one by one. An empty list means the model is one piece.
     """
-    found: list[nn.Module] = []
-    for child in model.children():
-        members = list(child.children())
-        alike = len(members) > 1 and len({type(member) for member in members}) == 1
-        if (
-            isinstance(child, (nn.ModuleList, nn.Sequential))
-            and alike
-            and next(members[0].children(), None) is not None
-        ):
-            found += members
-        else:
-            found += blocks(child)
-    return found
+    members = list(model.children())
+    alike = len(members) > 1 and len({type(member) for member in members}) == 1
+    if isinstance(model, (nn.ModuleList, nn.Sequential)) and alike and next(members[0].children(), None) is not None:
+        return members
+    return [block for member in members for block in blocks(member)]
 
 
 def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
     """Activation checkpointing and compilation, in place, block by block."""
     parts = blocks(model) or [model]
-    if layout.activation_checkpointing:
-        for part in parts[:: layout.activation_checkpointing]:
-            part.forward = partial(
-                checkpoint, part.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), promoting(precision))
-            )
-    if layout.compile:
-        for part in parts:
+    every = layout.activation_checkpointing
+    for number, part in enumerate(parts):
+        recomputed = every > 0 and number % every == 0
+        if layout.compile and not recomputed:
             part.compile()
+        if recomputed:  # checkpoint() is never traced, so what is compiled is the forward inside it
+            part.forward = partial(
+                checkpoint,
+                torch.compile(part.forward) if layout.compile else part.forward,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), promoting(precision)),
+            )
 
 
 def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> Wrapped:
@@ -103,29 +101,53 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
             **_NO_BUFFERS,
         )
     if layout.strategy in ("fsdp", "hsdp"):
-        return _shard(step, layout, precision, device, world_size)
+        _shard(step, layout, precision, device, world_size)
     return step
 
 
-def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> Wrapped:
+def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> None:
     shards = layout.shards or world_size
     if layout.strategy == "hsdp":
         mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     # Inputs are not cast: a float label has to stay what it is, and autocast casts where arithmetic wants it.
-    low = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)}
-    policy = low.get(precision, MixedPrecisionPolicy(cast_forward_inputs=False))
-    for block in blocks(step.model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(step, mesh=mesh, mp_policy=policy)
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    low = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if precision == "bf16" else full
+    )
+    parts = blocks(step.model)
+    norms = [module for block in parts for module in block.modules() if _has_vectors_only(module)]
+    if precision == "bf16" and norms:
+        fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False)
+    for block in parts:
+        fully_shard(block, mesh=mesh, mp_policy=low)
+    fully_shard(step, mesh=mesh, mp_policy=full)
     for module in step.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a factor is a PREMUL_SUM, which gloo does not have
-            if layout.find_unused_parameters and hasattr(module, "set_reduce_scatter_unused_params"):
-                module.set_reduce_scatter_unused_params(True)
-    return step
+
+
+def expect_unused(wrapped: Wrapped, expected: bool) -> None:
+    """Tell FSDP whether a process may lack the gradients of some parameters; then it reduces zeros in their place.
+
+    Not told, processes that use different parameters reduce different ones, and hang or abort. DDP is told when it
+    wraps.
+    """
+    for module in wrapped.modules():
+        if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+            module.set_reduce_scatter_unused_params(expected)
+
+
+def _has_vectors_only(module: nn.Module) -> bool:
+    """Whether a module's own parameters are vectors, as a norm's are: what autocast leaves in fp32.
+
+    Under bf16 FSDP gathers the matrices of blocks in bf16, which is how autocast multiplies with them anyway; all else
+    is gathered in fp32, so that a run in bf16 computes the same on every strategy.
+    """
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(parameter.dim() <= 1 for parameter in own)
 
 
 def gradient_factor(layout: Layout, world_size: int) -> float:

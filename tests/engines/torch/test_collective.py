@@ -1,0 +1,215 @@
+"""The control channel: JSON in rank order, and a sentence for every wait that does not end well."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import processes
+from unisono.engines.torch import collective
+from unisono.errors import DeadlineError
+from unisono.place import Alone, Group, Place
+
+CPU = torch.device("cpu")
+VALUES = [
+    {"name": "Größe ↑", "list": [1, 2.5, None, True], "nested": {"empty": [], "text": ""}},
+    [-(2**60), 1e-300, "x" * 5000],
+]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+# who does not come ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An address at which nobody is."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    yield f"127.0.0.1:{port}"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("world", "missing"), [(2, "of 2 processes, rank 1 did not start"), (4, "of 4 processes, ranks 1, 2, 3 did not")]
+)
+def test_ranks_that_do_not_appear_are_named(address: str, world: int, missing: str) -> None:
+    with pytest.raises(DeadlineError) as late:
+        collective.start(Place(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
+    assert str(late.value).startswith(f"rank 0: {missing}")
+    assert "within 0.3 s (launch.start_timeout)" in str(late.value)
+
+
+def test_a_process_that_meets_nobody_says_where_it_was(address: str) -> None:
+    with pytest.raises(DeadlineError, match=f"rank 1 could not meet the other processes at {address}: "):
+        collective.start(Place(1, 2, 1, 2), CPU, timeout=5, start_timeout=0.3)
+
+
+def test_an_address_that_is_taken_is_said(address: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        other.listen()
+        with pytest.raises(DeadlineError, match=f"rank 0 could not meet the other processes at {address}: "):
+            collective.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=0.3)
+
+
+def test_a_deadline_has_its_own_exit_code() -> None:
+    assert DeadlineError("late").exit_code == 5
+
+
+# what an error is taken for -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3\nmore"),
+        RuntimeError("Timed out waiting 1000ms for recv operation to complete"),
+        RuntimeError("Connection reset by peer"),
+        dist.DistBackendError("anything that a backend says"),
+    ],
+)
+def test_a_backends_error_about_a_peer_is_a_sentence_about_the_wait(error: RuntimeError) -> None:
+    with pytest.raises(DeadlineError) as late, collective.waiting(Place(2, 4), "the end of the lesson", 7.5):
+        raise error
+    assert str(late.value).startswith("rank 2 waited for the end of the lesson, and not all came")
+    assert "the deadline of 7.5 s (launch.timeout)" in str(late.value)
+    assert str(late.value).endswith(f"Backend: {str(error).splitlines()[0]}")
+    assert late.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("Timed out")])
+def test_an_error_that_is_about_no_peer_passes_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, collective.waiting(Place(), "anything", 1):
+        raise error
+    assert raised.value is error
+
+
+# stop -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_never_joined_can_stop() -> None:
+    collective.stop()
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_process_alone_gathers_its_own_value(value: Any) -> None:
+    assert Alone().gather(value, "itself") == [value]
+
+
+# two processes --------------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool], turns: int = 1500) -> None:
+    """Wait for another process, but not for ever."""
+    for _ in range(turns):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("the other process goes on waiting, long after its deadline")
+
+
+def rejoined(place: Place, group: Group, timeout: float) -> collective.TorchGroup:
+    """Leave the process group and start another one with another deadline."""
+    ports = group.gather(free_port(), "the new port")
+    collective.stop()
+    os.environ["MASTER_PORT"] = str(ports[0])
+    return collective.start(place, CPU, timeout=timeout, start_timeout=60)
+
+
+def late(wait: Callable[[], Any]) -> str:
+    try:
+        wait()
+    except DeadlineError as error:
+        return str(error)
+    return "it came"
+
+
+def on_two(place: Place, group: collective.TorchGroup, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"who": (group.rank, group.size, group.place)}
+    result["values"] = group.gather(VALUES[place.rank], "values")
+    result["uneven"] = group.gather(["y" * 10 * place.rank], "lists of other lengths")
+    result["nothing"] = group.gather(None, "nothing")
+    tensor = torch.tensor([1.0, 10.0]) * (place.rank + 1)
+    result["sum"] = (group.sum(tensor, "a sum") is tensor, tensor.tolist())
+
+    came = folder / "came"
+    if place.is_first:
+        group.barrier("the second process")
+        result["barrier"] = came.exists()
+    else:
+        came.touch()
+        group.barrier("the second process")
+
+    group = rejoined(place, group, timeout=1)  # a process that is there, and does not come
+    given_up = folder / "given up"
+    if place.is_first:
+        result["stuck"] = late(lambda: group.gather(1, "the answer of the others"))
+        given_up.touch()
+    else:
+        until(given_up.exists)
+        result["stuck"] = late(lambda: group.barrier("those who have given up"))
+    return result
+
+
+def gone(place: Place, group: Group) -> str:
+    """The second process ends; the first waits for it far longer than a test may take."""
+    return late(lambda: group.gather(1, "a process that has gone")) if place.is_first else ""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.run(on_two, 2, tmp_path_factory.mktemp("meeting"))
+
+
+def test_values_are_gathered_in_rank_order_on_every_rank(both: list[dict[str, Any]]) -> None:
+    assert [result["values"] for result in both] == [VALUES, VALUES]
+
+
+def test_values_of_different_lengths_are_gathered_whole(both: list[dict[str, Any]]) -> None:
+    assert [result["uneven"] for result in both] == [[[""], ["y" * 10]]] * 2
+
+
+def test_nothing_is_a_value(both: list[dict[str, Any]]) -> None:
+    assert [result["nothing"] for result in both] == [[None, None]] * 2
+
+
+def test_a_group_knows_its_place(both: list[dict[str, Any]]) -> None:
+    assert [result["who"] for result in both] == [(rank, 2, Place(rank, 2, rank, 2, "test")) for rank in range(2)]
+
+
+def test_a_tensor_is_summed_in_place(both: list[dict[str, Any]]) -> None:
+    assert [result["sum"] for result in both] == [(True, [3.0, 30.0])] * 2
+
+
+def test_nobody_passes_a_barrier_before_all_are_there(both: list[dict[str, Any]]) -> None:
+    assert both[0]["barrier"]
+
+
+def test_a_wait_for_a_process_that_does_not_come_ends_and_says_what_it_was_for(both: list[dict[str, Any]]) -> None:
+    said = both[0]["stuck"]
+    assert said.startswith("rank 0 waited for the answer of the others, and not all came")
+    assert "the deadline of 1 s (launch.timeout)" in said
+
+
+def test_a_process_that_comes_too_late_is_told_so(both: list[dict[str, Any]]) -> None:
+    assert both[1]["stuck"].startswith("rank 1 waited for those who have given up, and not all came")
+
+
+def test_a_wait_for_a_process_that_has_gone_ends_with_what_it_was_for() -> None:
+    first, _ = processes.run(gone, 2)
+    assert first.startswith("rank 0 waited for a process that has gone, and not all came")

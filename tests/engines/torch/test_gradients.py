@@ -1,0 +1,358 @@
+"""The whole gradient as one thing: its norm, its clipping, who watches it, and the order in which it is summed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import processes
+from tests.tasks import LinearTask
+from unisono.config.schema import Layout
+from unisono.engines.torch import gradients, wrap
+from unisono.engines.torch.gradients import OrderedSum, additions
+from unisono.place import Group, Place
+from unisono.task import Context
+
+WIDE = torch.float64
+
+
+def some(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in [(7, 3), (5,), (), (2,)]
+    ]
+
+
+def vector_norm(parts: list[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.cat([part.reshape(-1).double() for part in parts])))
+
+
+# the norm -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-15), (torch.float32, 1e-6)])
+def test_the_squared_norm_is_that_of_all_gradients_as_one_vector(dtype: torch.dtype, rounding: float) -> None:
+    parts = some(dtype)
+    squares = gradients.squared_norm(parts, WIDE)
+    assert (squares.dtype, squares.dim()) == (WIDE, 0)
+    assert math.sqrt(squares) == pytest.approx(vector_norm(parts), rel=rounding)
+
+
+def test_empty_shards_add_nothing_to_the_norm() -> None:
+    parts = some()
+    with_empty = [torch.zeros(0, 4), *parts, torch.zeros(0)]
+    assert torch.equal(gradients.squared_norm(with_empty, WIDE), gradients.squared_norm(parts, WIDE))
+
+
+@pytest.mark.parametrize("parts", [[], [torch.zeros(0, 3)]])
+def test_a_process_without_any_element_has_a_norm_of_zero(parts: list[torch.Tensor]) -> None:
+    squares = gradients.squared_norm(parts, WIDE)
+    assert (float(squares), squares.dtype) == (0.0, WIDE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", range(4))
+def test_one_element_that_is_not_finite_makes_the_norm_not_finite(value: float, where: int) -> None:
+    parts = some()
+    parts[where].view(-1)[-1] = value
+    assert not math.isfinite(gradients.squared_norm(parts, WIDE))
+
+
+def test_squares_are_added_in_the_wide_dtype() -> None:
+    assert float(gradients.squared_norm([torch.tensor([1e4]), torch.tensor([1.0])], WIDE)) == 1e8 + 1
+
+
+def test_finite_gradients_whose_squares_overflow_have_a_finite_norm() -> None:
+    assert math.sqrt(gradients.squared_norm([torch.tensor([1e30])], WIDE)) == pytest.approx(1e30)
+
+
+def test_a_parameter_without_a_gradient_is_left_out() -> None:
+    with_gradient, without = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    with_gradient.grad = torch.full((2,), 3.0)
+    (only,) = gradients.gradients([without, with_gradient])
+    assert only is with_gradient.grad
+
+
+# clipping -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest", [None, "the norm itself", 1e3])
+def test_gradients_within_the_limit_are_left_as_they_are(largest: Any) -> None:
+    parts, before = some(), some()
+    norm = vector_norm(parts)
+    gradients.clip(parts, norm, norm if isinstance(largest, str) else largest)
+    assert all(torch.equal(part, was) for part, was in zip(parts, before, strict=True))
+
+
+@pytest.mark.parametrize("largest", [0.01, 1.0])
+def test_gradients_beyond_the_limit_are_scaled_to_it_and_keep_their_direction(largest: float) -> None:
+    parts, before = some(torch.float64), some(torch.float64)
+    norm = vector_norm(parts)
+    gradients.clip(parts, norm, largest)
+    assert vector_norm(parts) == pytest.approx(largest, rel=1e-6)
+    assert vector_norm(parts) <= largest
+    for part, was in zip(parts, before, strict=True):
+        torch.testing.assert_close(part * norm / vector_norm(parts), was, rtol=1e-12, atol=0)
+
+
+def test_the_limit_is_one_of_the_whole_gradient_and_not_of_its_parts() -> None:
+    parts = [torch.tensor([3.0]), torch.tensor([4.0])]
+    gradients.clip(parts, 5.0, 4.5)
+    assert torch.cat(parts).tolist() == pytest.approx([2.7, 3.6], rel=1e-6)
+
+
+def test_a_process_without_gradients_has_nothing_to_clip() -> None:
+    gradients.clip([], 5.0, 1.0)
+
+
+# watching -------------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.frozen = (nn.Linear(3, 1) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + self.frozen(x)
+
+
+class Inner(nn.Module):
+    """A step module in miniature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Branches()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().sum()
+
+
+def test_gradients_are_seen_by_name_as_backward_makes_them() -> None:
+    step = Inner()
+    seen: dict[str, torch.Tensor] = {}
+    with gradients.watching(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
+        step(torch.randn(4, 3)).backward()
+    assert seen.keys() == {"model.used.weight", "model.used.bias"}
+    assert all(torch.equal(seen[name], step.get_parameter(name).grad) for name in seen)
+
+
+def test_what_is_seen_is_the_gradient_of_the_pass_and_not_what_was_there_before() -> None:
+    step = Inner()
+    seen: dict[str, torch.Tensor] = {}
+    step.model.used.bias.grad = torch.full((1,), 100.0)
+    with gradients.watching(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
+        step(torch.zeros(1, 3)).backward()
+    assert torch.equal(seen["model.used.bias"] + 100, step.model.used.bias.grad)
+
+
+def test_nobody_watches_afterwards_even_after_an_error() -> None:
+    step, seen = Inner(), []
+    with pytest.raises(ZeroDivisionError), gradients.watching(step, lambda name, _: seen.append(name)):
+        step(torch.ones(1, 3)).backward()
+        raise ZeroDivisionError
+    before = len(seen)
+    step(torch.ones(1, 3)).backward()
+    assert len(seen) == before == 2
+
+
+def test_a_pass_without_gradients_is_not_watched() -> None:
+    step = Inner()
+    with gradients.watching(step, lambda name, _: pytest.fail(name)), torch.no_grad():
+        step(torch.ones(1, 3))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(rank: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    return {"x": x, "y": x.sum(1, keepdim=True)}
+
+
+def gradients_of(step: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """What backward is seen to make of a rank's batch."""
+    seen: dict[str, torch.Tensor] = {}
+    with gradients.watching(
+        wrap.unwrapped(step), lambda name, gradient: seen.__setitem__(name, gradient.detach().clone())
+    ):
+        total, _ = step(batch(rank), Context(0, training=True), {"square": torch.ones(())})
+        total.backward()
+    return seen
+
+
+def watched(place: Place, group: Group) -> dict[str, float]:
+    """How far what is seen in each wrapper is from what a process alone sees of the same batch."""
+    result = {}
+    for strategy in ("ddp", "fsdp"):
+        layout = Layout.model_validate({"strategy": strategy, "world_size": 2})
+        torch.manual_seed(0)
+        reference = gradients_of(wrap.Step(LinearTask(), Blocks()), place.rank)
+        torch.manual_seed(0)
+        step = wrap.wrap(wrap.Step(LinearTask(), Blocks()), layout, "fp32", torch.device("cpu"), 2)
+        seen = gradients_of(step, place.rank)
+        assert seen.keys() == reference.keys()
+        result[strategy] = max(float((seen[name] - reference[name]).abs().max()) for name in reference)
+    torch.manual_seed(0)
+    other = gradients_of(wrap.Step(LinearTask(), Blocks()), 1 - place.rank)
+    result["other"] = max(float((other[name] - reference[name]).abs().max()) for name in reference)
+    return result
+
+
+def test_what_is_seen_is_local_whatever_the_wrapper_reduces() -> None:
+    for result in processes.run(watched, 2):
+        assert result["other"] > 0.1, "the ranks have different gradients, else this would say nothing"
+        assert result["ddp"] < 1e-6
+        assert result["fsdp"] < 1e-6
+
+
+# the order of sums ----------------------------------------------------------------------------------------------------
+
+Tree = Any  # a leaf's number, or a pair of trees
+
+
+def tree(leaves: list[Tree]) -> Tree:
+    """The pairs that are to be added: halved while the number is even, from left to right below that."""
+    if len(leaves) % 2 == 0:
+        half = len(leaves) // 2
+        return tree(leaves[:half]), tree(leaves[half:])
+    total = leaves[0]
+    for leaf in leaves[1:]:
+        total = (total, leaf)
+    return total
+
+
+def stacked(leaves: list[Tree]) -> Tree:
+    """The pairs that a stack adds when it is told how many additions follow each leaf."""
+    stack: list[Tree] = []
+    for leaf, adds in zip(leaves, additions(len(leaves)), strict=True):
+        for _ in range(adds):
+            leaf = (stack.pop(), leaf)
+        stack.append(leaf)
+    (total,) = stack
+    return total
+
+
+def over(world: int, leaves: int) -> Tree:
+    """The pairs of so many processes, each with its contiguous share."""
+    share = leaves // world
+    return stacked([stacked(list(range(rank * share, (rank + 1) * share))) for rank in range(world)])
+
+
+def summed(values: list[torch.Tensor], pairs: Tree) -> torch.Tensor:
+    return values[pairs] if isinstance(pairs, int) else summed(values, pairs[0]) + summed(values, pairs[1])
+
+
+@pytest.mark.parametrize("leaves", [*range(1, 17), 24, 40])
+def test_a_stack_adds_the_pairs_of_the_tree(leaves: int) -> None:
+    assert stacked(list(range(leaves))) == tree(list(range(leaves)))
+
+
+def test_a_power_of_two_is_summed_by_a_balanced_tree() -> None:
+    assert stacked(list(range(8))) == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "world"), [(2, 2), (4, 2), (4, 4), (6, 2), (8, 2), (8, 4), (12, 2), (12, 4), (20, 4), (24, 8), (40, 8)]
+)
+def test_powers_of_two_of_processes_add_the_pairs_of_one(leaves: int, world: int) -> None:
+    assert over(world, leaves) == over(1, leaves)
+
+
+def test_three_processes_add_other_pairs() -> None:
+    assert over(3, 12) != over(1, 12)
+
+
+def micro_gradients(number: int) -> list[torch.Tensor]:
+    """Gradients of so different magnitudes that every order of summation has other bits."""
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randn(50, generator=generator) * 10 ** (step % 5) for step in range(number)]
+
+
+def ordered(values: list[torch.Tensor], world_size: int = 1, begin: int = 0) -> torch.Tensor | None:
+    """What one process's sum comes to after all its passes."""
+    parameter = nn.Parameter(torch.zeros(50))
+    sums = OrderedSum([parameter], begin + len(values), world_size)
+    sums.begin(begin)
+    for value in values:
+        parameter.grad = value.clone()
+        sums.take()
+        assert parameter.grad is None
+    sums.finish()
+    return parameter.grad
+
+
+@pytest.mark.parametrize("passes", [1, 3, 4, 6, 8, 12])
+def test_gradients_are_summed_in_the_order_of_the_tree(passes: int) -> None:
+    values = micro_gradients(passes)
+    total = ordered(values)
+    assert total is not None
+    assert torch.equal(total, summed(values, tree(list(range(passes)))))
+
+
+def test_another_order_has_other_bits() -> None:
+    """Else the tests around this one would say nothing."""
+    values = micro_gradients(12)
+    total = ordered(values)
+    assert total is not None
+    assert not torch.equal(total, torch.stack(values).sum(0))
+    assert not torch.equal(total, summed(values, over(3, 12)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_sums_of_processes_added_in_rank_order_are_the_sum_of_one(world: int) -> None:
+    values = micro_gradients(12)
+    share = len(values) // world
+    parts = [ordered(values[rank * share : (rank + 1) * share], world) for rank in range(world)]
+    total, alone = ordered([part for part in parts if part is not None]), ordered(values)
+    assert total is not None
+    assert alone is not None
+    assert torch.equal(total, alone)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_passes_before_the_first_count_as_made_and_as_having_had_no_gradient(first: int) -> None:
+    values = micro_gradients(4)[first:]
+    total = ordered(values, begin=first)
+    assert total is not None
+    torch.testing.assert_close(total, torch.stack(values).sum(0))
+
+
+def test_a_new_step_forgets_the_previous_one() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    sums = OrderedSum([parameter], 2, 1)
+    for value in (100.0, 1.0):
+        sums.begin()
+        for _ in range(2):
+            parameter.grad = torch.full((2,), value)
+            sums.take()
+    sums.finish()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_parameter_without_a_gradient_in_some_passes_has_the_sum_of_the_others() -> None:
+    sometimes, never = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    sums = OrderedSum([sometimes, never], 4, 1)
+    sums.begin()
+    for value in (None, 1.0, 2.0, None):
+        sometimes.grad = None if value is None else torch.tensor([value])
+        sums.take()
+    sums.finish()
+    assert sometimes.grad is not None
+    assert sometimes.grad.tolist() == [3.0]
+    assert never.grad is None, "no zero, which an optimizer would decay"

@@ -1,0 +1,272 @@
+"""Each guard is silent on a sound run and names what is wrong with an unsound one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.engines.torch import guards
+from unisono.errors import GuardError
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def some(dtype: torch.dtype, elements: int = 37) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(elements, generator=generator, dtype=wide).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (elements,), generator=generator).to(dtype)
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers."""
+    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+    return flat.view(WORDS[flat.element_size()])
+
+
+# digest ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_digest_changes_with_any_single_bit(dtype: torch.dtype) -> None:
+    tensor = some(dtype)
+    digest = guards.digest(tensor)
+    bits = words(tensor)
+    width = 1 if dtype == torch.bool else 8 * bits.element_size()
+    for element in (0, 1, len(bits) // 2, len(bits) - 1):
+        for bit in range(width):
+            mask = 1 << bit
+            number = torch.tensor(mask - (1 << width) if bit == width - 1 and bits.dtype.is_signed else mask)
+            bits[element] ^= number.to(bits.dtype)
+            assert guards.digest(tensor) != digest, (element, bit)
+            bits[element] ^= number.to(bits.dtype)
+    assert guards.digest(tensor) == digest
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.bool], ids=str)
+def test_the_digest_changes_when_elements_change_places(dtype: torch.dtype) -> None:
+    tensor = some(dtype)
+    assert tensor[3] != tensor[20]
+    swapped = tensor.clone()
+    swapped[[3, 20]] = tensor[[20, 3]]
+    assert guards.digest(swapped) != guards.digest(tensor)
+
+
+def test_the_digest_of_booleans_knows_their_places() -> None:
+    assert guards.digest(torch.tensor([True, False])) != guards.digest(torch.tensor([False, True]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_digest_changes_with_the_signs_of_two_elements(dtype: torch.dtype) -> None:
+    tensor = some(dtype)
+    flipped = tensor.clone()
+    flipped[[4, 9]] *= -1
+    assert guards.digest(flipped) != guards.digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_digest_changes_when_a_number_and_its_negative_change_places(dtype: torch.dtype) -> None:
+    assert guards.digest(torch.tensor([1.5, -1.5], dtype=dtype)) != guards.digest(
+        torch.tensor([-1.5, 1.5], dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_the_digest_knows_bits_and_not_values(value: float) -> None:
+    tensor = torch.tensor([value, 1.0])
+    assert guards.digest(tensor) == guards.digest(tensor.clone())
+    assert guards.digest(torch.tensor([-value, 1.0])) != guards.digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_empty_tensor_has_a_digest(dtype: torch.dtype) -> None:
+    assert guards.digest(torch.zeros(0, dtype=dtype)) == guards.digest(torch.zeros(3, 0, dtype=dtype))
+
+
+def test_a_scalar_has_a_digest() -> None:
+    assert guards.digest(torch.tensor(1.0)) != guards.digest(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("piece", [1, 5, 36, 37])
+def test_the_digest_by_pieces_is_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int
+) -> None:
+    tensor = some(dtype)
+    whole = guards.digest(tensor)
+    monkeypatch.setattr(guards, "_PIECE", piece)
+    assert guards.digest(tensor) == whole
+
+
+def test_the_digest_does_not_depend_on_how_a_tensor_lies_in_memory() -> None:
+    tensor = some(torch.float32, 12).reshape(3, 4)
+    assert guards.digest(tensor.t().contiguous().t()) == guards.digest(tensor)
+    assert guards.digest(tensor.t()) != guards.digest(tensor)
+
+
+def test_digests_have_the_names_of_their_tensors() -> None:
+    one, two = some(torch.float32), some(torch.int64)
+    assert guards.digests({"a": one, "b": two}) == {"a": guards.digest(one), "b": guards.digest(two)}
+
+
+# optimizer_holds ------------------------------------------------------------------------------------------------------
+
+
+def frozen_bias() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    return model
+
+
+def test_an_optimizer_over_the_trainable_parameters_is_accepted() -> None:
+    model = frozen_bias()
+    guards.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
+
+
+def test_a_tied_parameter_is_held_once() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    guards.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(GuardError, match=r"1 are not in it \(bias\), and 0 of its own"):
+        guards.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
+
+
+def test_an_equal_parameter_is_not_the_same_parameter() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    copy = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(GuardError, match=r"1 are not in it \(weight\), and 1 of its own are not in the model"):
+        guards.optimizer_holds(torch.optim.SGD([copy], lr=0.1), model)
+
+
+def test_a_frozen_parameter_is_not_the_optimizers() -> None:
+    model = frozen_bias()
+    with pytest.raises(GuardError, match="1 of its own are not in the model"):
+        guards.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_would_be_updated_twice_is_refused() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    with pytest.raises(GuardError, match="holds 1 parameters twice"):
+        guards.optimizer_holds(torch.optim.SGD([model.weight, model.weight], lr=0.1), model)
+
+
+def test_of_many_names_four_are_said() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(6)])
+    with pytest.raises(GuardError, match=r"5 are not in it \(1\.weight, 2\.weight, 3\.weight, 4\.weight, …\)"):
+        guards.optimizer_holds(torch.optim.SGD([model[0].weight], lr=0.1), model)
+
+
+# master_dtype ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_master_weights_of_the_right_dtype_are_accepted(dtype: torch.dtype) -> None:
+    guards.master_dtype(nn.Linear(3, 2).to(dtype), dtype)
+
+
+def test_master_weights_of_another_dtype_are_named() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.data = model.bias.data.bfloat16()
+    with pytest.raises(GuardError, match=r"should be torch\.float32, but these are not: bias \(torch\.bfloat16\)$"):
+        guards.master_dtype(model, torch.float32)
+
+
+def test_parameters_that_are_not_floating_have_any_dtype() -> None:
+    model = nn.Linear(3, 2)
+    model.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    guards.master_dtype(model, torch.float32)
+
+
+# moved ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_that_moved_nothing_is_refused() -> None:
+    with pytest.raises(GuardError, match=r"none of the 2 parameters that have a gradient \(a, b\)"):
+        guards.moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("after", "with_gradient", "lr"),
+    [
+        ({"a": 5, "b": 2}, ["a", "b"], 0.1),  # one moved: the other may have been lost to rounding
+        ({"a": 1, "b": 2}, ["a", "b"], 0.0),  # warm-up begins at zero
+        ({"a": 1, "b": 2}, [], 0.1),  # no gradient at all
+    ],
+)
+def test_an_update_that_had_to_move_nothing_more_is_accepted(
+    after: dict[str, int], with_gradient: list[str], lr: float
+) -> None:
+    guards.moved({"a": 1, "b": 2}, after, with_gradient, lr)
+
+
+# replicas_agree -------------------------------------------------------------------------------------------------------
+
+
+class Said:
+    """A group whose other ranks have these tensors."""
+
+    rank = 0
+
+    def __init__(self, *everyone: dict[str, torch.Tensor]) -> None:
+        self.everyone, self.size, self.asked = everyone, len(everyone), ""
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        assert value == guards.digests(self.everyone[self.rank])
+        self.asked = what
+        return [guards.digests(tensors) for tensors in self.everyone]
+
+    def barrier(self, what: str) -> None:
+        raise AssertionError(what)
+
+
+def tensors(weight: float = 1.0, bias: float = 2.0) -> dict[str, torch.Tensor]:
+    return {"weight": torch.tensor([weight, 0.0]), "bias": torch.tensor([bias])}
+
+
+def test_replicas_with_the_same_bits_agree() -> None:
+    group = Said(tensors(), tensors(), tensors())
+    guards.replicas_agree(group, tensors(), [range(3)], "after step 7")
+    assert group.asked == "the digests of all ranks after step 7"
+
+
+def test_a_replica_that_differs_is_named_with_the_first_tensor_and_the_ranks() -> None:
+    group = Said(tensors(), tensors(bias=2.5), tensors(), tensors(bias=2.5))
+    with pytest.raises(GuardError) as refused:
+        guards.replicas_agree(group, tensors(), [range(4)], "after step 7")
+    said = "replicas differ after step 7: 'bias' is not the same on ranks [0, 2] and [1, 3] (1 of 2 tensors differ)"
+    assert said in str(refused.value)
+
+
+def test_all_tensors_that_differ_are_counted() -> None:
+    group = Said(tensors(), tensors(), tensors(weight=0.0, bias=0.0))
+    with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[0, 1\] and \[2\] \(2 of 2"):
+        guards.replicas_agree(group, tensors(), [range(3)], "after step 1")
+
+
+def test_ranks_that_hold_different_shards_are_not_compared() -> None:
+    group = Said(tensors(1), tensors(2), tensors(1), tensors(2))
+    guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1")
+
+
+def test_the_copies_of_every_shard_are_compared_on_every_rank() -> None:
+    group = Said(tensors(1), tensors(2), tensors(1), tensors(3))
+    with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[1\] and \[3\]"):
+        guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1")
+
+
+def test_a_tensor_that_a_rank_lacks_is_a_difference() -> None:
+    group = Said(tensors(), {"weight": tensors()["weight"]})
+    with pytest.raises(GuardError, match=r"'bias' is not the same on ranks \[0\] and \[1\]"):
+        guards.replicas_agree(group, tensors(), [range(2)], "after step 1")

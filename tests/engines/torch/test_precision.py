@@ -1,0 +1,274 @@
+"""`fp64` is meant wherever in a model a dtype is named, and `bf16` is autocast over master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests import processes
+from tests.runs import configuration, trace
+from tests.tasks import LinearTask
+from unisono.engines.torch import precision
+from unisono.task import Context
+
+CPU = torch.device("cpu")
+Made = Callable[[torch.Tensor], torch.Tensor]
+
+PROMOTED: dict[str, Made] = {
+    "to": lambda x: x.to(torch.float32),
+    "to with a device": lambda x: x.to("cpu", torch.float32),
+    "to by name": lambda x: x.to(dtype=torch.bfloat16),
+    "float": lambda x: x.float(),
+    "half": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "type": lambda x: x.type(torch.float16),
+    "softmax": lambda x: torch.softmax(x, -1, dtype=torch.float32),
+    "functional softmax": lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
+    "sum": lambda x: x.sum(dtype=torch.float32),
+    "zeros": lambda x: torch.zeros(3, dtype=torch.float32),
+    "arange": lambda x: torch.arange(3, dtype=torch.float32),
+    "full_like": lambda x: torch.full_like(x, 0.1, dtype=torch.float32),
+    "new_ones": lambda x: x.new_ones(3, dtype=torch.float32),
+    "of integers": lambda x: torch.arange(3).float(),
+    "of booleans": lambda x: (x > 0).to(torch.float32),
+}
+LEFT: dict[str, tuple[Made, torch.dtype]] = {
+    "to int64": (lambda x: x.to(torch.int64), torch.int64),
+    "to bool": (lambda x: x.to(torch.bool), torch.bool),
+    "bool": (lambda x: x.bool(), torch.bool),
+    "int": (lambda x: x.int(), torch.int32),
+    "long": (lambda x: x.long(), torch.int64),
+    "zeros of uint8": (lambda x: torch.zeros(2, dtype=torch.uint8), torch.uint8),
+    "a comparison": (lambda x: x > 0, torch.bool),
+    "argmax": (lambda x: x.argmax(), torch.int64),
+    "double": (lambda x: x.double(), torch.float64),
+    "complex128": (lambda x: x.to(torch.complex128), torch.complex128),
+}
+
+
+def third() -> torch.Tensor:
+    return torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64) / 3
+
+
+# fp64 -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROMOTED)
+def test_a_request_for_a_lower_floating_dtype_is_one_for_float64(name: str) -> None:
+    with precision.promoting("fp64"):
+        assert PROMOTED[name](third()).dtype == torch.float64
+    assert PROMOTED[name](third()).dtype != torch.float64, "only while the context is in force"
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_dtypes_are_what_was_asked_for(name: str) -> None:
+    made, dtype = LEFT[name]
+    with precision.promoting("fp64"):
+        assert made(third()).dtype == dtype
+
+
+@pytest.mark.parametrize("made", [lambda x: x.to(torch.complex64), lambda x: x.cfloat(), lambda x: x.to(torch.cfloat)])
+def test_a_request_for_a_lower_complex_dtype_is_one_for_complex128(made: Made) -> None:
+    with precision.promoting("fp64"):
+        assert made(third()).dtype == torch.complex128
+
+
+def test_a_cast_and_back_loses_no_bit() -> None:
+    x = third()
+    with precision.promoting("fp64"):
+        assert torch.equal(x.to(torch.float32).to(torch.float64), x)
+    assert not torch.equal(x.to(torch.float32).to(torch.float64), x)
+
+
+def test_a_module_that_is_cast_inside_a_model_stays_in_float64() -> None:
+    layer = nn.Linear(3, 2, dtype=torch.float64)
+    with precision.promoting("fp64"):
+        layer.float()
+    assert layer.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_other_precisions_promote_nothing(name: str) -> None:
+    with precision.promoting(name):
+        assert third().float().dtype == torch.float32
+
+
+def test_after_an_error_nothing_is_promoted() -> None:
+    with pytest.raises(ZeroDivisionError), precision.promoting("fp64"):
+        raise ZeroDivisionError
+    assert third().float().dtype == torch.float32
+
+
+class Fails(LinearTask):
+    """It fails in its first pass, where the default dtype is already float64."""
+
+    def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
+        assert torch.zeros(1).dtype == torch.float64
+        raise ZeroDivisionError
+
+
+def test_the_default_dtype_is_restored_after_an_error() -> None:
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ZeroDivisionError):
+        processes.alone(trace, Fails(), configuration(train={"precision": "fp64"}))
+    assert torch.get_default_dtype() == torch.float32
+
+
+# bf16 -----------------------------------------------------------------------------------------------------------------
+
+
+def test_under_bf16_matrices_are_multiplied_in_bf16_and_weights_stay_what_they_are() -> None:
+    layer = nn.Linear(3, 2)
+    with precision.casting("bf16", CPU):
+        assert layer(torch.ones(1, 3)).dtype == torch.bfloat16
+    assert layer.weight.dtype == precision.MASTER["bf16"] == torch.float32
+
+
+def test_under_bf16_a_cast_is_what_was_asked_for() -> None:
+    with precision.promoting("bf16"), precision.casting("bf16", CPU):
+        assert nn.Linear(3, 2)(torch.ones(1, 3)).float().dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp64"])
+def test_other_precisions_cast_nothing(name: str) -> None:
+    layer = nn.Linear(3, 2, dtype=precision.MASTER[name])
+    with precision.casting(name, CPU):
+        assert layer(torch.ones(1, 3, dtype=precision.MASTER[name])).dtype == precision.MASTER[name]
+
+
+# batches --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_floating_arrays_of_a_batch_are_float64_under_fp64(kind: Callable[..., Any]) -> None:
+    array = kind([0.5, 1.5]).astype(np.float32) if kind is np.array else kind([0.5, 1.5])
+    moved = precision.to_device(array, CPU, "fp64")
+    assert moved.dtype == torch.float64
+    assert moved.tolist() == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_floating_arrays_of_a_batch_keep_their_dtype_elsewhere(name: str) -> None:
+    assert precision.to_device(np.ones(2, np.float32), CPU, name).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.uint8])
+def test_other_arrays_of_a_batch_keep_their_dtype(dtype: Any) -> None:
+    assert precision.to_device(np.ones(2, dtype), CPU, "fp64").numpy().dtype == dtype
+
+
+@pytest.mark.parametrize("value", ["text", 3, None, ["a", "b"]])
+def test_what_is_no_array_passes_as_it_is(value: Any) -> None:
+    assert precision.to_device(value, CPU, "fp64") is value
+
+
+# a model that casts to fp32 in many places ----------------------------------------------------------------------------
+
+HEADS, KEY_HEADS, SIZE, WIDTH, EPS = 4, 2, 6, 24, 1e-6
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=WIDTH,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        rms_norm_eps=EPS,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).to(torch.float64).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+
+
+def rotated(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Pairs of features (i, i + half) turned by position · frequency, as complex numbers."""
+    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequencies
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def reference(weights: Mapping[str, torch.Tensor], frequencies: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of a llama for one row of tokens, written out."""
+    x = weights["model.embed_tokens.weight"][ids]
+    ahead = torch.ones(len(ids), len(ids)).triu(1).bool()
+    for layer in ("model.layers.0.", "model.layers.1."):
+        y = rms_norm(x, weights[layer + "input_layernorm.weight"])
+        q, k, v = (
+            (y @ weights[f"{layer}self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, SIZE)).transpose(0, 1)
+            for part in "qkv"
+        )
+        k, v = (part.repeat_interleave(HEADS // KEY_HEADS, 0) for part in (k, v))
+        scores = rotated(q, frequencies) @ rotated(k, frequencies).transpose(1, 2) / math.sqrt(SIZE)
+        mixed = scores.masked_fill(ahead, -math.inf).softmax(-1) @ v
+        x = x + mixed.transpose(0, 1).flatten(1) @ weights[layer + "self_attn.o_proj.weight"].T
+        y = rms_norm(x, weights[layer + "post_attention_layernorm.weight"])
+        gate, up = (y @ weights[f"{layer}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        x = x + (gate * torch.sigmoid(gate) * up) @ weights[layer + "mlp.down_proj.weight"].T
+    return rms_norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def distance(mine: torch.Tensor, exact: torch.Tensor) -> float:
+    assert mine.dtype == exact.dtype == torch.float64
+    return float((mine - exact).detach().norm() / exact.detach().norm())
+
+
+IDS = torch.tensor([5, 17, 3, 30, 0, 11, 11, 2, 29])
+
+
+def test_a_norm_that_casts_to_fp32_computes_in_float64(llama: Any) -> None:
+    norm, x = llama.model.norm, torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    exact = rms_norm(x, norm.weight)
+    assert distance(norm(x), exact) > 1e-9
+    with precision.promoting("fp64"):
+        assert distance(norm(x), exact) < 1e-14
+
+
+def test_rotary_angles_that_are_cast_to_fp32_are_float64(llama: Any) -> None:
+    rotary = llama.model.rotary_emb
+    x, positions = torch.zeros(1, 50, SIZE, dtype=torch.float64), torch.arange(50)[None]
+    angles = torch.arange(50, dtype=torch.float64)[:, None] * rotary.inv_freq.double()
+    exact = torch.cat([angles.cos(), angles.cos()], -1)[None]
+    assert distance(rotary(x, positions)[0], exact) > 1e-9
+    with precision.promoting("fp64"):
+        assert distance(rotary(x, positions)[0], exact) < 1e-14
+
+
+def test_a_whole_llama_has_no_fp32_rounding_in_it(llama: Any) -> None:
+    exact = reference(dict(llama.named_parameters()), llama.model.rotary_emb.inv_freq.double(), IDS)
+    assert distance(llama(IDS[None], use_cache=False).logits[0], exact) > 1e-9
+    with precision.promoting("fp64"):
+        assert distance(llama(IDS[None], use_cache=False).logits[0], exact) < 1e-14
+
+
+def test_the_gradients_of_a_llama_have_no_fp32_rounding_in_them(llama: Any) -> None:
+    parameters = dict(llama.named_parameters())
+    with precision.promoting("fp64"):
+        total = llama(IDS[None], use_cache=False).logits[0].logsumexp(-1).sum()
+    mine = torch.autograd.grad(total, list(parameters.values()))
+    exact = torch.autograd.grad(
+        reference(parameters, llama.model.rotary_emb.inv_freq.double(), IDS).logsumexp(-1).sum(),
+        list(parameters.values()),
+    )
+    assert max(distance(a, b) for a, b in zip(mine, exact, strict=True)) < 1e-13

@@ -1,0 +1,311 @@
+"""A state is cut into pieces by any layout and put together by any other, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests import processes
+from tests.tasks import LinearTask
+from unisono.config.schema import Layout
+from unisono.engines.torch import tensors, wrap
+from unisono.errors import CheckpointError
+from unisono.place import Group, Place
+from unisono.state import Shard
+
+Arrays = dict[str, np.ndarray]
+
+
+class Whole:
+    """A checkpoint in memory: the arrays that pieces make up, which have to cover every element exactly once."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+
+    @classmethod
+    def of(cls, shards: list[Shard]) -> Whole:
+        arrays: Arrays = {}
+        covered: dict[str, np.ndarray] = {}
+        for shard in shards:
+            data = np.asarray(shard.data)
+            whole = arrays.setdefault(shard.name, np.zeros(shard.shape, data.dtype))
+            assert whole.shape == shard.shape
+            where = tuple(slice(o, o + n) for o, n in zip(shard.offset, data.shape, strict=True))
+            assert whole[where].shape == data.shape
+            whole[where] = data
+            covered.setdefault(shard.name, np.zeros(shard.shape, np.int64))[where] += 1
+        assert all((times == 1).all() for times in covered.values())
+        return cls(arrays)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in self.arrays.items()}
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        part = self.arrays[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        assert part.shape == shape
+        return torch.tensor(part)
+
+
+class Block(nn.Module):
+    """Sides that two processes do not divide, and one that the second process has nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.gain
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.embedding = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+
+def made(seed: int, kind: str = "adamw", world: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after one update with random gradients, or on two processes before any."""
+    torch.manual_seed(seed)
+    model = Model()
+    if world > 1:
+        layout = Layout.model_validate({"strategy": "fsdp", "world_size": world})
+        wrap.wrap(wrap.Step(LinearTask(), model), layout, "fp32", torch.device("cpu"), world)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(trainable, lr=0.1, fused=True)
+        if kind == "adamw"
+        else torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
+    )
+    if world == 1:
+        for parameter in trainable:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer += seed
+    return model, optimizer
+
+
+def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return tensors.of_model(model) | tensors.of_optimizer(model, optimizer)
+
+
+def saved(seed: int, kind: str = "adamw") -> Whole:
+    return Whole.of(tensors.shards(named(*made(seed, kind)), Place()))
+
+
+def same(mine: Arrays, other: Arrays) -> bool:
+    return mine.keys() == other.keys() and all(
+        mine[name].dtype == other[name].dtype and np.array_equal(mine[name], other[name]) for name in mine
+    )
+
+
+# names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_have_one_name_and_buffers_that_persist_have_theirs() -> None:
+    block = ["inner.weight", "inner.bias", "gain", "seen"]
+    assert sorted(tensors.of_model(Model())) == sorted(
+        [f"model/blocks.{number}.{name}" for number in range(2) for name in block]
+        + ["model/embedding.weight", "model/frozen", "model/steps"]
+    )
+
+
+def test_tensors_of_a_model_are_the_very_ones_it_computes_with() -> None:
+    model = Model()
+    found = tensors.of_model(model)
+    assert found["model/embedding.weight"] is model.head.weight
+    assert found["model/steps"].data_ptr() == model.steps.data_ptr()
+
+
+def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
+    model, optimizer = made(1)
+    found = tensors.of_optimizer(model, optimizer)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert found.keys() == {
+        f"optimizer/{name}/{entry}" for name in trained for entry in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert found["optimizer/blocks.1.gain/exp_avg"] is optimizer.state[model.blocks[1].gain]["exp_avg"]
+
+
+def test_an_optimizer_that_has_made_no_update_has_no_tensors() -> None:
+    model = Model()
+    assert tensors.of_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == {}
+
+
+# pieces of tensors that every process has -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_copies_are_saved_once_and_dealt_out_among_the_ranks(world: int) -> None:
+    everything = named(*made(1))
+    parts = [tensors.shards(everything, Place(rank, world)) for rank in range(world)]
+    assert Whole.of([shard for part in parts for shard in part]).arrays.keys() == everything.keys()
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_an_empty_tensor_is_saved() -> None:
+    (shard,) = tensors.shards({"model/nothing": torch.zeros(0, 3)}, Place())
+    assert (shard.shape, shard.offset, tuple(shard.data.shape)) == ((0, 3), (0, 0), (0, 3))
+
+
+def test_pieces_carry_no_graph() -> None:
+    (shard,) = tensors.shards({"model/weight": nn.Parameter(torch.ones(2))}, Place())
+    assert not shard.data.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_what_was_saved_is_loaded_bit_for_bit(kind: str) -> None:
+    checkpoint = saved(1, kind)
+    model, optimizer = made(2, kind)
+    assert not same(saved(2, kind).arrays, checkpoint.arrays)
+    tensors.make_optimizer_state(optimizer, model, checkpoint)
+    tensors.load(named(model, optimizer), checkpoint)
+    assert same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+
+
+def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> None:
+    checkpoint, results = saved(1), []
+    for model, optimizer in (made(1), (Model(), None)):
+        if optimizer is None:
+            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trainable, lr=0.1, fused=True)
+            tensors.make_optimizer_state(optimizer, model, checkpoint)
+            tensors.load(named(model, optimizer), checkpoint)
+        torch.manual_seed(9)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        results.append(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays)
+    assert same(*results)
+    assert not same(results[0], checkpoint.arrays)
+
+
+def test_loading_leaves_tied_weights_tied() -> None:
+    model = Model()
+    tensors.load(tensors.of_model(model), saved(1), kinds=("model/",))
+    assert model.head.weight is model.embedding.weight
+
+
+# what does not fit ----------------------------------------------------------------------------------------------------
+
+
+def test_an_array_that_is_missing_is_named() -> None:
+    checkpoint = saved(1)
+    del checkpoint.arrays["model/blocks.0.gain"]
+    with pytest.raises(CheckpointError, match=r"missing \['model/blocks\.0\.gain'\], unexpected nothing \(1 and 0"):
+        tensors.load(named(*made(1)), checkpoint)
+
+
+def test_an_array_that_is_not_expected_is_named() -> None:
+    checkpoint = saved(1)
+    checkpoint.arrays["model/other"] = np.zeros(3, np.float32)
+    with pytest.raises(CheckpointError, match=r"missing nothing, unexpected \['model/other'\] \(0 and 1"):
+        tensors.load(named(*made(1)), checkpoint)
+
+
+def test_an_array_of_another_kind_is_not_asked_about() -> None:
+    checkpoint = saved(1)
+    checkpoint.arrays["carry/rows"] = np.zeros(3, np.float32)
+    model = Model()
+    tensors.load(tensors.of_model(model), checkpoint, kinds=("model/",))
+    assert np.array_equal(model.frozen.detach().numpy(), checkpoint.arrays["model/frozen"])
+
+
+@pytest.mark.parametrize("shape", [(2,), (), (1, 1)])
+def test_an_array_of_another_shape_is_named_with_both_shapes(shape: tuple[int, ...]) -> None:
+    checkpoint = saved(1)
+    checkpoint.arrays["model/blocks.1.gain"] = np.ones(shape, np.float32)
+    with pytest.raises(CheckpointError) as refused:
+        tensors.load(named(*made(1)), checkpoint)
+    assert f"'model/blocks.1.gain' has shape {shape} in the checkpoint, but (1,) in the model" in str(refused.value)
+
+
+def test_optimizer_state_of_a_parameter_that_is_not_there_is_named() -> None:
+    model, optimizer = made(1)
+    checkpoint = Whole({"optimizer/blocks.7.gain/exp_avg": np.ones(1, np.float32)})
+    with pytest.raises(CheckpointError, match=r"optimizer state for 'blocks\.7\.gain', which the model does not have"):
+        tensors.make_optimizer_state(optimizer, model, checkpoint)
+
+
+def test_optimizer_state_of_a_parameter_that_is_not_trained_any_more_is_named() -> None:
+    model, optimizer = made(1)
+    checkpoint = Whole({"optimizer/frozen/exp_avg": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match="optimizer state for 'frozen', which is not trained here"):
+        tensors.make_optimizer_state(optimizer, model, checkpoint)
+
+
+@pytest.mark.parametrize(("entry", "device"), [("momentum_buffer", "meta"), ("step", "cpu")])
+def test_state_lies_where_its_parameter_does_and_a_step_counter_on_the_cpu(entry: str, device: str) -> None:
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.ones((), device="meta"))  # a scalar, like the counter
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tensors.make_optimizer_state(optimizer, model, Whole({f"optimizer/scale/{entry}": np.ones((), np.float32)}))
+    assert optimizer.state[model.scale][entry].device.type == device
+
+
+# two processes --------------------------------------------------------------------------------------------------------
+
+
+def sharded(place: Place, group: Group, given: Arrays, kind: str) -> tuple[list[Shard], list[Shard]]:
+    """Load a checkpoint of one process into shards, and save it again: the pieces of this rank, before and after."""
+    model, optimizer = made(2, kind, world=place.world_size)
+    reader = Whole(given)
+    before = tensors.shards(tensors.of_model(model), place)
+    before = [Shard(s.name, s.shape, s.offset, s.data.clone().numpy()) for s in before]
+    tensors.make_optimizer_state(optimizer, model, reader)
+    tensors.load(named(model, optimizer), reader)
+    after = tensors.shards(named(model, optimizer), place)
+    return before, [Shard(s.name, s.shape, s.offset, s.data.numpy()) for s in after]
+
+
+@pytest.fixture(scope="module")
+def moved() -> tuple[Arrays, list[Any]]:
+    """A checkpoint of one process, and what two processes that loaded it save."""
+    given = saved(1).arrays
+    return given, processes.run(sharded, 2, given, "adamw")
+
+
+def test_two_processes_load_what_one_has_saved_and_save_the_same(moved: tuple[Arrays, list[Any]]) -> None:
+    given, ranks = moved
+    before = Whole.of([shard for first, _ in ranks for shard in first]).arrays
+    assert not np.array_equal(before["model/embedding.weight"], given["model/embedding.weight"])
+    assert same(Whole.of([shard for _, last in ranks for shard in last]).arrays, given)
+
+
+def test_one_process_loads_what_two_have_saved(moved: tuple[Arrays, list[Any]]) -> None:
+    given, ranks = moved
+    checkpoint = Whole.of([shard for _, last in ranks for shard in last])
+    model, optimizer = made(3)
+    tensors.make_optimizer_state(optimizer, model, checkpoint)
+    tensors.load(named(model, optimizer), checkpoint)
+    assert same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, given)
+
+
+def test_sides_that_do_not_divide_are_cut_unevenly_and_an_empty_piece_is_not_saved(
+    moved: tuple[Arrays, list[Any]],
+) -> None:
+    cut = [{shard.name: (shard.offset, shard.data.shape) for shard in last} for _, last in moved[1]]
+    weight, gain = "model/blocks.0.inner.weight", "optimizer/blocks.0.gain/exp_avg"
+    assert [pieces[weight] for pieces in cut] == [((0, 0), (2, 5)), ((2, 0), (1, 5))]
+    assert [pieces.get(gain) for pieces in cut] == [((0,), (1,)), None]
+
+
+def test_what_is_not_sharded_is_saved_by_one_of_the_ranks(moved: tuple[Arrays, list[Any]]) -> None:
+    counters = [[shard.name for shard in last if shard.name.endswith("/step")] for _, last in moved[1]]
+    assert not set(counters[0]) & set(counters[1])
+    assert min(map(len, counters)) > 0

@@ -1,0 +1,508 @@
+"""What a model is cut into, and what each wrapper makes of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import processes
+from tests.tasks import LENGTH, VOCABULARY, LinearTask, Transformer, TransformerTask
+from unisono.config.schema import Layout
+from unisono.engines.torch import precision, wrap
+from unisono.errors import ConfigError
+from unisono.place import Group, Place
+from unisono.task import Context, Loss
+
+CPU = torch.device("cpu")
+TRAINING = Context(0, training=True)
+
+
+class Block(nn.Module):
+    """A block that counts how often it computes."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.linear(x))
+
+
+class Other(Block):
+    pass
+
+
+class Holding(nn.Module):
+    """A model of named parts."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def layout(strategy: str = "single", **more: Any) -> Layout:
+    more = {"shards": 2, "world_size": 4} | more if strategy == "hsdp" else more
+    return Layout.model_validate({"strategy": strategy, **more})
+
+
+# blocks ---------------------------------------------------------------------------------------------------------------
+
+
+def identical(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> bool:
+    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda members: nn.Sequential(*members)])
+def test_members_of_a_list_that_share_a_class_are_blocks(container: Callable[..., nn.Module]) -> None:
+    members = [Block() for _ in range(3)]
+    assert identical(wrap.blocks(Holding(first=nn.Linear(4, 4), layers=container(members))), members)
+
+
+def test_a_model_that_is_a_sequence_itself_has_its_members_for_blocks() -> None:
+    members = [Block() for _ in range(3)]
+    assert identical(wrap.blocks(nn.Sequential(*members)), members)
+
+
+def test_blocks_are_found_at_any_depth() -> None:
+    members = [Block() for _ in range(2)]
+    assert identical(wrap.blocks(Holding(a=Holding(b=Holding(layers=nn.ModuleList(members))))), members)
+
+
+def test_only_outermost_lists_have_blocks() -> None:
+    outer = [Holding(inner=nn.ModuleList([Block(), Block()])) for _ in range(2)]
+    assert identical(wrap.blocks(Holding(layers=nn.ModuleList(outer))), outer)
+
+
+def test_lists_inside_a_list_of_one_are_looked_into() -> None:
+    members = [Block(), Block()]
+    assert identical(wrap.blocks(Holding(layers=nn.ModuleList([Holding(inner=nn.ModuleList(members))]))), members)
+
+
+def test_two_lists_give_their_blocks_in_order() -> None:
+    encoder, decoder = [Block(), Block()], [Other(), Other(), Other()]
+    model = Holding(encoder=nn.ModuleList(encoder), decoder=nn.ModuleList(decoder))
+    assert identical(wrap.blocks(model), [*encoder, *decoder])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(3, 3),
+        Holding(a=Block(), b=Block()),  # in no list
+        Holding(layers=nn.ModuleList([Block()])),  # repeated once is not repeated
+        Holding(layers=nn.ModuleList([Block(), Other()])),
+        Holding(norms=nn.ModuleList([nn.LayerNorm(3), nn.LayerNorm(3)])),
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
+        Holding(layers=nn.ModuleList([])),
+    ],
+    ids=["leaf", "attributes", "one", "two classes", "list of leaves", "sequence of leaves", "empty"],
+)
+def test_a_model_without_repeated_blocks_is_one_piece(model: nn.Module) -> None:
+    assert wrap.blocks(model) == []
+
+
+def hugging_face(name: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {
+        "llama": {
+            "hidden_size": 16,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        "gpt2": {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32},
+    }[name]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=50, **settings))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_blocks_of_a_language_model_are_its_layers(name: str) -> None:
+    model = hugging_face(name)
+    layers = model.model.layers if name == "llama" else model.transformer.h
+    assert len(layers) == 3
+    assert identical(wrap.blocks(model), list(layers))
+
+
+# width and buckets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_width_of_a_language_model_is_its_hidden_size(name: str) -> None:
+    assert wrap.width(hugging_face(name)) == 16
+
+
+def test_the_width_is_that_of_most_elements_and_not_of_most_matrices() -> None:
+    small = [nn.Linear(4, 100) for _ in range(3)]
+    assert wrap.width(nn.ModuleList([*small, nn.Linear(64, 64)])) == 64
+    assert wrap.width(nn.ModuleList([*small, nn.Linear(16, 16)])) == 4
+
+
+def test_a_model_without_matrices_has_a_width_of_one() -> None:
+    assert wrap.width(nn.Sequential(nn.LayerNorm(7), nn.Conv2d(8, 8, 3))) == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "world_size", "megabytes"),
+    [
+        (1, 2, 25.000003),
+        (1024, 8, 28.145728),
+        (4096, 8, 75.331648),
+        (4096, 32, 75.331648),
+        (4096, 33, 112.997472),
+        (8192, 8, 226.326592),
+        (8192, 64, 250.0),
+        (16384, 2, 250.0),
+    ],
+)
+def test_buckets_grow_with_the_width_and_with_the_world_up_to_a_cap(
+    width: int, world_size: int, megabytes: float
+) -> None:
+    assert wrap.bucket_mb(width, world_size) == pytest.approx(megabytes, rel=1e-12)
+
+
+# scaling --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduction", "factor"),
+    [
+        ("single", "fast", 1.0),
+        ("single", "ordered", 1.0),
+        ("ddp", "fast", 4.0),
+        ("ddp", "ordered", 1.0),
+        ("fsdp", "fast", 1.0),
+        ("hsdp", "fast", 1.0),
+    ],
+)
+def test_only_ddp_divides_by_the_number_of_processes(strategy: str, reduction: str, factor: float) -> None:
+    assert wrap.gradient_factor(layout(strategy, reduction=reduction), 4) == factor
+
+
+# the step -------------------------------------------------------------------------------------------------------------
+
+
+class Says(LinearTask):
+    """A task whose loss is what it was told."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.said = loss
+
+    def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
+        return None
+
+    def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
+        return self.said
+
+
+def scales(**values: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def stepped(sums: dict[str, torch.Tensor], **given: float) -> tuple[torch.Tensor, Loss]:
+    loss = Loss(sums, weights={"b": 10.0})
+    result: tuple[torch.Tensor, Loss] = wrap.Step(Says(loss), nn.Linear(1, 1))({}, TRAINING, scales(**given))
+    return result
+
+
+def test_the_total_is_each_sum_times_its_weight_and_its_scale() -> None:
+    sums = scales(a=3.0, b=5.0)
+    total, loss = stepped(sums, a=0.5, b=0.25)
+    assert total.item() == 3.0 * 0.5 + 10 * 5.0 * 0.25
+    assert loss.sums is sums, "the sums to report are those of the task, not scaled"
+
+
+@pytest.mark.parametrize("counted", [["a"], ["a", "b", "c"], ["a", "x"], []])
+def test_terms_and_counts_have_to_have_the_same_names(counted: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        stepped(scales(a=1.0, b=1.0), **dict.fromkeys(counted, 1.0))
+    assert f"loss() returned the terms ['a', 'b'], but counts() counted {counted}" in str(refused.value)
+    assert str(refused.value).startswith("Says: ")
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 2)])
+def test_a_term_that_is_no_scalar_is_refused_by_name_and_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        stepped({"a": torch.ones(()), "b": torch.ones(shape)}, a=1.0, b=1.0)
+    assert f"sums over the rows, scalars; got shapes {{'b': {shape}}}" in str(refused.value)
+
+
+def test_a_step_that_nothing_wraps_is_its_own_inside() -> None:
+    step = wrap.Step(LinearTask(), nn.Linear(3, 1))
+    assert wrap.wrap(step, layout(), "fp32", CPU, 1) is step
+    assert wrap.unwrapped(step) is step
+
+
+# activation checkpointing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "calls"),
+    [(0, [1, 1, 1, 1, 1]), (1, [2, 2, 2, 2, 2]), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1]), (9, [2, 1, 1, 1, 1])],
+)
+def test_every_kth_block_is_computed_again_in_the_backward_pass(every: int, calls: list[int]) -> None:
+    model = Stack(5)
+    wrap.prepare(model, layout(activation_checkpointing=every), "fp32")
+    total = model(torch.randn(2, 4)).sum()
+    assert [block.calls for block in model.blocks] == [1] * 5
+    total.backward()
+    assert [block.calls for block in model.blocks] == calls
+
+
+def test_a_model_without_blocks_is_computed_again_as_a_whole() -> None:
+    model = Block()
+    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.calls == 2
+
+
+def test_nothing_is_computed_again_where_no_gradient_is_wanted() -> None:
+    model = Stack(2)
+    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert [block.calls for block in model.blocks] == [1, 1]
+
+
+def transformer_gradients(
+    kind: str, settings: Layout, dropout: float = 0.2, spy: Callable[[nn.Module], None] | None = None
+) -> list[torch.Tensor]:
+    """Gradients of a model that casts to fp32 inside its blocks, with dropout."""
+    torch.manual_seed(0)
+    model = Transformer(dropout, blocks=3).to(precision.MASTER[kind])
+    wrap.prepare(model, settings, kind)
+    if spy:
+        spy(model)
+    tokens = torch.randint(1, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    with precision.promoting(kind):
+        with precision.casting(kind, CPU):
+            total = model(tokens).square().sum()
+        total.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_blocks_that_are_computed_again_give_the_same_gradients(kind: str, every: int) -> None:
+    reference = transformer_gradients(kind, layout())
+    mine = transformer_gradients(kind, layout(activation_checkpointing=every))
+    assert all(torch.equal(a, b) for a, b in zip(mine, reference, strict=True))
+
+
+def test_what_is_computed_again_under_fp64_is_not_rounded_to_fp32() -> None:
+    seen: list[bool] = []
+
+    def finer_than_fp32(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        values = inputs[0].detach().numpy()
+        seen.append(bool((values != values.astype("float32")).any()))
+
+    def spy(model: nn.Module) -> None:
+        for block in model.blocks:
+            block.down.register_forward_pre_hook(finer_than_fp32)  # it follows the cast
+
+    transformer_gradients("fp64", layout(activation_checkpointing=1), spy=spy)
+    assert seen == [True] * 6, "three blocks, twice"
+
+
+def gradients_far_apart(mine: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """‖a − b‖ / ‖b‖ of all gradients as one vector."""
+    a, b = (torch.cat([part.reshape(-1).double() for part in parts]) for parts in (mine, reference))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_every_block_is_compiled_whether_it_is_computed_again_or_not(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(str(graph.graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    reference = transformer_gradients("fp32", layout(), 0.0)
+    assert not compiled
+    ran: list[int] = []
+
+    def spy(model: nn.Module) -> None:
+        """The linear layers of a compiled block are traced once and never called as Python again."""
+        for number, block in enumerate(model.blocks):
+            block.up.forward = partial(counted, block.up.forward, number)
+
+    def counted(forward: Any, number: int, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            ran.append(number)
+        return forward(x)
+
+    mine = transformer_gradients("fp32", layout(activation_checkpointing=every, compile=True), 0.0, spy)
+    assert compiled
+    assert ran == []
+    assert gradients_far_apart(mine, reference) < 1e-6
+
+
+# two processes --------------------------------------------------------------------------------------------------------
+
+
+def data(rank: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    return {"x": x, "y": x.sum(1, keepdim=True)}
+
+
+def linear_step() -> wrap.Step:
+    torch.manual_seed(0)
+    return wrap.Step(LinearTask(), nn.Linear(3, 1))
+
+
+def gradient(step: nn.Module, *ranks: int, factor: float = 1.0) -> torch.Tensor:
+    """The weight's gradient after backward passes over the batches of these ranks."""
+    for rank in ranks:
+        total, _ = step(data(rank), TRAINING, scales(square=factor))
+        total.backward()
+    found = wrap.unwrapped(step).model.weight.grad
+    return (found.full_tensor() if isinstance(found, DTensor) else found).detach().clone()
+
+
+def gathered(kind: str) -> dict[str, Any]:
+    """What FSDP shards of a transformer, and in which dtype each leaf finds its weights when it computes."""
+    torch.manual_seed(0)
+    step = wrap.wrap(wrap.Step(TransformerTask(), Transformer(0.0)), layout("fsdp", world_size=2), kind, CPU, 2)
+    model = wrap.unwrapped(step).model
+    dtypes: dict[str, str] = {}
+    beside: list[bool] = []
+
+    def see(module: nn.Module, _: Any, name: str) -> None:
+        own = list(module.parameters(recurse=False))
+        assert not any(isinstance(parameter, DTensor) for parameter in own)
+        dtypes[name] = str(own[0].dtype).removeprefix("torch.")
+
+    for name, module in model.named_modules():
+        if list(module.parameters(recurse=False)):
+            module.register_forward_pre_hook(partial(see, name=name))
+    model.blocks[0].register_forward_pre_hook(lambda *_: beside.append(isinstance(model.blocks[1].up.weight, DTensor)))
+    tokens = torch.randint(1, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    with precision.casting(kind, CPU):
+        batch = {"tokens": tokens, "lengths": torch.full((2,), float(LENGTH))}
+        total, _ = step(batch, TRAINING, scales(next=1.0, length=1.0))
+    total.backward()
+    return {
+        "units": sorted(name for name, module in step.named_modules() if isinstance(module, FSDPModule)),
+        "dtypes": dtypes,
+        "one at a time": beside,
+        "master": {str(parameter.dtype) for parameter in model.parameters()},
+        "gradients": {str(parameter.grad.dtype) for parameter in model.parameters() if parameter.grad is not None},
+        "sharded": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+    }
+
+
+def on_two(place: Place, group: Group) -> dict[str, Any]:
+    result: dict[str, Any] = {"fp32": gathered("fp32"), "bf16": gathered("bf16")}
+    result["sum"] = gradient(linear_step(), 0, 1)
+    result["own"] = gradient(linear_step(), place.rank)
+    for strategy in ("ddp", "fsdp"):
+        settings = layout(strategy, world_size=2)
+        step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2)
+        result[strategy] = gradient(step, place.rank, factor=wrap.gradient_factor(settings, 2))
+        if strategy == "ddp":
+            result["wrapper"] = (
+                isinstance(step, DistributedDataParallel),
+                isinstance(wrap.unwrapped(step), wrap.Step),
+            )
+            step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2)
+            result["round"] = gradient(wrap.unwrapped(step), place.rank)
+            result["buckets"] = [
+                wrap.wrap(linear_step(), layout("ddp", world_size=2, **asked), "fp32", CPU, 2).bucket_bytes_cap
+                for asked in ({}, {"bucket_mb": 3.0})
+            ]
+        else:
+            result["root only"] = [name for name, module in step.named_modules() if isinstance(module, FSDPModule)]
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in result.items()}
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    return processes.run(on_two, 2)
+
+
+def test_fsdp_shards_the_blocks_and_then_the_rest(both: list[dict[str, Any]]) -> None:
+    for result in both:
+        assert result["fp32"]["units"] == ["", "model.blocks.0", "model.blocks.1"]
+        assert result["fp32"]["sharded"]
+
+
+def test_fsdp_shards_a_model_without_blocks_as_one_piece(both: list[dict[str, Any]]) -> None:
+    assert [result["root only"] for result in both] == [[""], [""]]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_fsdp_gathers_one_block_at_a_time(both: list[dict[str, Any]], kind: str) -> None:
+    assert [result[kind]["one at a time"] for result in both] == [[True], [True]]
+
+
+def test_under_bf16_matrices_of_blocks_are_gathered_in_bf16_and_all_else_in_fp32(both: list[dict[str, Any]]) -> None:
+    for result in both:
+        low = {name for name, dtype in result["bf16"]["dtypes"].items() if dtype == "bfloat16"}
+        full = {name for name, dtype in result["bf16"]["dtypes"].items() if dtype == "float32"}
+        leaves = ["attention.query", "attention.key", "attention.value", "attention.out", "up", "down"]
+        assert low == {f"blocks.{number}.{leaf}" for number in range(2) for leaf in leaves}
+        norms = {f"blocks.{number}.norms.{norm}" for number in range(2) for norm in range(2)}
+        assert full == {*norms, "embedding", "norm", "head"}
+        assert set(result["fp32"]["dtypes"].values()) == {"float32"}
+
+
+def test_under_bf16_norms_of_blocks_are_a_group_of_their_own(both: list[dict[str, Any]]) -> None:
+    for result in both:
+        extra = set(result["bf16"]["units"]) - set(result["fp32"]["units"])
+        assert extra == {f"model.blocks.{number}.norms.{norm}" for number in range(2) for norm in range(2)}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_master_weights_and_their_gradients_are_fp32(both: list[dict[str, Any]], kind: str) -> None:
+    for result in both:
+        assert result[kind]["master"] == result[kind]["gradients"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_step_that_is_called_through_its_wrapper_has_the_sum_of_all_gradients(
+    both: list[dict[str, Any]], strategy: str
+) -> None:
+    for result in both:
+        assert result[strategy] == pytest.approx(result["sum"], rel=1e-5)
+
+
+def test_a_step_that_is_called_round_its_wrapper_has_its_own_gradient_only(both: list[dict[str, Any]]) -> None:
+    for result in both:
+        assert result["wrapper"] == (True, True)
+        assert (result["round"] == result["own"]).all()
+        assert result["round"] != pytest.approx(result["sum"], rel=1e-2)
+
+
+def test_buckets_have_the_size_that_was_asked_for_or_that_of_the_formula(both: list[dict[str, Any]]) -> None:
+    for result in both:
+        assert result["buckets"] == [int(wrap.bucket_mb(1, 2) * 2**20), 3 * 2**20]

@@ -1,0 +1,282 @@
+"""An evaluation is the loss of all held-out rows as one batch, on any layout, and leaves no trace in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import processes
+from tests.runs import configuration
+from tests.tasks import LENGTH, Transformer, TransformerTask, Words
+from unisono.config.split import Split
+from unisono.data.loader import Loader
+from unisono.data.order import Order, Plan
+from unisono.engines.base import StepResult
+from unisono.engines.torch.engine import TorchEngine
+from unisono.engines.torch.precision import promoting
+from unisono.evaluation.held_out import HeldOut
+from unisono.keys import generator
+from unisono.place import Alone, Group, Place
+from unisono.task import Context, Loss
+
+
+class Frozen(nn.Dropout):
+    """A module that stays in evaluation, whatever it is told."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(False)
+        return self
+
+
+class Counting(nn.Module):
+    """A module that changes its buffer in every forward pass, in training or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.unsaved += x.detach().mean()
+        return x
+
+
+class Probed(Transformer):
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.frozen, self.counting = Frozen(0.5), Counting()
+        self.seen: list[tuple[Context, bool]] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.counting(self.frozen(super().forward(tokens)))
+
+
+class ProbedTask(TransformerTask):
+    """The transformer with strong dropout, and everything in it that an evaluation could disturb."""
+
+    class Config(TransformerTask.Config):
+        dropout: float = 0.5
+
+    def held_out(self) -> Words:
+        return Words(13)
+
+    def build(self) -> nn.Module:
+        return Probed(self.config.dropout)
+
+    def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
+        model.seen.append((context, model.training))
+        return super().outputs(model, batch, context)
+
+
+@contextmanager
+def ready(place: Place, group: Group, config: Any, task: ProbedTask | None = None) -> Iterator[tuple[Any, HeldOut]]:
+    """An engine that is set up, and the held-out rows."""
+    task = task or ProbedTask()
+    source, batch = task.data(), config.train.global_batch
+    split = Split.of(batch, place.world_size, config.layout.micro_batch)
+    loader = Loader(task, source, Plan.of(Order(len(source), 0), batch, 4, None), split, place.rank)
+    engine = TorchEngine(task, config, place, group, split)
+    try:
+        engine.setup(next(loader.steps()), {"lr": 0.1})
+        yield engine, HeldOut(task, task.held_out(), config, place, split.micro_batch)
+    finally:
+        loader.close()
+        engine.close()
+
+
+def alone(**groups: Any) -> Any:
+    return ready(Place(), Alone(), configuration(train={"precision": "fp64"}, **groups))
+
+
+def evaluate(engine: TorchEngine, held_out: HeldOut) -> StepResult:
+    return engine.evaluate(held_out.batches(), 7, {"lr": 0.1})
+
+
+# the same everywhere ------------------------------------------------------------------------------------------------
+
+
+def evaluations(place: Place, group: Group, configs: list[Any]) -> list[tuple[StepResult, StepResult]]:
+    """Each configuration's evaluation, twice."""
+    results = []
+    for config in configs:
+        with ready(place, group, config) as (engine, held_out):
+            results.append((evaluate(engine, held_out), evaluate(engine, held_out)))
+    return results
+
+
+MICRO_BATCHES = (1, 3, 4, 13)
+STRATEGIES = ("ddp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def reference() -> StepResult:
+    config = configuration(train={"precision": "fp64"}, eval={"micro_batch": 13})
+    return processes.alone(evaluations, [config])[0][0]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> dict[tuple[str, int], list[tuple[StepResult, StepResult]]]:
+    """By strategy and micro-batch, what each rank was told."""
+    cases = [(strategy, micro) for strategy in STRATEGIES for micro in MICRO_BATCHES]
+    configs = [
+        configuration(
+            layout={"strategy": strategy, "world_size": 2}, train={"precision": "fp64"}, eval={"micro_batch": micro}
+        )
+        for strategy, micro in cases
+    ]
+    ranks = processes.run(evaluations, 2, configs)
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
+
+
+def _same(mine: StepResult, theirs: StepResult) -> None:
+    assert mine.loss == pytest.approx(theirs.loss, rel=1e-12, abs=0)
+    assert mine.terms == pytest.approx(theirs.terms, rel=1e-12, abs=0)
+    assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-12, abs=0)
+    assert mine.work == theirs.work
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro", MICRO_BATCHES)
+def test_two_processes_evaluate_what_one_does(on_two: Any, reference: StepResult, strategy: str, micro: int) -> None:
+    for first, _ in on_two[strategy, micro]:
+        _same(first, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro", MICRO_BATCHES)
+def test_all_ranks_are_told_the_same(on_two: Any, strategy: str, micro: int) -> None:
+    (first, _), (second, _) = on_two[strategy, micro]
+    assert first == second
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro", MICRO_BATCHES)
+def test_two_processes_evaluate_twice_the_same(on_two: Any, strategy: str, micro: int) -> None:
+    for first, second in on_two[strategy, micro]:
+        assert first == second
+
+
+@pytest.mark.parametrize("micro", [1, 2, 5, 100])
+def test_the_micro_batch_changes_nothing(reference: StepResult, micro: int) -> None:
+    with alone(eval={"micro_batch": micro}) as (engine, held_out):
+        _same(evaluate(engine, held_out), reference)
+
+
+def test_one_process_evaluates_twice_the_same() -> None:
+    with alone() as (engine, held_out):
+        assert evaluate(engine, held_out) == evaluate(engine, held_out)
+
+
+# what it is ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_the_loss_of_all_rows_as_one_batch() -> None:
+    with alone(eval={"micro_batch": 4}) as (engine, held_out):
+        result, task, model = evaluate(engine, held_out), ProbedTask(), engine._step.model
+        source = task.held_out()
+        batch = task.collate([task.sample(source[r], generator(0, "eval", 0, r)) for r in range(len(source))])
+        model.eval()
+        with torch.no_grad(), promoting("fp64"):  # the model casts to fp32 inside, as models do
+            scores = model(torch.from_numpy(batch["tokens"][:, :-1])).log_softmax(-1)
+        targets = torch.from_numpy(batch["tokens"][:, 1:])
+        chosen = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)[targets != 0]
+        hits = (scores.argmax(-1) == targets)[targets != 0]
+        assert result.terms["next"] == pytest.approx(float(-chosen.mean()), rel=1e-12)
+        assert result.metrics["accuracy"] == pytest.approx(float(hits.double().mean()), rel=1e-12)
+        assert result.loss == pytest.approx(result.terms["next"] + 0.3 * result.terms["length"], rel=1e-12)
+        assert result.work == {"rows": 13.0, "tokens": float((batch["tokens"] != 0).sum())}
+        assert batch["lengths"].max() <= LENGTH
+
+
+def test_an_evaluation_is_made_without_dropout() -> None:
+    config = configuration(train={"precision": "fp64"})
+    with ready(Place(), Alone(), config, ProbedTask(ProbedTask.Config(dropout=0.0))) as (engine, held_out):
+        without = evaluate(engine, held_out)
+    with ready(Place(), Alone(), config) as (engine, held_out):
+        assert evaluate(engine, held_out) == without
+
+
+def test_a_task_is_told_that_it_is_evaluated_and_after_which_update() -> None:
+    with alone() as (engine, held_out):
+        engine._step.model.seen.clear()
+        evaluate(engine, held_out)
+        assert engine._step.model.seen
+        for context, training in engine._step.model.seen:
+            assert (context.training, training, context.step, context.scalars) == (False, False, 7, {"lr": 0.1})
+
+
+class Sampling(ProbedTask):
+    """A task that draws random numbers in evaluation."""
+
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        loss = super().loss(outputs, batch, context)
+        return Loss(loss.sums, loss.weights, {"drawn": (torch.rand(()), 1.0)})
+
+
+def test_what_an_evaluation_draws_is_the_same_every_time() -> None:
+    config = configuration(train={"precision": "fp64"}, eval={"micro_batch": 4})
+    with ready(Place(), Alone(), config, Sampling()) as (engine, held_out):
+        first = evaluate(engine, held_out)
+        torch.manual_seed(99)
+        assert evaluate(engine, held_out) == first
+
+
+# what it leaves -----------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_leaves_the_training_mode_of_every_module() -> None:
+    with alone() as (engine, held_out):
+        model = engine._step.model
+        model.blocks[0].eval()  # by hand, as tasks do that freeze a part
+        before = {name: module.training for name, module in model.named_modules()}
+        evaluate(engine, held_out)
+        assert {name: module.training for name, module in model.named_modules()} == before
+        assert set(before.values()) == {True, False}
+        assert not before["frozen"]
+
+
+def test_an_evaluation_that_fails_leaves_the_training_mode_too() -> None:
+    def broken() -> Iterator[Any]:
+        yield from ()
+        raise ZeroDivisionError
+
+    with alone() as (engine, _):
+        with pytest.raises(ZeroDivisionError):
+            engine.evaluate(broken(), 7, {"lr": 0.1})
+        assert engine._step.model.training
+
+
+def test_an_evaluation_leaves_all_buffers() -> None:
+    with alone() as (engine, held_out):
+        engine._step.model.counting.passes += 5
+        before = {name: buffer.clone() for name, buffer in engine._step.model.named_buffers()}
+        evaluate(engine, held_out)
+        after = dict(engine._step.model.named_buffers())
+        assert {"counting.passes", "counting.unsaved"} < set(before)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_an_evaluation_leaves_the_state_of_the_generator() -> None:
+    with alone() as (engine, held_out):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        evaluate(engine, held_out)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_evaluation_leaves_gradients_and_parameters() -> None:
+    with alone() as (engine, held_out):
+        parameters = list(engine._step.model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        before = [(parameter.detach().clone(), parameter.grad.clone()) for parameter in parameters]
+        evaluate(engine, held_out)
+        for parameter, (value, gradient) in zip(parameters, before, strict=True):
+            assert torch.equal(parameter, value)
+            assert torch.equal(parameter.grad, gradient)

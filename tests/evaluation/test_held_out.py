@@ -1,0 +1,119 @@
+"""The held-out rows are cut for any number of processes so that each is evaluated exactly once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runs import configuration
+from tests.tasks import LinearTask, TransformerTask
+from unisono.data.loader import MicroBatch
+from unisono.errors import DataError
+from unisono.evaluation.held_out import HeldOut
+from unisono.place import Place
+
+
+class Numbers(LinearTask):
+    """Held-out rows that are their own numbers."""
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        return {"x": np.array(samples)}
+
+
+def batches(size: int, world: int = 1, micro: int = 4, **evaluation: Any) -> list[list[list[MicroBatch]]]:
+    """Rank by rank, step by step, the micro-batches of one evaluation."""
+    config = configuration(eval=evaluation)
+    ranks = [HeldOut(Numbers(), range(size), config, Place(rank, world), micro) for rank in range(world)]
+    return [list(rank.batches()) for rank in ranks]
+
+
+def evaluated(ranks: list[list[list[MicroBatch]]]) -> list[int]:
+    """Rows in the order of the global micro-batches, idle ones left out."""
+    steps = zip(*ranks, strict=True)
+    return [row for step in steps for rank in step for micro in rank if not micro.idle for row in micro.rows.tolist()]
+
+
+layouts = {"size": st.integers(1, 40), "world": st.integers(1, 6), "micro": st.integers(1, 12)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**layouts)
+def test_every_row_is_evaluated_exactly_once_on_any_layout(size: int, world: int, micro: int) -> None:
+    assert evaluated(batches(size, world, micro)) == list(range(size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(**layouts)
+def test_every_rank_makes_equally_many_passes(size: int, world: int, micro: int) -> None:
+    passes = {sum(len(step) for step in rank) for rank in batches(size, world, micro)}
+    assert len(passes) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(**layouts)
+def test_counts_of_all_ranks_are_those_of_the_rows(size: int, world: int, micro: int) -> None:
+    everything = [m for rank in batches(size, world, micro) for step in rank for m in step]
+    assert sum(m.counts["square"] for m in everything) == size
+    assert sum(m.work["rows"] for m in everything) == size
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 50), **layouts)
+def test_of_some_rows_each_is_evaluated_once_and_they_are_the_same_on_any_layout(
+    rows: int, size: int, world: int, micro: int
+) -> None:
+    chosen = evaluated(batches(size, world, micro, rows=rows))
+    assert len(set(chosen)) == len(chosen) == min(rows, size)
+    assert chosen == evaluated(batches(size, 1, size, rows=rows))
+
+
+def test_some_rows_are_drawn_from_all_of_them() -> None:
+    chosen = evaluated(batches(1000, 1, 10, rows=100))
+    assert all(any(first <= row < first + 100 for row in chosen) for first in range(0, 1000, 100))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 4), (2, 2), (100, 10)])
+def test_the_micro_batch_is_that_of_evaluation_or_else_of_training(given: int | None, expected: int) -> None:
+    ((first, *_),) = batches(10, 1, 4, micro_batch=given)
+    assert len(first[0].rows) == expected
+
+
+def test_the_number_of_rows_is_told() -> None:
+    assert HeldOut(Numbers(), range(10), configuration(eval={"rows": 7}), Place(), 4).rows == 7
+
+
+def test_held_out_rows_can_be_evaluated_as_often_as_wanted() -> None:
+    held_out = HeldOut(Numbers(), range(10), configuration(), Place(), 4)
+    first, second = ([m.rows.tolist() for step in held_out.batches() for m in step] for _ in range(2))
+    assert first == second == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_samples_of_held_out_rows_are_the_same_every_time() -> None:
+    task = TransformerTask()
+    held_out = HeldOut(task, task.held_out(), configuration(), Place(), 4)
+    first, second = ([m.arrays["tokens"] for step in held_out.batches() for m in step] for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_an_evaluation_leaves_no_threads() -> None:
+    before = set(threading.enumerate())
+    batches(10, 2, 2)
+    assert set(threading.enumerate()) == before
+
+
+def test_an_evaluation_that_breaks_off_leaves_no_threads() -> None:
+    before = set(threading.enumerate())
+    running = HeldOut(Numbers(), range(10), configuration(), Place(), 2).batches()
+    next(running)
+    running.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_an_empty_held_out_source_is_refused() -> None:
+    with pytest.raises(DataError, match=r"Numbers\.held_out\(\) has no rows; return None for no evaluation"):
+        HeldOut(Numbers(), [], configuration(), Place(), 4)

@@ -1,0 +1,210 @@
+"""The console: plain lines in a file, one live line on a terminal, and the times that are told."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from unisono.observe import progress
+from unisono.observe.progress import Progress, Speed, Stopwatch, short
+
+
+def speed(mfu: float | None = None, seconds: float = 1.0, wait: float = 0.0) -> Speed:
+    return Speed("tokens", 12_345.0, mfu, wait, seconds)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written to a terminal, on which the console now stands."""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        progress, "Console", lambda **how: Console(file=screen, force_terminal=True, width=120, **how, _environ={})
+    )
+    return screen
+
+
+# plain lines ----------------------------------------------------------------------------------------------------------
+
+
+def shown(capsys: pytest.CaptureFixture[str], total: int, every: int, first: int = 1) -> list[int]:
+    """The steps of which a line is printed."""
+    with Progress(total, every, shown=True) as console:
+        for step in range(first, total + 1):
+            console.step(step, 0.5, speed())
+    return [int(line.removeprefix("step").split("/")[0]) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "steps"),
+    [(7, 3, [1, 3, 6, 7]), (6, 3, [1, 3, 6]), (3, 1, [1, 2, 3]), (4, 100, [1, 4]), (1, 10, [1])],
+)
+def test_without_a_terminal_a_line_stands_for_the_first_the_last_and_every_so_many_steps(
+    capsys: pytest.CaptureFixture[str], total: int, every: int, steps: list[int]
+) -> None:
+    assert shown(capsys, total, every) == steps
+
+
+def test_a_resumed_run_goes_on_with_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, 7, 3, first=3) == [3, 6, 7]
+
+
+def test_a_line_tells_step_loss_speed_utilisation_waiting_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(100, 10, shown=True) as console:
+        console.step(10, 1.23456, speed(mfu=0.4321, seconds=2.0, wait=0.056))
+    line = "step  10/100  loss 1.2346  12.3k tokens/s  mfu 43.2 %  data wait 5.6 %  eta 3:00\n"
+    assert capsys.readouterr().out == line
+
+
+def test_an_unknown_utilisation_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1, 1, shown=True) as console:
+        console.step(1, 1.0, speed(mfu=None))
+    assert "  mfu –  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds", "clock"),
+    [
+        (0, 1.0, "0:00"),
+        (1, 0.4, "0:00"),
+        (9, 1.0, "0:09"),
+        (60, 1.0, "1:00"),
+        (119, 30.25, "1:00:00"),
+        (99, 3601.0, ""),
+    ],
+)
+def test_the_time_left_is_minutes_and_seconds_or_hours(
+    capsys: pytest.CaptureFixture[str], left: int, seconds: float, clock: str
+) -> None:
+    with Progress(left + 1, 1, shown=True) as console:
+        console.step(1, 1.0, speed(seconds=seconds))
+    assert capsys.readouterr().out.rstrip().rpartition("eta ")[2] == (clock or "99:01:39")
+
+
+def test_the_time_left_is_smoothed_over_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(102, 1, shown=True) as console:
+        console.step(1, 1.0, speed(seconds=1.0))
+        console.step(2, 1.0, speed(seconds=11.0))
+    assert capsys.readouterr().out.rstrip().rpartition("eta ")[2] == "3:20"  # 100 steps of 0.9 · 1 + 0.1 · 11 seconds
+
+
+def test_what_is_not_shown_is_silent(capsys: pytest.CaptureFixture[str], terminal: io.StringIO) -> None:
+    with Progress(2, 1, shown=False) as console:
+        console.say("a line")
+        console.step(1, 1.0, speed())
+        console.step(2, 1.0, speed())
+    assert capsys.readouterr() == ("", "")
+    assert terminal.getvalue() == ""
+
+
+def test_a_line_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "mixture 1:100:1 [bold]of[/bold] runs/a, " + "a long line " * 30 + "end"
+    with Progress(1, 1, shown=True) as console:
+        console.say(line)
+    assert capsys.readouterr().out == line + "\n"
+
+
+# on a terminal --------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_every_step_in_one_live_line(terminal: io.StringIO) -> None:
+    with Progress(50, 10, shown=True) as console:
+        for step in (1, 2, 3):
+            console.step(step, 1.0 / step, speed())
+            assert console._live is not None
+            console._live.refresh()
+            assert f"step  {step}/50  loss {1.0 / step:.4f}" in terminal.getvalue()
+        assert "\n" not in terminal.getvalue().strip("\n"), "it is one line, redrawn"
+
+
+def test_the_last_step_stays_on_the_screen(terminal: io.StringIO) -> None:
+    with Progress(3, 10, shown=True) as console:
+        for step in (1, 2, 3):
+            console.step(step, 1.0 / step, speed())
+    assert "loss 0.3333" in terminal.getvalue()
+    assert "\n" in terminal.getvalue().rpartition("loss 0.3333")[2]
+
+
+def test_the_live_line_goes_away_and_what_is_said_stays(terminal: io.StringIO) -> None:
+    with Progress(3, 1, shown=True) as console:
+        console.step(1, 1.0, speed())
+        console.say("evaluated")
+    clear, show_cursor = "\x1b[2K", "\x1b[?25h"
+    assert "evaluated\n" in terminal.getvalue()
+    assert clear in terminal.getvalue().rpartition("step 1/3")[2]
+    assert show_cursor in terminal.getvalue().rpartition("step 1/3")[2]
+
+
+def test_the_cursor_comes_back_after_an_error(terminal: io.StringIO) -> None:
+    with pytest.raises(ZeroDivisionError), Progress(3, 1, shown=True):
+        raise ZeroDivisionError
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
+# numbers and times ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"), (0.4, "0"), (950, "950"), (1_000, "1.0k"), (12_345, "12.3k"),
+        (1_000_000, "1.00M"), (2_412_480, "2.41M"), (7_240_000_000, "7.24G"), (1.5e12, "1500.00G"),
+    ],
+)  # fmt: skip
+def test_a_number_is_short_for_people(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+class Clock:
+    """A `perf_counter` that moves when it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(progress, "perf_counter", clock)
+    yield clock
+
+
+def test_a_lap_is_the_time_of_a_step_and_the_share_of_it_that_was_waited_for_data(clock: Clock) -> None:
+    watch = Stopwatch()
+    with watch.waiting():
+        clock.now += 1.0
+    clock.now += 3.0
+    assert watch.lap() == (4.0, 0.25)
+
+
+def test_several_waits_in_a_step_add_up(clock: Clock) -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch.waiting():
+            clock.now += 1.0
+        clock.now += 1.0
+    assert watch.lap() == (4.0, 0.5)
+
+
+def test_a_lap_begins_anew(clock: Clock) -> None:
+    watch = Stopwatch()
+    with watch.waiting():
+        clock.now += 1.0
+    watch.lap()
+    clock.now += 2.0
+    assert watch.lap() == (2.0, 0.0)
+
+
+def test_a_step_of_nothing_but_waiting_has_the_share_one(clock: Clock) -> None:
+    watch = Stopwatch()
+    with watch.waiting():
+        clock.now += 1.0
+    assert watch.lap() == (1.0, 1.0)
+
+
+def test_a_lap_of_no_time_waits_for_nothing(clock: Clock) -> None:
+    assert Stopwatch().lap() == (0.0, 0.0)

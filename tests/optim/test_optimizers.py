@@ -1,0 +1,324 @@
+"""Optimizers update as their formulas say, whichever kernel does it, and their groups hold what the config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from torch import nn
+
+from unisono.config.schema import Optimizer, OptimizerGroup
+from unisono.errors import ConfigError
+from unisono.optim.optimizers import build, parameter_groups, schedule
+
+
+def config(kind: str = "adamw", **values: Any) -> OptimizerGroup:
+    made: OptimizerGroup = TypeAdapter(Optimizer).validate_python({"kind": kind, **values})
+    return made
+
+
+class Net(nn.Module):
+    """One of each kind of parameter; the head is the embedding's matrix if `tied`."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.middle = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.wide_norm = nn.LayerNorm((3, 4))
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def decays(of: OptimizerGroup, model: nn.Module) -> dict[str, float]:
+    """Weight decay by parameter name."""
+    by_id = {id(p): group["weight_decay"] for group in parameter_groups(of, model) for p in group["params"]}
+    return {name: by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in by_id}
+
+
+def scales(of: OptimizerGroup, model: nn.Module) -> dict[str, float]:
+    """Learning rate scale by parameter name."""
+    by_id = {id(p): group["lr_scale"] for group in parameter_groups(of, model) for p in group["params"]}
+    return {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+# decay --------------------------------------------------------------------------------------------------------------
+
+
+def test_matrices_decay() -> None:
+    found = decays(config(weight_decay=0.1), Net())
+    assert {name for name, decay in found.items() if decay} == {
+        "convolution.weight",
+        "middle.weight",
+        "head.weight",
+    }
+    assert found["middle.weight"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["convolution.bias", "middle.bias"])
+def test_biases_do_not_decay(name: str) -> None:
+    assert decays(config(weight_decay=0.1), Net())[name] == 0.0
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "norm.bias", "wide_norm.weight", "wide_norm.bias"])
+def test_norms_of_any_shape_do_not_decay(name: str) -> None:
+    assert decays(config(weight_decay=0.1), Net())[name] == 0.0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_do_not_decay_even_as_the_matrix_of_the_head(tied: bool) -> None:
+    assert decays(config(weight_decay=0.1), Net(tied))["embedding.weight"] == 0.0
+
+
+def test_a_tied_embedding_does_not_decay_if_the_head_is_registered_first() -> None:
+    class HeadFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 7, bias=False)
+            self.embedding = nn.Embedding(7, 4)
+            self.embedding.weight = self.head.weight
+
+    assert decays(config(weight_decay=0.1), HeadFirst()) == {"head.weight": 0.0}
+
+
+def test_embedding_bags_do_not_decay() -> None:
+    assert decays(config(weight_decay=0.1), nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 1)))["0.weight"] == 0.0
+
+
+def test_everything_decays_if_asked_for() -> None:
+    assert set(decays(config(weight_decay=0.1, decay_all=True), Net(tied=True)).values()) == {0.1}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_is_in_exactly_one_group(tied: bool) -> None:
+    model = Net(tied)
+    held = [id(p) for group in parameter_groups(config(), model) for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+
+
+# groups by pattern --------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_gives_its_parameters_their_own_rate() -> None:
+    found = scales(config(groups=[{"match": "middle.*", "lr_scale": 0.5}]), Net())
+    assert {name for name, scale in found.items() if scale == 0.5} == {"middle.weight", "middle.bias"}
+    assert set(found.values()) == {0.5, 1.0}
+
+
+def test_a_pattern_gives_its_parameters_their_own_decay() -> None:
+    found = decays(config(weight_decay=0.1, groups=[{"match": "*norm.*", "weight_decay": 0.3}]), Net())
+    assert {name for name, decay in found.items() if decay == 0.3} == {
+        "norm.weight", "norm.bias", "wide_norm.weight", "wide_norm.bias",
+    }  # fmt: skip
+
+
+def test_a_pattern_can_take_the_decay_away() -> None:
+    assert decays(config(groups=[{"match": "middle.weight", "weight_decay": 0}]), Net())["middle.weight"] == 0.0
+
+
+def test_a_pattern_without_a_decay_leaves_it_as_it_is() -> None:
+    of, plain = config(weight_decay=0.1, groups=[{"match": "*", "lr_scale": 2}]), config(weight_decay=0.1)
+    assert decays(of, Net()) == decays(plain, Net())
+
+
+@pytest.mark.parametrize(("first", "second"), [("middle.*", "*.weight"), ("*.weight", "middle.*")])
+def test_the_first_matching_pattern_counts(first: str, second: str) -> None:
+    groups = [{"match": first, "lr_scale": 0.5}, {"match": second, "lr_scale": 0.25}]
+    assert scales(config(groups=groups), Net())["middle.weight"] == 0.5
+
+
+def test_a_pattern_whose_parameters_were_all_taken_before_it_is_fine() -> None:
+    groups = [{"match": "*", "lr_scale": 0.5}, {"match": "middle.*", "lr_scale": 0.25}]
+    assert set(scales(config(groups=groups), Net()).values()) == {0.5}
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"'midle\.weight' matches no parameter, did you mean 'middle\.weight'\?"):
+        build(config(groups=[{"match": "midle.weight"}]), Net())
+
+
+def test_patterns_do_not_fold_case() -> None:
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        build(config(groups=[{"match": "MIDDLE.*"}]), Net())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_optimizer_has_the_settings_of_its_groups(kind: str) -> None:
+    groups = [{"match": "middle.weight", "weight_decay": 0.3}, {"match": "head.*", "lr_scale": 0.5}]
+    of, model = config(kind, weight_decay=0.1, groups=groups), Net()
+    optimizer = build(of, model)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert found[id(model.middle.weight)]["weight_decay"] == 0.3
+    assert found[id(model.head.weight)]["lr_scale"] == 0.5
+    assert found[id(model.middle.bias)]["weight_decay"] == 0.0
+
+
+# what trains --------------------------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = Net()
+    model.middle.requires_grad_(False)
+    held = {id(p) for group in build(config(), model).param_groups for p in group["params"]}
+    assert held == {id(p) for name, p in model.named_parameters() if not name.startswith("middle")}
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        build(config(), Net().requires_grad_(False))
+
+
+# schedules ----------------------------------------------------------------------------------------------------------
+
+
+def _scheduled(of: OptimizerGroup, **scalars: float) -> dict[str, dict[str, Any]]:
+    model = Net()
+    optimizer = build(of, model)
+    schedule(optimizer, scalars, of)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+GROUPS = [{"match": "head.*", "lr_scale": 0.5, "weight_decay": 0.4}, {"match": "norm.*", "lr_scale": 0}]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_scheduled_rate_reaches_every_group(kind: str) -> None:
+    found = _scheduled(config(kind, groups=GROUPS), lr=0.02)
+    assert all(
+        group["lr"] == {"head": 0.01, "norm": 0.0}.get(name.split(".")[0], 0.02) for name, group in found.items()
+    )
+
+
+def test_a_decay_without_a_schedule_stays_as_it_is() -> None:
+    found = _scheduled(config(weight_decay=0.1, groups=GROUPS), lr=0.02)
+    assert (found["middle.weight"]["weight_decay"], found["head.weight"]["weight_decay"]) == (0.1, 0.4)
+
+
+def test_a_scheduled_decay_reaches_every_group_in_proportion() -> None:
+    found = _scheduled(config(weight_decay=0.1, groups=GROUPS), lr=0.02, weight_decay=0.05)
+    assert found["middle.weight"]["weight_decay"] == pytest.approx(0.05)
+    assert found["head.weight"]["weight_decay"] == pytest.approx(0.2)
+
+
+def test_a_scheduled_decay_leaves_alone_what_does_not_decay() -> None:
+    assert _scheduled(config(weight_decay=0.1), lr=0.02, weight_decay=0.05)["middle.bias"]["weight_decay"] == 0.0
+
+
+def test_a_schedule_does_not_compound() -> None:
+    of, model = config(weight_decay=0.1, groups=GROUPS), Net()
+    optimizer = build(of, model)
+    for _ in range(3):
+        schedule(optimizer, {"lr": 0.02, "weight_decay": 0.05}, of)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert found[id(model.head.weight)]["lr"] == 0.01
+    assert found[id(model.head.weight)]["weight_decay"] == pytest.approx(0.2)
+
+
+# formulas -----------------------------------------------------------------------------------------------------------
+
+STEPS = 4
+
+
+def _gradients(shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape) * 10.0 ** rng.integers(-4, 2, size=shape) for _ in range(STEPS)]
+
+
+def _torch(of: OptimizerGroup, start: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+    """A matrix after so many updates by the optimizer that the config builds."""
+    model = nn.Linear(start.shape[1], start.shape[0], bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(start))
+    optimizer = build(of, model)
+    for gradient in gradients:
+        model.weight.grad = torch.from_numpy(gradient.copy())
+        schedule(optimizer, {"lr": of.lr}, of)
+        optimizer.step()
+    return model.weight.detach().numpy()
+
+
+def _adamw(
+    p: np.ndarray, gradients: list[np.ndarray], lr: float, b1: float, b2: float, eps: float, wd: float
+) -> np.ndarray:
+    """Algorithm 2 of Loshchilov & Hutter (2019), with the schedule multiplier one and decay scaled by the rate."""
+    p, m, v = p.copy(), np.zeros_like(p), np.zeros_like(p)
+    for t, g in enumerate(gradients, start=1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        p = p - lr * wd * p - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return p
+
+
+def _sgd(
+    p: np.ndarray, gradients: list[np.ndarray], lr: float, momentum: float, nesterov: bool, wd: float
+) -> np.ndarray:
+    """Heavy ball with the decay as part of the gradient; Nesterov's as in Sutskever et al. (2013), as torch has it."""
+    p, velocity = p.copy(), np.zeros_like(p)
+    for g in gradients:
+        g = g + wd * p
+        velocity = momentum * velocity + g
+        p = p - lr * (g + momentum * velocity if nesterov else velocity)
+    return p
+
+
+def _same(mine: np.ndarray, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(mine, theirs, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+@pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "loop"])
+def test_adamw_is_its_formula(implementation: str, steps: int) -> None:
+    start, gradients = _gradients((3, 5), seed=1)[0], _gradients((3, 5))[:steps]
+    of = config(lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, implementation=implementation)
+    _same(_torch(of, start, gradients), _adamw(start, gradients, 0.01, 0.9, 0.95, 1e-6, 0.1))
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+@pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "loop"])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_is_its_formula(implementation: str, momentum: float, nesterov: bool, steps: int) -> None:
+    start, gradients = _gradients((3, 5), seed=1)[0], _gradients((3, 5))[:steps]
+    of = config("sgd", lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.01, implementation=implementation)
+    _same(_torch(of, start, gradients), _sgd(start, gradients, 0.1, momentum, nesterov, 0.01))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lr=st.floats(1e-5, 1.0),
+    betas=st.tuples(st.floats(0.0, 0.999), st.floats(0.5, 0.9999)),
+    decay=st.floats(0.0, 0.5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_all_kernels_of_adamw_make_the_same_update(
+    lr: float, betas: tuple[float, float], decay: float, seed: int
+) -> None:
+    start, gradients = np.random.default_rng(seed).normal(size=(3, 5)), _gradients((3, 5), seed)
+    fused, foreach, loop = (
+        _torch(config(lr=lr, betas=betas, weight_decay=decay, implementation=how), start, gradients)
+        for how in ("fused", "foreach", "loop")
+    )
+    _same(fused, loop)
+    _same(foreach, loop)
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation", "fused", "foreach"),
+    [
+        ("adamw", "auto", True, None),
+        ("sgd", "auto", None, True),
+        ("adamw", "loop", False, False),
+        ("sgd", "fused", True, False),
+    ],
+)
+def test_the_kernel_is_the_one_that_was_asked_for(
+    kind: str, implementation: str, fused: bool | None, foreach: bool | None
+) -> None:
+    (group,) = build(config(kind, implementation=implementation, decay_all=True), nn.Linear(3, 2)).param_groups
+    assert (group["fused"], group["foreach"]) == (fused, foreach)

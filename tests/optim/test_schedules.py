@@ -1,0 +1,249 @@
+"""Schedules are pure functions of the step: warm-up from `start` to the peak, then a shape that falls to the floor."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from unisono.config.schema import Schedule, ScheduleGroup
+from unisono.errors import ConfigError
+from unisono.optim.schedules import check, factor, value
+
+KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+FALLING = ("linear", "cosine", "wsd")  # those that arrive at the floor with the run
+SHAPES = ("linear", "cosine", "sqrt")
+
+
+def schedule(kind: str, **settings: Any) -> ScheduleGroup:
+    made: ScheduleGroup = TypeAdapter(Schedule).validate_python({"kind": kind, **settings})
+    return made
+
+
+def factors(kind: str, total: int, **settings: Any) -> list[float]:
+    return [factor(schedule(kind, **settings), step, total) for step in range(total)]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[ScheduleGroup, int]:
+    """Any schedule that `check` takes, and the steps of its run."""
+    total = draw(st.integers(1, 300))
+    length = st.one_of(st.integers(0, total), st.floats(0, 1, exclude_max=True))
+    settings: dict[str, Any] = {"warmup": draw(length), "start": draw(st.floats(0, 1)), "floor": draw(st.floats(0, 1))}
+    kind = draw(st.sampled_from(KINDS))
+    if kind == "wsd":
+        settings |= {"decay": draw(length), "shape": draw(st.sampled_from(SHAPES))}
+    made = schedule(kind, **settings)
+    try:
+        check({"lr": made}, total)
+    except ConfigError:
+        assume(False)
+    return made, total
+
+
+def warm_up(of: ScheduleGroup, total: int) -> int:
+    return round(of.warmup * total) if of.warmup < 1 else round(of.warmup)
+
+
+# warm-up ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_update_stands_one_step_into_the_warm_up(kind: str) -> None:
+    assert factors(kind, 100, warmup=10)[0] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_warm_up_is_a_straight_line_to_the_peak(kind: str) -> None:
+    assert factors(kind, 100, warmup=10)[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_warm_up_begins_at_start(kind: str) -> None:
+    assert factors(kind, 100, warmup=4, start=0.2)[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_update_after_the_warm_up_is_made_at_the_peak(kind: str) -> None:
+    assert factors(kind, 100, warmup=10)[10] == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_warm_up_the_first_update_is_made_at_the_peak(kind: str) -> None:
+    assert factors(kind, 100)[0] == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_up_below_one_is_a_fraction_of_all_steps(kind: str) -> None:
+    assert factors(kind, 200, warmup=0.1) == factors(kind, 200, warmup=20)
+
+
+def test_a_fraction_is_one_of_the_schedules_own_length() -> None:
+    assert factors("linear", 200, warmup=0.1, steps=50) == factors("linear", 200, warmup=5, steps=50)
+
+
+def test_a_warm_up_of_one_is_one_step() -> None:
+    assert factors("linear", 200, warmup=1) == factors("linear", 200, warmup=1 / 200)
+
+
+# shapes -------------------------------------------------------------------------------------------------------------
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert factors("constant", 50, floor=0.1) == [1.0] * 50
+
+
+def test_linear_is_half_way_in_the_middle() -> None:
+    assert factors("linear", 110, warmup=10, floor=0.2)[60] == pytest.approx(0.6)
+
+
+def test_linear_falls_by_equal_steps() -> None:
+    falling = factors("linear", 50, warmup=10)[10:]
+    assert [a - b for a, b in pairwise(falling)] == pytest.approx([1 / 40] * 39)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(10, 1.0), (35, 0.5 + math.sqrt(0.125)), (60, 0.5), (85, 0.1464466)])
+def test_cosine_is_half_a_cosine(step: int, expected: float) -> None:
+    assert factors("cosine", 110, warmup=10)[step] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", FALLING)
+def test_the_last_update_stands_one_step_before_the_floor(kind: str) -> None:
+    made = schedule(kind, warmup=10, floor=0.1)
+    assert factor(made, 99, 100) > 0.1
+    assert factor(made, 100, 100) == pytest.approx(0.1)
+
+
+def test_the_last_update_of_linear_is_not_lost_at_zero() -> None:
+    assert factors("linear", 50, warmup=10)[-1] == pytest.approx(1 / 40)
+
+
+@pytest.mark.parametrize("kind", FALLING)
+@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
+def test_after_its_end_a_schedule_stays_at_the_floor(kind: str, floor: float) -> None:
+    assert factors(kind, 100, warmup=5, steps=40, floor=floor)[40:] == pytest.approx([floor] * 60)
+
+
+def test_a_schedule_longer_than_the_run_is_left_on_its_way() -> None:
+    assert factors("linear", 50, steps=100) == factors("linear", 100)[:50]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wsd_is_stable_between_warm_up_and_decay(shape: str) -> None:
+    values = factors("wsd", 100, warmup=10, decay=20, shape=shape)
+    assert values[9:81] == [1.0] * 72
+    assert values[81] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("shape", "quarter", "half"),
+    [("linear", 0.75, 0.5), ("cosine", 0.5 + math.sqrt(0.125), 0.5), ("sqrt", 0.5, 1 - math.sqrt(0.5))],
+)
+def test_wsd_decays_in_its_shape(shape: str, quarter: float, half: float) -> None:
+    values = factors("wsd", 100, warmup=10, decay=20, shape=shape)
+    assert (values[85], values[90]) == pytest.approx((quarter, half))
+
+
+def test_the_decay_of_wsd_below_one_is_a_fraction_of_all_steps() -> None:
+    assert factors("wsd", 200, decay=0.25) == factors("wsd", 200, decay=50)
+
+
+def test_wsd_without_decay_stays_at_the_peak() -> None:
+    assert factors("wsd", 50, warmup=5, decay=0)[5:] == [1.0] * 45
+
+
+def test_inverse_sqrt_halves_after_four_times_the_warm_up() -> None:
+    values = factors("inverse_sqrt", 1000, warmup=16)
+    assert (values[64], values[256]) == (0.5, 0.25)
+
+
+def test_inverse_sqrt_falls_after_its_timescale() -> None:
+    values = factors("inverse_sqrt", 1000, warmup=16, timescale=100)
+    assert values[16:101] == [1.0] * 85
+    assert values[400] == 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(warmup=st.integers(1, 50), more=st.none() | st.integers(0, 50), floor=st.floats(0, 1))
+def test_inverse_sqrt_has_no_jump(warmup: int, more: int | None, floor: float) -> None:
+    timescale = None if more is None else warmup + more
+    values = factors("inverse_sqrt", 200, warmup=warmup, timescale=timescale, floor=floor, start=1.0)
+    steepest = 1 / (2 * (timescale or warmup))  # of √(t/x), at x = t
+    assert all(0 <= a - b <= steepest + 1e-12 for a, b in pairwise(values))
+
+
+# any schedule -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(of=schedules(), peak=st.floats(1e-6, 1e3))
+def test_a_value_lies_between_floor_and_peak_after_the_warm_up(of: tuple[ScheduleGroup, int], peak: float) -> None:
+    made, total = of
+    for step in range(warm_up(made, total), 2 * total):
+        assert made.floor * peak * (1 - 1e-12) <= value(made, peak, step, total) <= peak * (1 + 1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(of=schedules())
+def test_a_factor_lies_between_start_and_one_in_the_warm_up(of: tuple[ScheduleGroup, int]) -> None:
+    made, total = of
+    for step in range(warm_up(made, total)):
+        assert made.start <= factor(made, step, total) <= 1 + 1e-12
+
+
+@settings(max_examples=200, deadline=None)
+@given(of=schedules())
+def test_a_factor_rises_in_the_warm_up_and_never_after(of: tuple[ScheduleGroup, int]) -> None:
+    made, total = of
+    values, warm = [factor(made, step, total) for step in range(2 * total)], warm_up(of[0], total)
+    assert all(a <= b + 1e-12 for a, b in pairwise(values[:warm]))
+    assert all(a >= b - 1e-12 for a, b in pairwise(values[warm:]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(of=schedules(), seed=st.integers(0, 2**32))
+def test_a_factor_does_not_depend_on_the_steps_asked_for_before(of: tuple[ScheduleGroup, int], seed: int) -> None:
+    made, total = of
+    steps = list(range(total))
+    random.Random(seed).shuffle(steps)
+    assert {step: factor(made, step, total) for step in steps} == {s: factor(made, s, total) for s in range(total)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(of=schedules(), peak=st.floats(1e-6, 1e3), step=st.integers(0, 300))
+def test_a_value_is_the_peak_times_the_factor(of: tuple[ScheduleGroup, int], peak: float, step: int) -> None:
+    assert value(of[0], peak, step, of[1]) == peak * factor(of[0], step, of[1])
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_up_longer_than_the_run_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"schedules\.depth: .*take (1\d\d) steps, but the schedule has 100"):
+        check({"lr": schedule("constant"), "depth": schedule(kind, warmup=101)}, 100)
+
+
+def test_a_warm_up_and_a_decay_that_overlap_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"schedules\.lr: warm-up and decay take 110 steps, but the schedule has 100"):
+        check({"lr": schedule("wsd", warmup=60, decay=50)}, 100)
+
+
+def test_fractions_that_overlap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="take 110 steps"):
+        check({"lr": schedule("wsd", warmup=0.6, decay=0.5)}, 100)
+
+
+def test_parts_are_measured_against_the_schedules_own_length() -> None:
+    with pytest.raises(ConfigError, match="take 60 steps, but the schedule has 50"):
+        check({"lr": schedule("linear", warmup=60, steps=50)}, 100)
+
+
+def test_parts_that_fill_the_whole_schedule_are_taken() -> None:
+    check({"lr": schedule("wsd", warmup=0.5, decay=0.5), "other": schedule("linear", warmup=100)}, 100)

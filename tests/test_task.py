@@ -1,0 +1,295 @@
+"""What a user writes: what a task has to define, what the rest does by itself, and the public face it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from tests.runs import configuration
+from tests.tasks import LinearTask, TransformerTask
+from unisono import Context, Data, Loss, Settings, Source, Task, trainer
+from unisono.errors import CheckpointError, ConfigError, DataError, RunError
+from unisono.place import Alone, Place
+from unisono.version import __version__
+
+
+class Least(Task):
+    """A task with nothing but what it must have."""
+
+    def data(self) -> list[int]:
+        return [1, 2, 3]
+
+    def build(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"rows": float(len(batch))}
+
+    def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
+        return model(batch)
+
+    def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
+        return Loss({"rows": outputs.sum()})
+
+
+# what must be defined, and what need not be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["data", "build", "counts", "outputs", "loss"])
+def test_a_task_without_one_of_its_five_methods_cannot_be_made(name: str) -> None:
+    lacking = type("Lacking", (Least,), {name: getattr(Task, name)})
+    with pytest.raises(TypeError, match=f"abstract method '?{name}'?"):
+        lacking()
+
+
+def test_five_methods_are_enough() -> None:
+    assert Task.__abstractmethods__ == {"data", "build", "counts", "outputs", "loss"}
+    assert len(Least().data()) == 3
+
+
+def test_a_task_holds_no_rows_out_unless_it_says_so() -> None:
+    assert Least().held_out() is None
+
+
+def test_a_sample_is_the_record_itself_and_draws_nothing() -> None:
+    rng, record = np.random.default_rng(0), {"x": 1}
+    before = rng.bit_generator.state
+    assert Least().sample(record, rng) is record
+    assert rng.bit_generator.state == before
+
+
+def test_samples_are_stacked_by_name() -> None:
+    batch = Least().collate([{"x": np.array([1.0, 2.0]), "y": 1}, {"x": np.array([3.0, 4.0]), "y": 2}])
+    assert batch.keys() == {"x", "y"}
+    assert np.array_equal(batch["x"], [[1.0, 2.0], [3.0, 4.0]])
+    assert np.array_equal(batch["y"], [1, 2])
+
+
+def test_stacking_keeps_types_of_numbers() -> None:
+    batch = Least().collate([{"a": np.float32(1), "b": torch.tensor([1], dtype=torch.int32)}])
+    assert (batch["a"].dtype, batch["b"].dtype) == (np.float32, np.int32)
+
+
+@pytest.mark.parametrize(("sample", "kind"), [(3, "int"), (np.zeros(2), "ndarray"), ((1, 2), "tuple")])
+def test_samples_that_are_no_dicts_need_a_collate_of_their_own(sample: Any, kind: str) -> None:
+    message = rf"Least\.sample returned a {kind}; the default collate stacks dicts of arrays\. Return a dict, or define"
+    with pytest.raises(DataError, match=message):
+        Least().collate([sample])
+
+
+def test_samples_of_different_shapes_are_not_stacked() -> None:
+    with pytest.raises(ValueError, match="same shape"):
+        Least().collate([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
+
+
+def test_a_task_names_no_work_no_facts_and_no_carry_unless_it_says_so() -> None:
+    task = Least()
+    assert (task.work({}), task.facts(), task.first_carry({})) == ({}, {}, None)
+
+
+def test_a_task_refuses_nothing_and_leaves_nothing_in_the_run_unless_it_says_so(tmp_path: Path) -> None:
+    task = Least()
+    task.check()
+    task.save_assets(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("source", [[], (1, 2), np.zeros(3), torch.zeros(3), Least().data()])
+def test_whatever_has_rows_by_number_is_a_source(source: Any) -> None:
+    assert isinstance(source, Source)
+
+
+@pytest.mark.parametrize("other", [iter([1]), {1, 2}, 3])
+def test_what_has_no_rows_by_number_is_no_source(other: Any) -> None:
+    assert not isinstance(other, Source)
+
+
+# settings -------------------------------------------------------------------------------------------------------------
+
+
+class Configured(Least):
+    class Config(Settings):
+        depth: int = 2
+
+    class Data(Data):
+        folder: str = "here"
+
+
+class Choosy(Least):
+    class Model(Settings):
+        kind: Literal["small", "large"]
+
+
+def test_settings_are_the_defaults_of_their_types_unless_given() -> None:
+    task = Configured()
+    assert (task.config.depth, task.data_config.folder, task.data_config.prefetch) == (2, "here", Data().prefetch)
+
+
+def test_settings_that_are_given_are_kept() -> None:
+    config, data = Configured.Config(depth=5), Configured.Data(folder="there")
+    task = Configured(config, data=data)
+    assert task.config is config
+    assert task.data_config is data
+
+
+def test_a_task_without_settings_takes_no_key() -> None:
+    assert Least().config.model_dump() == {}
+    with pytest.raises(ValueError, match="depth"):
+        Least.Config(depth=1)
+
+
+def test_every_task_has_the_data_settings_of_all() -> None:
+    assert Least().data_config == Data()
+
+
+def test_settings_without_a_default_have_to_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"^Choosy needs its Model settings: (.|\n)*kind"):
+        Choosy()
+    assert Choosy(model=Choosy.Model(kind="large")).model_config.kind == "large"
+
+
+# what a loss and a context are ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_of_sums_alone_has_no_weights_metrics_or_carry() -> None:
+    loss = Loss({"next": torch.ones(())})
+    assert (dict(loss.weights), dict(loss.metrics), loss.carry) == ({}, {}, None)
+
+
+def test_a_context_has_no_scalars_or_carry_unless_given() -> None:
+    context = Context(step=3, training=True)
+    assert (dict(context.scalars), context.carry) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(Loss({}), "weights"), (Context(0, True), "step"), (Context(0, True), "scalars")]
+)
+def test_a_loss_and_a_context_cannot_be_changed(value: Any, name: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, {})
+
+
+def test_two_losses_share_nothing() -> None:
+    assert Loss({}).metrics is not Loss({}).metrics
+
+
+# load_weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run of three steps with a checkpoint after each, and the weights that it ended with."""
+    folder = tmp_path_factory.mktemp("run")
+    config = configuration(train={"steps": 3, "global_batch": 8}, checkpoint={"every": 1}, observe={"progress": False})
+    weights: dict[str, torch.Tensor] = {}
+    with trainer.Training(TransformerTask(), config, Place(), Alone(), folder) as training:
+        for _ in training.steps():
+            model = training._engine._step.model  # type: ignore[attr-defined]
+            weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    (folder / "config.yaml").write_text("recipe: test\n")
+    return folder, weights
+
+
+def test_a_model_is_filled_with_the_newest_weights_of_a_run(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, weights = run
+    model = TransformerTask().build()
+    assert unisono.load_weights(folder, model) == 3
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_folder_may_be_given_as_text(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    assert unisono.load_weights(str(run[0]), TransformerTask().build()) == 3
+
+
+def test_filling_a_model_keeps_tied_weights_tied_and_trainable(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    model: Any = TransformerTask().build()
+    unisono.load_weights(run[0], model)
+    assert model.head.weight is model.embedding.weight
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_another_model_is_refused_with_what_does_not_fit(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    message = r"does not fit the model: missing \['model/weight', 'model/bias'\], unexpected .*model/embedding\.weight"
+    with pytest.raises(CheckpointError, match=message):
+        unisono.load_weights(run[0], LinearTask().build())
+
+
+def test_a_model_of_another_size_is_refused_with_both_shapes(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    model: Any = TransformerTask().build()
+    model.norm = nn.LayerNorm(5)
+    with pytest.raises(CheckpointError, match=r"'model/norm\.weight' has shape \(16,\) in the checkpoint, but \(5,\)"):
+        unisono.load_weights(run[0], model)
+
+
+def test_a_folder_that_is_no_run_has_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"is not a run: it has no config\.yaml"):
+        unisono.load_weights(tmp_path, LinearTask().build())
+
+
+def test_a_run_without_a_checkpoint_has_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("recipe: test\n")
+    with pytest.raises(RunError, match="has no checkpoint yet"):
+        unisono.load_weights(tmp_path, LinearTask().build())
+
+
+# the public face ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", unisono.__all__)
+def test_every_name_of_the_public_face_is_there(name: str) -> None:
+    assert getattr(unisono, name) is not None
+
+
+def test_the_public_face_is_what_its_modules_define() -> None:
+    from unisono.data.order import Order
+    from unisono.launch.start import train
+
+    assert (unisono.Order, unisono.train, unisono.Task, unisono.__version__) == (Order, train, Task, __version__)
+
+
+def test_every_name_has_a_home_and_no_other_name_does() -> None:
+    assert set(unisono._HOME) == set(unisono.__all__) - {"__version__"}
+
+
+def test_an_unknown_name_is_refused_as_in_any_module() -> None:
+    with pytest.raises(AttributeError, match="module 'unisono' has no attribute 'trian'"):
+        unisono.trian  # noqa: B018
+
+
+HEAVY = ("torch", "numpy", "pydantic", "hydra", "rich", "safetensors", "yaml")
+
+
+@pytest.mark.parametrize(
+    ("code", "loaded"),
+    [
+        ("import unisono", ""),
+        ("from unisono import UnisonoError, __version__", ""),
+        ("from unisono import Settings, RunConfig", "pydantic"),
+        ("from unisono import Task, Loss, Context, Source, Order, Data", "numpy pydantic"),
+    ],
+)
+def test_a_name_loads_what_it_needs_and_never_torch(code: str, loaded: str) -> None:
+    code += f"\nimport sys\nprint(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (told.stdout, told.stderr) == (loaded + "\n", "")
+
+
+def test_a_metric_cannot_take_the_name_of_what_every_event_holds() -> None:
+    with pytest.raises(ConfigError, match=r"a metric cannot be called \['grad_norm', 'lr'\]"):
+        Loss({"x": torch.tensor(1.0)}, metrics={"lr": (1.0, 1.0), "grad_norm": (1.0, 1.0), "other": (1.0, 1.0)})
+
+
+def test_samples_with_different_keys_are_refused() -> None:
+    task = LinearTask()
+    with pytest.raises(DataError, match=r"the keys \['x'\] for one row and \['x', 'y'\] for another"):
+        task.collate([{"x": 1.0}, {"x": 1.0, "y": 2.0}])

@@ -1,0 +1,482 @@
+"""The loop: what a run leaves behind, where it goes on, and that it leaves nothing running."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runs import configuration
+from tests.tasks import LinearTask, TransformerTask
+from unisono import trainer
+from unisono.checkpoint import commit
+from unisono.config.schema import RunConfig
+from unisono.data.order import Order
+from unisono.engines.torch.engine import TorchEngine
+from unisono.errors import CheckpointError, ConfigError, DataError, RunError
+from unisono.observe import events
+from unisono.observe.record import Record
+from unisono.place import Alone, Place
+from unisono.task import Context, Loss, Task
+from unisono.trainer import Result, Scalars, rows_of
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def config(steps: int = 5, **groups: Any) -> RunConfig:
+    train = {"steps": steps, "global_batch": 8, **groups.pop("train", {})}
+    return configuration(**{"observe": {"progress": False}, **groups, "train": train})
+
+
+def run(folder: Path, how: RunConfig, task: Task | None = None) -> Result:
+    return trainer.run(task or TransformerTask(), how, Place(), Alone(), folder)
+
+
+def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str, float]:
+    return trainer.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
+
+
+def interrupted(folder: Path, how: RunConfig, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run until the given number of updates is made."""
+    step = TorchEngine.step
+
+    def limited(engine: Any, batches: Any, number: int, scalars: Any) -> Any:
+        if number == after:
+            raise InterruptionError
+        return step(engine, batches, number, scalars)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptionError):
+        patch.setattr(TorchEngine, "step", limited)
+        run(folder, how)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that stand in the run's events, in order."""
+    return [event["step"] for event in events.read(folder / "events.jsonl") if not event.get("eval")]
+
+
+def evaluations(folder: Path) -> list[int]:
+    """The steps after which the run's events say it was evaluated, in order."""
+    return [event["step"] for event in events.read(folder / "events.jsonl") if event.get("eval")]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return [commit.read(path).step for path in commit.find(folder / "checkpoints")]
+
+
+# a whole run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A run of five steps that was evaluated and saved after every second one, and at the end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, config(eval={"every": 2}, checkpoint={"every": 2, "keep": 10}))
+
+
+def test_a_run_writes_an_event_for_every_step(whole: tuple[Path, Result]) -> None:
+    assert steps(whole[0]) == [1, 2, 3, 4, 5]
+    for event in events.read(whole[0] / "events.jsonl"):
+        names = {"loss", "loss/next", "loss/length", "accuracy"}
+        assert names < event.keys()
+        assert event.get("eval") or {"lr", "grad_norm", "tokens_per_second", "data_wait"} < event.keys()
+
+
+def test_a_run_is_evaluated_every_so_many_steps_and_at_the_end(whole: tuple[Path, Result]) -> None:
+    assert evaluations(whole[0]) == [2, 4, 5]
+
+
+def test_a_run_is_saved_every_so_many_steps_and_at_the_end(whole: tuple[Path, Result]) -> None:
+    assert checkpoints(whole[0]) == [2, 4, 5]
+
+
+def test_a_result_tells_folder_steps_last_loss_and_last_evaluation(whole: tuple[Path, Result]) -> None:
+    folder, result = whole
+    found = events.read(folder / "events.jsonl")
+    assert (result.folder, result.step) == (folder, 5)
+    assert result.loss == next(event["loss"] for event in found if event["step"] == 5)
+    assert found[-1]["eval"]
+    assert result.evaluation.keys() == {"loss", "loss/next", "loss/length", "accuracy"}
+    assert all(found[-1][name] == value for name, value in result.evaluation.items())
+
+
+def test_a_run_keeps_a_log(whole: tuple[Path, Result]) -> None:
+    text = (whole[0] / "logs" / "rank-00000.log").read_text()
+    assert re.findall(r"step (\d+) loss", text) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
+    (newest,) = commit.find(whole[0] / "checkpoints")[-1:]
+    assert commit.read(newest).state == {"step": 5, "random": False, "micro_batch": 8}
+
+
+def test_a_checkpoint_knows_whether_the_forward_pass_draws_random_numbers(tmp_path: Path) -> None:
+    run(tmp_path, config(1), TransformerTask(TransformerTask.Config(dropout=0.1)))
+    (newest,) = commit.find(tmp_path / "checkpoints")
+    assert commit.read(newest).state["random"] is True
+
+
+def test_evaluating_a_run_gives_what_its_own_last_evaluation_gave(whole: tuple[Path, Result]) -> None:
+    assert evaluate(whole[0], config()) == {"step": 5, **whole[1].evaluation}
+
+
+def test_evaluating_a_run_writes_and_says_nothing(
+    whole: tuple[Path, Result], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()}
+    evaluate(whole[0], config(observe={"progress": True, "tensorboard": True}))
+    assert {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()} == before
+    assert capsys.readouterr().out == ""
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    result = run(tmp_path, config(40, optim={"kind": "sgd", "lr": 0.1}), LinearTask())
+    assert result.loss is not None
+    assert result.loss < 0.1 * events.read(tmp_path / "events.jsonl")[0]["loss"]
+
+
+def test_a_task_without_held_out_rows_is_not_evaluated(tmp_path: Path) -> None:
+    result = run(tmp_path, config(2, eval={"every": 1}), LinearTask())
+    assert dict(result.evaluation) == {}
+    assert evaluations(tmp_path) == []
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_the_end_is_neither_evaluated_nor_saved_if_it_is_not_to_be(tmp_path: Path, every: int | None) -> None:
+    run(tmp_path, config(3, eval={"every": every, "at_end": False}, checkpoint={"every": every, "at_end": False}))
+    assert evaluations(tmp_path) == checkpoints(tmp_path) == ([2] if every else [])
+
+
+def test_an_end_that_is_due_anyway_is_evaluated_and_saved_once(tmp_path: Path) -> None:
+    run(tmp_path, config(2, eval={"every": 2}, checkpoint={"every": 2}))
+    assert (evaluations(tmp_path), checkpoints(tmp_path)) == ([2], [2])
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    run(tmp_path, config(4, checkpoint={"every": 1, "keep": 2}))
+    assert checkpoints(tmp_path) == [3, 4]
+
+
+def test_a_run_counted_in_epochs_ends_with_a_short_batch(tmp_path: Path) -> None:
+    how = configuration(train={"epochs": 1, "global_batch": 12}, observe={"progress": False})
+    assert run(tmp_path, how, CountsRows()).step == 4  # 40 rows
+    assert [event["rows_seen"] for event in events.read(tmp_path / "events.jsonl")] == [12, 12, 12, 4]
+
+
+class CountsRows(LinearTask):
+    """A metric that is the number of rows in the whole batch."""
+
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        return Loss(dict(super().loss(outputs, batch, context).sums), metrics={"rows_seen": (len(batch["x"]), 1)})
+
+
+# the console ----------------------------------------------------------------------------------------------------------
+
+
+class Known(LinearTask):
+    """A task that has something to say about its data."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"mixture": "1:100:1 [b]"}
+
+
+def test_a_run_says_what_is_trained_on_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = config(3, observe={"progress": True}, layout={"micro_batch": 4})
+    run(tmp_path, how, Known())
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "test: 4 parameters, 1 × cpu, single, fp32, 3 steps, global batch 8 = 1 × 2 × 4 rows"
+    assert told[1:3] == ["  rows: 40", "  mixture: 1:100:1 [b]"]
+    assert [line.split("/")[0] for line in told[3:5]] == ["step 1", "step 3"]
+    assert told[5:] == [f"run: {tmp_path}"]
+
+
+def test_a_run_that_goes_on_says_after_which_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = config(3, checkpoint={"every": 1}, observe={"progress": True})
+    interrupted(tmp_path, how, 2, monkeypatch)
+    assert "continuing" not in capsys.readouterr().out
+    run(tmp_path, how)
+    assert "continuing after step 2\n" in capsys.readouterr().out
+
+
+# runs that go on ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on_without_repeating_a_step(
+    tmp_path: Path, whole: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = config(eval={"every": 2}, checkpoint={"every": 2, "keep": 10})
+    interrupted(tmp_path, how, 3, monkeypatch)
+    assert (steps(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3], [2])
+    result = run(tmp_path, how)
+    assert (steps(tmp_path), evaluations(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3, 4, 5], [2, 4, 5], [2, 4, 5])
+    assert (result.step, result.loss, result.evaluation) == (5, whole[1].loss, whole[1].evaluation)
+
+
+def test_a_run_that_was_interrupted_before_its_first_checkpoint_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path, config(3), 2, monkeypatch)
+    assert (steps(tmp_path), checkpoints(tmp_path)) == ([1, 2], [])
+    assert run(tmp_path, config(3)).step == 3
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_that_is_complete_makes_no_step_and_gives_its_evaluation_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = config(2, observe={"progress": True})
+    first = run(tmp_path, how)
+    before = (tmp_path / "events.jsonl").read_bytes()
+    capsys.readouterr()
+    monkeypatch.setattr(TorchEngine, "step", lambda *_: pytest.fail("a step was made"))
+    again = run(tmp_path, how)
+    assert again == Result(tmp_path, 2, None, first.evaluation)
+    assert (tmp_path / "events.jsonl").read_bytes() == before
+    assert "all 2 steps were made before\n" in capsys.readouterr().out
+
+
+def test_a_run_that_was_longer_before_is_told_with_the_updates_it_has(tmp_path: Path) -> None:
+    longer = run(tmp_path, config(3))
+    assert run(tmp_path, config(2)) == Result(tmp_path, 3, None, longer.evaluation)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_damaged_newest_checkpoint_stops_the_run(tmp_path: Path) -> None:
+    run(tmp_path, config(2, checkpoint={"every": 1}))
+    (file,) = (tmp_path / "checkpoints" / "step-00000002").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"step-00000002.*to go on from an older checkpoint"):
+        run(tmp_path, config(3))
+
+
+class Elsewhere(Alone):
+    """A second rank that sees another folder."""
+
+    size = 2
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value, None if what == "the newest checkpoint" else value]
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, config(2))
+    with pytest.raises(CheckpointError, match=r"newest checkpoints, \['step-00000002', None\]; is it a shared folder"):
+        trainer.run(TransformerTask(), config(3), Place(), Elsewhere(), tmp_path)
+
+
+# evaluation of a run --------------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(tmp_path: Path) -> None:
+    run(tmp_path, config(1), LinearTask())
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: the task holds no rows out$"):
+        evaluate(tmp_path, config(1), LinearTask())
+
+
+def test_a_run_without_a_checkpoint_cannot_be_evaluated(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))} has no checkpoint$"):
+        evaluate(tmp_path, config(1))
+
+
+# what is left running -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Nothing a run opens is open after it: threads, log files, the precision that it computes in."""
+    gc.collect()
+    before, handlers = set(threading.enumerate()), list(logging.getLogger("unisono").handlers)
+    yield
+    assert set(threading.enumerate()) == before
+    assert logging.getLogger("unisono").handlers == handlers
+    assert torch.get_default_dtype() == torch.float32
+
+
+class Unreadable(TransformerTask):
+    """The row that stands at position 25 cannot be read."""
+
+    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+        if np.array_equal(record, self.data()[int(Order(27, 0)(np.array([25]))[0])]):
+            raise OSError("the disk is gone")
+        return super().sample(record, rng)
+
+
+class Untrainable(TransformerTask):
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        return super().outputs(model, batch, context).detach()
+
+
+class Unspeakable(TransformerTask):
+    """A fact that cannot be printed."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"fact": type("Fact", (), {"__str__": lambda self: 1 / 0})()}
+
+
+class Unevaluable(TransformerTask):
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        if not context.training and context.step:
+            raise ZeroDivisionError
+        return super().loss(outputs, batch, context)
+
+
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (Unreadable, DataError),
+        (Untrainable, ConfigError),
+        (Unspeakable, ZeroDivisionError),
+        (Unevaluable, ZeroDivisionError),
+    ],
+)
+def test_a_run_that_fails_leaves_nothing_running(
+    nothing_left: None, tmp_path: Path, task: type[Task], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        run(tmp_path, config(5, train={"precision": "fp64"}, observe={"progress": True}), task())
+
+
+def test_a_run_that_succeeds_leaves_nothing_running(nothing_left: None, tmp_path: Path) -> None:
+    run(tmp_path, config(2, train={"precision": "fp64"}))
+
+
+def test_an_evaluation_that_is_refused_leaves_nothing_running(nothing_left: None, tmp_path: Path) -> None:
+    with pytest.raises(RunError):
+        evaluate(tmp_path, config(1, train={"precision": "fp64"}))
+
+
+def test_a_record_that_cannot_be_closed_keeps_nothing_else_open(
+    nothing_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Record, "__exit__", full)
+    with pytest.raises(OSError, match="no space left"):
+        run(tmp_path, config(2, train={"precision": "fp64"}))
+
+
+def test_the_steps_of_a_failed_run_are_in_its_events(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be made a sample: OSError: the disk is gone"):
+        run(tmp_path, config(5), Unreadable())
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+# scheduled scalars ----------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_and_clipping_are_always_there() -> None:
+    scalars = Scalars(config(optim={"kind": "sgd", "lr": 0.3, "weight_decay": 0.02}, train={"clip_norm": 2.0}), 5)
+    assert [scalars(step) for step in (0, 4)] == [{"lr": 0.3, "clip_norm": 2.0}] * 2
+
+
+def test_without_clipping_there_is_no_largest_norm() -> None:
+    assert Scalars(config(optim={"kind": "sgd", "lr": 0.3}, train={"clip_norm": None}), 5)(0) == {"lr": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("lr", 0.4), ("weight_decay", 0.02), ("clip_norm", 2.0), ("exploration", 8.0)]
+)
+def test_a_schedule_scales_the_largest_value(name: str, peak: float) -> None:
+    own = {"peak": peak} if name == "exploration" else {}
+    how = config(
+        optim={"kind": "sgd", "lr": 0.4, "weight_decay": 0.02},
+        train={"clip_norm": 2.0},
+        schedules={name: {"kind": "linear", "warmup": 2, "floor": 0.5, **own}},
+    )
+    values = [Scalars(how, 4)(step)[name] for step in range(4)]
+    assert values == pytest.approx([0.5 * peak, peak, peak, 0.75 * peak])
+
+
+def test_scalars_do_not_depend_on_the_steps_before() -> None:
+    how = config(schedules={"lr": {"kind": "cosine", "warmup": 2}})
+    forwards, backwards = Scalars(how, 9), Scalars(how, 9)
+    assert [forwards(step) for step in range(9)] == [backwards(step) for step in reversed(range(9))][::-1]
+
+
+def test_a_schedule_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^schedules\.lr: warm-up take 6 steps, but the schedule has 5"):
+        Scalars(config(schedules={"lr": {"kind": "linear", "warmup": 6}}), 5)
+
+
+class Curious(LinearTask):
+    """A task that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Context] = []
+
+    def held_out(self) -> Any:
+        return self.data()[:4]
+
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        self.told.append(context)
+        return super().outputs(model, batch, context)
+
+
+def test_a_task_is_told_its_own_scalars_of_every_step(tmp_path: Path) -> None:
+    task, own = Curious(), {"kind": "linear", "peak": 4.0}
+    run(tmp_path, config(4, schedules={"exploration": own}), task)
+    trained = {context.step: context.scalars["exploration"] for context in task.told if context.training}
+    assert trained == {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
+    recorded = [event["exploration"] for event in events.read(tmp_path / "events.jsonl") if not event.get("eval")]
+    assert recorded == [4.0, 3.0, 2.0, 1.0]
+
+
+def test_an_evaluation_is_told_the_updates_made_and_the_scalars_that_come_next(tmp_path: Path) -> None:
+    task, own = Curious(), {"kind": "linear", "peak": 4.0}
+    run(tmp_path, config(4, schedules={"exploration": own}, eval={"every": 2, "at_end": False}), task)
+    evaluated = {c.step: c.scalars["exploration"] for c in task.told if not c.training and c.step}
+    assert evaluated[2] == 2.0
+
+
+def test_the_schedule_of_the_learning_rate_is_in_the_events(tmp_path: Path) -> None:
+    how = config(4, optim={"kind": "sgd", "lr": 0.4}, schedules={"lr": {"kind": "linear"}})
+    run(tmp_path, how, LinearTask())
+    assert [event["lr"] for event in events.read(tmp_path / "events.jsonl")] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+# rows -----------------------------------------------------------------------------------------------------------------
+
+
+def rows(given: Any) -> Task:
+    return type("Rows", (LinearTask,), {"data": lambda self: given})()
+
+
+@pytest.mark.parametrize("given", [[1, 2], (1,), np.zeros((3, 2)), torch.zeros(2)])
+def test_rows_that_can_be_had_by_number_are_taken_as_they_are(given: Any) -> None:
+    assert rows_of(rows(given)) is given
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(iter([1]), "list_iterator"), (None, "NoneType"), ({1, 2}, "set"), (Stream(), "Stream")]
+)
+def test_rows_that_cannot_be_had_by_number_are_refused_with_what_to_do(given: Any, kind: str) -> None:
+    message = (
+        rf"^Rows\.data\(\) returned a {kind}, whose rows cannot be had by number\. Give it __len__ and __getitem__"
+    )
+    with pytest.raises(DataError, match=message):
+        rows_of(rows(given))
+
+
+@pytest.mark.parametrize("given", [[], np.zeros((0, 3))])
+def test_no_rows_are_refused(given: Any) -> None:
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) has no rows$"):
+        rows_of(rows(given))
