@@ -27,7 +27,11 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     parser = _parser()
-    parsed = parser.parse_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides += rest  # argparse takes none after an option (python/cpython#60346)
     if parsed.verb is None:
         parser.print_help()
         return 0

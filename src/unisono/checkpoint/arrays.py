@@ -20,10 +20,14 @@ def write(file: Path, shards: Sequence[Shard]) -> dict[str, Json]:
     """Write pieces into one file; returns what the manifest says of their arrays."""
     described: dict[str, Any] = {}
     contents: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
     for shard in shards:
         at = ",".join(map(str, shard.offset))
         entry = f"{shard.name}@{at}"
-        contents[entry] = shard.data.detach().contiguous()
+        data = shard.data.detach().contiguous()
+        storage = data.untyped_storage().data_ptr()
+        contents[entry] = data.clone() if storage in storages else data  # safetensors refuses memory that is shared
+        storages.add(storage)
         dtype = str(shard.data.dtype).removeprefix("torch.")
         piece = {"file": file.name, "entry": entry, "offset": list(shard.offset), "shape": list(shard.data.shape)}
         described.setdefault(shard.name, {"shape": list(shard.shape), "dtype": dtype, "pieces": []})["pieces"].append(

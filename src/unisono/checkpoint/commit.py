@@ -8,7 +8,7 @@ runs/<name>/checkpoints/
   step-00001000/
     rank-00000.safetensors …   pieces of arrays
     manifest.json              step, state, and for every array: shape, dtype and where its pieces lie; size and hash
-    of every file
+    of every file, and a hash of all this
 """
 
 from __future__ import annotations
@@ -68,22 +68,25 @@ def save(folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Json
     """
     final = folder / f"step-{step:08d}"
     temporary = folder / f"{_TEMPORARY}{final.name}"
-    if group.rank == 0:
-        _sweep(folder)
-    _agree(
-        group, "make a folder for the checkpoint", lambda: temporary.mkdir(parents=True) if group.rank == 0 else None
-    )
+
+    def begin() -> None:
+        if group.rank == 0:
+            _sweep(folder)
+            temporary.mkdir(parents=True)
+
+    _agree(group, "make a folder for the checkpoint", begin)
     written = _agree(group, "write its part of the checkpoint", lambda: _write_pieces(temporary, shards, group.rank))
 
     def finish() -> None:
         if group.rank == 0:
             manifest = {"format": FORMAT, "step": step, "state": state, **_merge(written)}
+            manifest["sha256"] = _digest(manifest)
             _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
             _flush(temporary)
             temporary.rename(final)
             _flush(folder)
-            for old in find(folder)[:-keep]:
-                shutil.rmtree(old)
+            for old in find(folder)[:-keep]:  # goes as it came, by one rename: a half of it must not be found
+                shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
 
     _agree(group, "finish the checkpoint", finish)
     return final
@@ -97,32 +100,39 @@ def find(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def open_(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and verify the size and the hash of every file.
+def read(path: Path) -> Checkpoint:
+    """What a checkpoint's manifest says, verified by its own hash; the other files are not looked at.
 
     Raises:
-        CheckpointError: naming the file that is missing, damaged or from another format.
+        CheckpointError: if the manifest is missing, damaged or of another format.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {manifest['format']}; this version reads {FORMAT}")
-        checkpoint = Checkpoint(path, manifest["step"], manifest["state"], manifest["arrays"], manifest["files"])
+        if manifest.pop("sha256") != _digest(manifest):
+            raise CheckpointError(
+                f"{path / 'manifest.json'} is damaged: its content is not what was written. {_advice(path)}"
+            )
+        return Checkpoint(path, manifest["step"], manifest["state"], manifest["arrays"], manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path / 'manifest.json'} cannot be read: {error}") from error
-    for name, expected in checkpoint.files.items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            raise CheckpointError(f"{file} is missing; the checkpoint of step {checkpoint.step} is not whole")
-        if size != expected["size"] or _hash(file) != expected["sha256"]:
-            what = "content" if size == expected["size"] else f"size of {size} bytes"
-            raise CheckpointError(
-                f"{file} is damaged: its {what} is not what was written. It holds parts of "
-                f"{', '.join(_held_by(checkpoint, name)[:3])}. Delete {path} to go on from an older checkpoint."
-            )
+        raise CheckpointError(f"{path / 'manifest.json'} cannot be read: {error}. {_advice(path)}") from error
+
+
+def open_(path: Path) -> Checkpoint:
+    """Read a checkpoint's manifest and verify the size and the hash of every file.
+
+    Raises:
+        CheckpointError: naming the file that is missing, damaged or of another format.
+    """
+    checkpoint = read(path)
+    for name, written in checkpoint.files.items():
+        fault = _fault(path / name, written)
+        if fault:
+            held = ", ".join(_held_by(checkpoint, name)[:3])
+            raise CheckpointError(f"{path / name} {fault}. It holds parts of {held}. {_advice(path)}")
     return checkpoint
 
 
@@ -160,6 +170,19 @@ def _agree(group: Group, what: str, act: Any) -> list[Json]:
     return [outcome for outcome, _ in outcomes]
 
 
+def _fault(file: Path, written: dict[str, Any]) -> str | None:
+    """What is wrong with a file, if it is not what was written."""
+    if not file.is_file():
+        return "is missing"
+    if (size := file.stat().st_size) != written["size"]:
+        return f"is damaged: it has {size} bytes, and {written['size']} were written"
+    return None if _hash(file) == written["sha256"] else "is damaged: its content is not what was written"
+
+
+def _advice(path: Path) -> str:
+    return f"Delete {path} to go on from an older checkpoint."
+
+
 def _held_by(checkpoint: Checkpoint, file: str) -> list[str]:
     return [
         name for name, array in checkpoint.arrays.items() if any(piece["file"] == file for piece in array["pieces"])
@@ -183,6 +206,11 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """The hash of a manifest's content, the same after a way through a file."""
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def _hash(path: Path) -> str:

@@ -8,7 +8,7 @@ names and can suggest the nearest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None 
     """
     primary, folders = _folders(recipe, config_dir)
     for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
-        if "=" not in override and not override.startswith("~"):
+        if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
             raise ConfigError(f"'{override}' is not an override: write key=value or group=choice")
     values, files = _hydra(primary, folders, list(overrides))
     origins: dict[str, str] = {}
@@ -104,6 +104,7 @@ def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     own = [config_dir.resolve()] if config_dir else []
     packaged = recipes()
     if ".py:" in recipe:
+        _refuse_shadows(own[0] if own else None, [GROUPS])
         return "task", [GROUPS, *own]
     if own and (own[0] / f"{recipe}.yaml").is_file():
         if recipe in packaged:
@@ -142,11 +143,12 @@ def _hydra(primary: str, folders: list[Path], overrides: list[str]) -> tuple[dic
         loader = GlobalHydra.instance().config_loader()
         search = f"hydra.searchpath=[{','.join(repr('file://' + str(folder)) for folder in folders[1:])}]"
         try:
-            forced = [search, *(_force(override, folders) for override in overrides)]
+            listed = loader.compute_defaults_list(primary, [search], RunMode.RUN).overrides.known_choices
+            forced = [search, *(_force(override, folders, listed) for override in overrides)]
             config = hydra_compose(primary, overrides=forced)
             values = OmegaConf.to_container(config, resolve=True)
             defaults = loader.compute_defaults_list(primary, forced, RunMode.RUN).defaults
-        except (HydraException, OmegaConfBaseException, OSError) as error:
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError(_first_lines(str(error))) from error
     files = []
     for default in defaults:
@@ -157,8 +159,8 @@ def _hydra(primary: str, folders: list[Path], overrides: list[str]) -> tuple[dic
     return {str(name): value for name, value in values.items()}, files
 
 
-def _force(override: str, folders: list[Path]) -> str:
-    """An override as Hydra shall see it: a choice as it is (checked here), a value forced in."""
+def _force(override: str, folders: list[Path], listed: Container[str]) -> str:
+    """An override as Hydra shall see it: a choice, added if its group is not `listed` yet; a value, forced in."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
 
@@ -172,15 +174,19 @@ def _force(override: str, folders: list[Path]) -> str:
     if parsed.is_sweep_override():
         raise ConfigError(f"override '{override}' has several values; for a list write key=[a,b]")
     name = parsed.key_or_group
+    if re.split(r"[./]", name)[0] == "hydra":
+        raise ConfigError(f"unknown key '{name}' (override '{override}'): Hydra's own settings have no effect here")
     choices = sorted({path.stem for folder in folders for path in (folder / name).glob("*.yaml")})
+    if choices and (parsed.type == OverrideType.DEL or parsed.value() is None):
+        raise ConfigError(f"override '{override}': '{name}' is a group, choose one of {', '.join(choices)}")
+    if parsed.type == OverrideType.DEL:
+        raise ConfigError(f"override '{override}': keys cannot be taken away; set {name}=null")
     if choices and isinstance(parsed.value(), str):
         if parsed.value() not in choices:
             raise ConfigError(
                 f"override '{override}': '{name}' has no choice '{parsed.value()}', {nearest(parsed.value(), choices)}"
             )
-        return override.lstrip("+")
-    if parsed.type == OverrideType.DEL:
-        raise ConfigError(f"override '{override}': keys cannot be taken away; set {name}=null")
+        return ("" if name in listed else "+") + override.lstrip("+")
     return "++" + override.lstrip("+")
 
 

@@ -64,7 +64,7 @@ def validate(composed: Composed) -> RunConfig:
                 values.get(group) or {}, extra="forbid"
             )
         except ValidationError as error:
-            mistakes += _sentences(error, composed, kind, prefix=(group,))
+            mistakes += _sentences(error, composed, kind, group)
     try:
         config = RunConfig.model_validate({**values, **{group: {} for group in TASK_GROUPS}})
     except ValidationError as error:
@@ -111,10 +111,15 @@ def _from_package(module: str, reference: str) -> types.ModuleType:
 
 
 def _from_file(path: Path) -> types.ModuleType:
-    """A module from a file. Its name is derived from the path, so importing it twice gives the same module."""
+    """A module from a file. Its name is derived from the path, so importing it twice gives the same module.
+
+    A script that trains a task of its own is that module already: it must not run a second time.
+    """
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
+    if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
+        return sys.modules["__main__"]
     name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
@@ -125,18 +130,21 @@ def _from_file(path: Path) -> types.ModuleType:
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as `python file.py` would, for the modules beside it
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found by the next attempt
+        raise
     return module
 
 
 # mistakes, in the user's words ------------------------------------------------------------------------------------
 
 
-def _sentences(
-    error: ValidationError, composed: Composed, kind: type[Task], prefix: tuple[str, ...] = ()
-) -> Iterator[str]:
+def _sentences(error: ValidationError, composed: Composed, kind: type[Task], group: str | None = None) -> Iterator[str]:
     for mistake in error.errors():
-        parts = _without_tags(prefix + mistake["loc"], composed.values, mistake["type"])
+        values = composed.values.get(group) if group else composed.values
+        parts = [*([group] if group else []), *_without_tags(mistake["loc"], values, mistake["type"])]
         dotted = ".".join(str(part) for part in parts)
         origin = composed.origin(dotted)
         if mistake["type"] == "extra_forbidden":
@@ -144,13 +152,19 @@ def _sentences(
         elif mistake["type"] == "missing":
             yield f"'{dotted}' is missing"
         elif mistake["type"] in ("union_tag_not_found", "union_tag_invalid"):
-            tags = str(mistake.get("ctx", {}).get("expected_tags", "see the schema")).replace("'", "")
-            yield f"'{dotted}.kind' must be one of: {tags} ({composed.origin(dotted + '.kind')})"
+            name = str(mistake["ctx"]["discriminator"]).strip("'")
+            tags = ", ".join(_tags(parts, name, composed.values, kind))
+            if "tag" in mistake["ctx"]:
+                origin = composed.origin(f"{dotted}.{name}")
+                yield f"'{dotted}.{name}' must be one of: {tags}, got {mistake['ctx']['tag']!r} ({origin})"
+            else:
+                yield f"'{dotted}.{name}' is missing; choose one of: {tags}"
         elif mistake["type"] == "value_error":
-            yield str(mistake["ctx"]["error"])  # names its keys itself
+            text = str(mistake["ctx"]["error"])  # ours names its keys itself; that of a task may not
+            yield text if dotted in text else f"'{dotted}': {text}, got {mistake['input']!r} ({origin})"
         elif mistake["type"] in ("model_type", "dict_type", "model_attributes_type"):
             keys = ", ".join(f"{dotted}.{name}" for name in _children_at(parts, composed.values, kind))
-            yield f"'{dotted}' is a group of keys, not a value ({origin}); set one of {keys}"
+            yield f"'{dotted}' is a group of keys, not a value ({origin})" + (f"; set one of {keys}" if keys else "")
         else:
             yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
 
@@ -169,26 +183,35 @@ def _without_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int
 
 
 def _suggestion(parts: Sequence[int | str], values: Any, kind: type[Task]) -> str:
+    """The same key elsewhere, else the nearest key here, else all keys here."""
     above = "".join(f"{part}." for part in parts[:-1])
     word = str(parts[-1])
+    same = next((key for key in _leaves(RunConfig, {}, kind) if key.endswith(f".{word}") and key != above + word), None)
+    if same:
+        return f"did you mean '{same}'?"
     hint = nearest(word, [str(name) for name in _children_at(parts[:-1], values, kind)])
-    if hint.startswith("did you mean"):
-        return hint.replace("'", f"'{above}", 1)
-    same = [
-        dotted
-        for dotted in _leaves(RunConfig, {}, kind)
-        if dotted.rpartition(".")[2] == word and dotted != above + word
-    ]
-    return f"did you mean '{same[0]}'?" if same else hint
+    return hint.replace("'", f"'{above}", 1) if hint.startswith("did you mean") else hint
 
 
 def _children_at(parts: Sequence[int | str], values: Any, kind: type[Task]) -> dict[Any, Any]:
     """Names and types of the keys below a path."""
+    return _children(*_at(parts, values, kind), kind)
+
+
+def _tags(parts: Sequence[int | str], name: str, values: Any, kind: type[Task]) -> list[str]:
+    """The values that tell the branches of the union at a path from each other."""
+    annotation, _ = _at(parts, values, kind)
+    return [str(tag) for model in _models(annotation, None) for tag in _literals(model, name)]
+
+
+def _at(parts: Sequence[int | str], values: Any, kind: type[Task]) -> tuple[Any, Any]:
+    """The annotation at a path, and the value there if there is one."""
     annotation: Any = RunConfig
     for part in parts:
         annotation = _children(annotation, values, kind).get(part, Any)
-        values = values[part]
-    return _children(annotation, values, kind)
+        inside = dict(enumerate(values)) if isinstance(values, list) else values if isinstance(values, dict) else {}
+        values = inside.get(part)
+    return annotation, values
 
 
 def _children(annotation: Any, values: Any, kind: type[Task]) -> dict[Any, Any]:
@@ -211,13 +234,13 @@ def _models(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
     elif get_origin(annotation) in (Union, types.UnionType):
         branches = [model for branch in get_args(annotation) for model in _models(branch, values)]
         wanted = values.get("kind") if isinstance(values, dict) else None
-        yield from (model for model in branches if wanted is None or wanted in _kinds(model))
+        yield from (model for model in branches if wanted is None or wanted in _literals(model, "kind"))
     elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         yield annotation
 
 
-def _kinds(model: type[BaseModel]) -> tuple[Any, ...]:
-    field = model.model_fields.get("kind")
+def _literals(model: type[BaseModel], name: str) -> tuple[Any, ...]:
+    field = model.model_fields.get(name)
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 

@@ -63,7 +63,7 @@ def check(config: RunConfig) -> RunConfig:
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
         )
     old = resolve.read(folder / "config.yaml")
-    random = any(json.loads((path / "manifest.json").read_text())["state"]["random"] for path in newest)
+    random = any(commit.read(path).state["random"] for path in newest)
     if config.layout.micro_batch is None and (random or _divides(old.layout.micro_batch, config)):
         config = config.model_copy(
             update={"layout": config.layout.model_copy(update={"micro_batch": old.layout.micro_batch})}
@@ -109,9 +109,10 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
 
 
 def _same_data(path: Path, facts: dict[str, Any]) -> None:
-    if path.is_file() and "fingerprint" in facts:
+    if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))["data"]
-        if before.get("fingerprint") not in (None, facts["fingerprint"]):
+        known = [name for name in ("rows", "fingerprint") if name in before and name in facts]
+        if any(before[name] != facts[name] for name in known):  # another number of rows is another order
             differing = {k: (before.get(k), v) for k, v in facts.items() if before.get(k) != v}
             raise RunError(
                 f"{path.parent} was trained on other data; what differs (there, here): {differing}. Choose another "

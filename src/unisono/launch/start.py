@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,16 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
     Example:
         result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
     """
+    place = environment.place()
+    if place is not None and place.launcher == "unisono":
+        raise ConfigError(
+            "unisono.train was called by a process of a run, while it imported the task's file. Put the call under "
+            "`if __name__ == '__main__':`"
+        )
     instance = task if isinstance(task, Task) else None
     reference = task if isinstance(task, str) else reference_to(type(task) if isinstance(task, Task) else task)
-    if isinstance(config, RunConfig):
-        typed = config
+    if isinstance(config, RunConfig):  # its task's groups may be of no type yet, or not those of the task object
+        composed = Composed({**config.model_dump(mode="json", exclude_unset=True), "recipe": reference}, {})
     else:
         overrides = (
             [f"{key}={_grammar(value)}" for key, value in config.items()]
@@ -46,9 +54,11 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
             else list(config)
         )
         composed = compose(reference, overrides)
-        if instance is not None:
-            composed = _with_settings(composed, instance)
-        typed = resolve.validate(composed)
+    if instance is not None:
+        composed = _with_settings(composed, instance)
+    typed = resolve.validate(composed)
+    if instance is not None and _settings(instance) != _settings(typed):
+        instance = None  # the configuration changes its settings, so it is made anew, here as in other processes
     return start(typed, instance)
 
 
@@ -76,10 +86,13 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
     from unisono import trainer
     from unisono.data.order import Order, Plan
+    from unisono.observe import tensorboard
 
     assert isinstance(config.layout.world_size, int)
     split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
     task.check()
+    if config.observe.tensorboard:
+        tensorboard.check()
     source = trainer.rows_of(task)
     plan = Plan.of(
         Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
@@ -139,13 +152,8 @@ def outcome(path: Path) -> Any:
 
     seen = events.read(path / "events.jsonl")
     steps = [event for event in seen if not event.get("eval")]
-    evaluations = [event for event in seen if event.get("eval")]
-    kept = {
-        k: v
-        for k, v in (evaluations[-1] if evaluations else {}).items()
-        if k not in ("step", "eval", "rows", "seconds")
-    }
-    return Result(path, steps[-1]["step"] if steps else 0, steps[-1]["loss"] if steps else None, kept)
+    last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
+    return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
 
 
 def reference_to(kind: type[Task]) -> str:
@@ -207,9 +215,17 @@ def _with_micro_batch(config: RunConfig) -> RunConfig:
 def _with_settings(composed: Composed, task: Task) -> Composed:
     """Composed values with the settings that a task object already has; overrides of the same group win key by key."""
     values = dict(composed.values)
-    for group, settings in (("task", task.config), ("model", task.model_config), ("data", task.data_config)):
-        values[group] = {**settings.model_dump(mode="json"), **(values.get(group) or {})}
+    for group, settings in _settings(task).items():
+        values[group] = {**settings, **(values.get(group) or {})}
     return Composed(values, composed.origins)
+
+
+def _settings(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
+    """The settings of the three groups that belong to a task, as JSON values."""
+    task, model, data = (of.config, of.model_config, of.data_config) if isinstance(of, Task) else (
+        of.task, of.model, of.data
+    )  # fmt: skip
+    return {name: group.model_dump(mode="json") for name, group in (("task", task), ("model", model), ("data", data))}
 
 
 def _grammar(value: Any) -> str:
@@ -222,7 +238,9 @@ def _grammar(value: Any) -> str:
         return f"[{','.join(_grammar(item) for item in value)}]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_grammar(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, int | float):
-        return repr(value)
-    quoted = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{quoted}'"
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # a text is a text: nothing in it refers to other keys
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and "\\'"), text) + "'"

@@ -1,0 +1,157 @@
+"""Every key is either mathematics or harmless, and it is written down here which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import tasks
+from unisono.config import fingerprint, resolve
+from unisono.config.schema import RunConfig
+
+TASK = f"{tasks.__file__}:TransformerTask"
+BASE = (
+    "run.name=a", "layout={strategy: fsdp, world_size: 2, micro_batch: 4}", "schedules.depth={kind: wsd, peak: 2}",
+)  # fmt: skip
+
+HARMLESS = {
+    "run.name": "b",
+    "run.dir": "elsewhere",
+    "run.resume": "never",
+    "run.allow_change": "[optim.lr]",
+    "layout.strategy": "auto",
+    "layout.world_size": "4",
+    "layout.shards": "2",
+    "layout.micro_batch": "2",
+    "layout.device": "cpu",
+    "layout.reduction": "ordered",
+    "layout.compile": "true",
+    "layout.activation_checkpointing": "1",
+    "layout.defer_reduction": "true",
+    "layout.find_unused_parameters": "true",
+    "layout.bucket_mb": "3",
+    "layout.threads": "1",
+    "train.guard_every": "7",
+    "data.workers": "2",
+    "data.prefetch": "2",
+    "optim.implementation": "loop",
+    "eval.every": "3",
+    "eval.rows": "3",
+    "eval.micro_batch": "3",
+    "eval.at_end": "false",
+    "checkpoint.every": "3",
+    "checkpoint.keep": "3",
+    "checkpoint.at_end": "false",
+    "observe.log_every": "3",
+    "observe.progress": "false",
+    "observe.tensorboard": "true",
+    "launch.timeout": "3",
+    "launch.start_timeout": "3",
+}
+MATHEMATICS = {
+    "run.seed": "1",
+    "train.steps": "7",
+    "train.epochs": "2",
+    "train.global_batch": "64",
+    "train.clip_norm": "null",
+    "train.precision": "bf16",
+    "task.rows": "28",
+    "task.dropout": "0.1",
+    "task.embedding_penalty": "0.1",
+    "optim.kind": "sgd",
+    "optim.lr": "1",
+    "optim.weight_decay": "0.5",
+    "optim.decay_all": "true",
+    "optim.groups": "[{match: '*.bias', lr_scale: 2}]",
+    "optim.betas": "[0.5,0.5]",
+    "optim.eps": "1e-4",
+    "schedules.lr.kind": "linear",
+    "schedules.lr.warmup": "0.2",
+    "schedules.lr.start": "0.2",
+    "schedules.lr.floor": "0.2",
+    "schedules.lr.steps": "5",
+    "schedules.depth.kind": "linear",
+    "schedules.depth.peak": "3",
+    "schedules.depth.warmup": "0.3",
+    "schedules.depth.start": "0.3",
+    "schedules.depth.floor": "0.3",
+    "schedules.depth.steps": "3",
+    "schedules.depth.decay": "0.3",
+    "schedules.depth.shape": "sqrt",
+}
+BESIDE = {  # what has to change with a key for it to be allowed
+    "train.epochs": ("train.steps=null",),
+    "layout.shards": ("layout.strategy=hsdp",),
+    "layout.reduction": ("layout.strategy=auto",),
+    "layout.bucket_mb": ("layout.strategy=auto",),
+    "optim.kind": ("optim=sgd",),
+    "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
+}
+NOT_TO_BE_CHANGED = {"recipe", "layout.engine", "model", "schedules.lr.peak"}  # one value alone, or none
+
+
+def config(*overrides: str) -> RunConfig:
+    base = BASE if not any(word.startswith("schedules.depth={") for word in overrides) else BASE[:2]
+    return resolve.load(TASK, (*base, *overrides))[0]
+
+
+@pytest.fixture(scope="module")
+def base() -> RunConfig:
+    return config()
+
+
+def changed(key: str, value: str) -> RunConfig:
+    beside = BESIDE.get(key, ())
+    return config(*beside) if key.endswith(".kind") and beside else config(*beside, f"{key}={value}")
+
+
+def test_every_key_is_listed_here_as_mathematics_or_as_harmless(base: RunConfig):
+    assert set(fingerprint.flat(fingerprint.plain(base))) - NOT_TO_BE_CHANGED == set(HARMLESS) | set(MATHEMATICS)
+
+
+@pytest.mark.parametrize(("key", "value"), HARMLESS.items())
+def test_a_harmless_key_makes_no_other_run(base: RunConfig, key: str, value: str):
+    other = changed(key, value)
+    assert fingerprint.flat(fingerprint.plain(other))[key] != fingerprint.flat(fingerprint.plain(base))[key]
+    assert fingerprint.changes(base, other, random=False) == {}
+
+
+@pytest.mark.parametrize(("key", "value"), MATHEMATICS.items())
+def test_a_mathematical_key_makes_another_run_and_is_named(base: RunConfig, key: str, value: str):
+    other = changed(key, value)
+    found = fingerprint.changes(base, other, random=False)
+    assert found[key] == tuple(fingerprint.flat(fingerprint.plain(c))[key] for c in (base, other))
+    assert fingerprint.digest(base) != fingerprint.digest(other)
+
+
+def test_the_place_of_the_task_s_file_makes_no_other_run(base: RunConfig):
+    assert fingerprint.changes(base, base.model_copy(update={"recipe": "moved.py:TransformerTask"}), random=False) == {}
+
+
+def test_the_micro_batch_makes_another_run_where_a_forward_pass_is_random(base: RunConfig):
+    other = config("layout.micro_batch=2")
+    assert fingerprint.changes(base, other, random=True) == {"layout.micro_batch": (4, 2)}
+
+
+def test_two_layouts_of_one_run_have_one_digest(base: RunConfig):
+    assert fingerprint.digest(base) == fingerprint.digest(config("layout.strategy=ddp", "layout.world_size=4"))
+
+
+def test_a_key_that_only_one_configuration_has_is_a_change():
+    adamw, sgd = config(), config("optim=sgd")
+    found = fingerprint.changes(adamw, sgd, random=False)
+    assert found["optim.betas"] == ([0.9, 0.95], None)
+    assert found["optim.momentum"] == (None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "flat"),
+    [
+        ({"a": {"b": 1, "c": {"d": 2}}, "e": 3}, {"a.b": 1, "a.c.d": 2, "e": 3}),
+        ({"a": [{"b": 1}]}, {"a": [{"b": 1}]}),
+        ({"a": {}}, {"a": {}}),
+    ],
+)
+def test_values_are_flattened_to_dotted_keys_and_lists_stay_whole(values: dict[str, Any], flat: dict[str, Any]):
+    assert fingerprint.flat(values) == flat

@@ -1,0 +1,471 @@
+"""Every mistake is told at once, with its key, its value, where it was written, and the nearest key there is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.config import fingerprint, resolve
+from unisono.config.compose import Composed
+from unisono.config.schema import RunConfig
+from unisono.errors import ConfigError
+
+METHODS = """
+    def data(self): return [{"x": 1.0}] * 8
+    def build(self): ...
+    def counts(self, batch): ...
+    def outputs(self, model, batch, context): ...
+    def loss(self, outputs, batch, context): ...
+"""
+TASKS = f"""
+from typing import Annotated, Any, Literal
+from pydantic import BaseModel, Field, field_validator, model_validator
+import unisono
+
+class Plain(unisono.Task):
+    class Config(BaseModel):  # pydantic's own, which lets unknown keys pass
+        class Inner(BaseModel):
+            depth: int = 1
+        width: int = 4
+        inner: Inner = Inner()
+        free: dict[str, Any] = {{}}
+        @field_validator("width")
+        @classmethod
+        def _even(cls, width):
+            if width % 2:
+                raise ValueError("only even numbers here")
+            return width
+        @model_validator(mode="after")
+        def _not_both(self):
+            if self.width == 8 and self.inner.depth == 8:
+                raise ValueError("too large a network")
+            return self
+{METHODS}
+
+class Small(unisono.Settings):
+    kind: Literal["small"]
+    width: int = 3
+
+class Large(unisono.Settings):
+    kind: Literal["large"]
+    depth: int
+
+class Choosy(unisono.Task):
+    class Config(unisono.Settings):
+        width: int
+    Model = Annotated[Small | Large, Field(discriminator="kind")]
+    class Data(unisono.Data):
+        path: str = "here"
+{METHODS}
+
+class Tagged(unisono.Task):
+    class One(unisono.Settings):
+        form: Literal["one"]
+    class Two(unisono.Settings):
+        form: Literal["two"]
+    Model = Annotated[One | Two, Field(discriminator="form")]
+{METHODS}
+
+class Unfit(unisono.Task):
+    class Data(unisono.Settings):
+        path: str = "here"
+{METHODS}
+
+class Halved(unisono.Task):
+    def data(self): return []
+    def build(self): ...
+
+class NoTask:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("resolve")
+    (path / "tasks.py").write_text(TASKS, encoding="utf-8")
+    (path / "empty.py").write_text("", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # importing a task's file adds its folder
+
+
+def config(*overrides: str, task: str = "tasks.py:Plain") -> RunConfig:
+    return resolve.load(task, overrides)[0]
+
+
+def mistakes(*overrides: str, task: str = "tasks.py:Plain", config_dir: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve.load(task, overrides, config_dir)
+    return str(caught.value).splitlines()
+
+
+def choosy(*overrides: str) -> list[str]:
+    return mistakes("task.width=1", *overrides, task="tasks.py:Choosy")
+
+
+# what is right ---------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_is_typed_by_the_schema_and_by_the_task():
+    found = config("task.width=6", "optim=sgd", "optim.lr=1", "layout.world_size=2")
+    assert (found.task.width, found.optim.lr, found.layout.world_size) == (6, 1.0, 2)
+    assert [type(part).__name__ for part in (found.task, found.optim, found.layout)] == ["Config", "Sgd", "Layout"]
+
+
+def test_a_task_without_settings_needs_none():
+    assert config(task="tasks.py:Plain").model.model_dump() == {}
+
+
+def test_a_choice_in_a_task_s_own_union_is_typed():
+    found = config("task.width=1", "model.kind=large", "model.depth=3", "data.path=there", task="tasks.py:Choosy")
+    assert (type(found.model).__name__, found.model.depth, found.data.path) == ("Large", 3, "there")
+
+
+def test_a_task_s_own_free_dictionary_takes_any_key():
+    assert config("task.free.anything.at_all=3").task.free == {"anything": {"at_all": 3}}
+
+
+def test_null_for_a_group_of_the_task_means_its_defaults():
+    assert config("task=null").task.width == 4
+
+
+def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
+    import yaml
+
+    told = config("task.width=6", "optim.groups=[{match: '*.bias', lr_scale: 2}]", "schedules.x={kind: wsd, peak: 1}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(told)), encoding="utf-8")
+    assert resolve.read(tmp_path / "config.yaml") == told
+
+
+# unknown keys ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "hint"),
+    [
+        ("launhc.timeout=3", "launhc", "did you mean 'launch'?"),
+        ("train.step=3", "train.step", "did you mean 'train.steps'?"),
+        ("layout.micro_batches=3", "layout.micro_batches", "did you mean 'layout.micro_batch'?"),
+        ("optim.weight_dcay=3", "optim.weight_dcay", "did you mean 'optim.weight_decay'?"),
+        ("schedules.lr.flor=0.1", "schedules.lr.flor", "did you mean 'schedules.lr.floor'?"),
+        ("optim.groups=[{match: a, lr_scal: 2}]", "optim.groups.0.lr_scal", "did you mean 'optim.groups.0.lr_scale'?"),
+        (
+            "optim.groups=[{match: a}, {match: b, weigth_decay: 2}]",
+            "optim.groups.1.weigth_decay",
+            "did you mean 'optim.groups.1.weight_decay'?",
+        ),
+        ("task.widht=2", "task.widht", "did you mean 'task.width'?"),
+        ("task.inner.dept=2", "task.inner.dept", "did you mean 'task.inner.depth'?"),
+        ("data.prefetsh=2", "data.prefetsh", "did you mean 'data.prefetch'?"),
+        ("model.width=2", "model.width", "did you mean 'task.width'?"),
+    ],
+)
+def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: str, key: str, hint: str):
+    assert [line for line in mistakes(override) if "unknown" in line] == [
+        f"unknown key '{key}' (override '{override}'), {hint}"
+    ]
+
+
+def test_an_unknown_key_in_a_list_item_is_told_beside_the_key_that_is_missing_for_it():
+    assert mistakes("optim.groups=[{mach: a}]") == [
+        "'optim.groups.0.match' is missing",
+        "unknown key 'optim.groups.0.mach' (override 'optim.groups=[{mach: a}]'), did you mean 'optim.groups.0.match'?",
+    ]
+
+
+def test_an_unknown_key_far_from_all_others_is_told_with_the_keys_there_are():
+    assert mistakes("data.zzz=1") == ["unknown key 'data.zzz' (override 'data.zzz=1'), valid here: prefetch, workers"]
+
+
+@pytest.mark.parametrize(
+    ("override", "right"),
+    [
+        ("lr=3", "optim.lr"),
+        ("steps=3", "train.steps"),
+        ("world_size=3", "layout.world_size"),
+        ("seed=3", "run.seed"),
+        ("width=3", "task.width"),
+        ("train.lr=3", "optim.lr"),
+        ("optim.global_batch=3", "train.global_batch"),
+        ("layout.precision=bf16", "train.precision"),
+        ("train.micro_batch=4", "layout.micro_batch"),
+    ],
+)
+def test_a_key_given_at_the_wrong_level_is_told_where_it_belongs(override: str, right: str):
+    key = override.split("=")[0]
+    assert mistakes(override) == [f"unknown key '{key}' (override '{override}'), did you mean '{right}'?"]
+
+
+def test_an_unknown_key_in_a_union_is_compared_with_the_keys_of_the_chosen_branch():
+    for model, hint in (
+        ("{kind: large, depth: 1, dept: 2}", "did you mean 'model.depth'?"),
+        ("{kind: small, dept: 2}", "valid here: kind, width"),
+    ):
+        assert choosy(f"model={model}") == [f"unknown key 'model.dept' (override 'model={model}'), {hint}"]
+
+
+def test_an_unknown_key_of_a_user_s_file_is_told_with_its_line(tmp_path: Path):
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "own.yaml").write_text("kind: sgd\n\nmomentun: 0.9\n", encoding="utf-8")
+    told = mistakes("optim=own", config_dir=tmp_path)
+    assert told == [f"unknown key 'optim.momentun' ({tmp_path}/optim/own.yaml:3), did you mean 'optim.momentum'?"]
+
+
+@pytest.mark.parametrize("override", ["task.nothing=1", "task.inner.nothing=1"])
+def test_a_plain_pydantic_model_of_a_task_lets_no_unknown_key_pass_either(override: str):
+    assert mistakes(override)[0].startswith(f"unknown key '{override.split('=')[0]}'")
+
+
+# wrong and missing values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value", "reason"),
+    [
+        ("train.steps=many", "train.steps", "'many'", "should be a valid integer"),
+        ("train.steps=0", "train.steps", "0", "greater than 0"),
+        ("train.steps=1.5", "train.steps", "1.5", "valid integer"),
+        ("optim.lr=fast", "optim.lr", "'fast'", "should be a valid number"),
+        ("optim.lr=-1", "optim.lr", "-1", "greater than or equal to 0"),
+        ("optim.lr=inf", "optim.lr", "inf", "finite number"),
+        ("optim.lr=nan", "optim.lr", "nan", "finite number"),
+        ("optim.betas=[0.9, 2]", "optim.betas.1", "2", "less than or equal to 1"),
+        ("train.precision=fp16", "train.precision", "'fp16'", "'fp64', 'fp32' or 'bf16'"),
+        ("observe.progress=perhaps", "observe.progress", "'perhaps'", "valid boolean"),
+        ("schedules.lr.floor=2", "schedules.lr.floor", "2", "less than or equal to 1"),
+        ("layout.world_size=0", "layout.world_size", "0", "greater than 0"),
+        ("optim.groups=[{match: a, lr_scale: x}]", "optim.groups.0.lr_scale", "'x'", "valid number"),
+        ("optim.groups=3", "optim.groups", "3", "valid list"),
+        ("run.seed=-1", "run.seed", "-1", "greater than or equal to 0"),
+        ("task.width=wide", "task.width", "'wide'", "valid integer"),
+        ("task.inner.depth=deep", "task.inner.depth", "'deep'", "valid integer"),
+        ("data.workers=0", "data.workers", "0", "greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key_its_origin_and_the_reason(
+    override: str, key: str, value: str, reason: str
+):  # fmt: skip
+    told = mistakes(override)[0]
+    assert told.startswith(f"'{key}': input ")
+    assert told.endswith(f", got {value} (override '{override}')")
+    assert reason in told
+
+
+def test_a_wrong_value_in_the_branch_of_a_union_is_told_without_the_branch_s_name():
+    assert choosy("model.kind=large", "model.depth=deep")[0].startswith(
+        "'model.depth': input should be a valid integer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ((), "task.width"),
+        (("task.width=1", "model.kind=large"), "model.depth"),
+        (("task.width=1", "model.kind=small", "optim.groups=[{}]"), "optim.groups.0.match"),
+    ],
+)
+def test_a_missing_key_is_named_from_the_top(overrides: tuple[str, ...], key: str):
+    assert f"'{key}' is missing" in mistakes(*overrides, task="tasks.py:Choosy")
+
+
+def test_a_union_without_a_choice_is_told_with_its_choices():
+    assert choosy() == ["'model.kind' is missing; choose one of: small, large"]
+
+
+def test_a_schedule_without_a_kind_is_told_with_the_kinds():
+    assert mistakes("schedules.temperature.peak=3") == [
+        "'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt"
+    ]
+
+
+def test_a_choice_that_a_union_does_not_have_is_told_with_its_origin_and_the_choices():
+    assert choosy("model.kind=medium") == [
+        "'model.kind' must be one of: small, large, got 'medium' (override 'model.kind=medium')"
+    ]
+
+
+def test_a_union_may_be_told_apart_by_another_key_than_kind():
+    assert mistakes(task="tasks.py:Tagged") == ["'model.form' is missing; choose one of: one, two"]
+    assert mistakes("model.form=three", task="tasks.py:Tagged") == [
+        "'model.form' must be one of: one, two, got 'three' (override 'model.form=three')"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "keys"),
+    [
+        ("layout=ddp", ["layout.engine", "layout.strategy"]),
+        ("train=3", ["train.steps", "train.epochs"]),
+        ("schedules.lr=0.1", ["schedules.lr.peak"]),
+        ("task=3", ["task.width", "task.inner"]),
+        ("task.inner=3", ["task.inner.depth"]),
+    ],
+)
+def test_a_group_given_as_a_value_is_told_with_the_keys_in_it(override: str, keys: list[str]):
+    key = override.split("=")[0]
+    told = mistakes(override)[0]
+    assert told.startswith(f"'{key}' is a group of keys, not a value (override '{override}'); set one of {keys[0]}")
+    assert all(name in told for name in keys)
+
+
+@pytest.mark.parametrize("override", ["model=3", "task.free=3"])
+def test_a_group_given_as_a_value_is_not_told_of_keys_that_it_does_not_have(override: str):
+    key = override.split("=")[0]
+    assert mistakes(override) == [f"'{key}' is a group of keys, not a value (override '{override}')"]
+
+
+def test_a_task_s_own_check_of_a_value_is_told_with_the_key_and_the_origin():
+    assert mistakes("task.width=3") == ["'task.width': only even numbers here, got 3 (override 'task.width=3')"]
+
+
+def test_a_task_s_own_check_of_a_group_is_told_with_the_group():
+    told = mistakes("task.width=8", "task.inner.depth=8")
+    assert len(told) == 1
+    assert told[0].startswith("'task': too large a network, got ")
+
+
+def test_several_mistakes_are_told_at_once_each_on_its_line():
+    told = mistakes("task.width=wide", "train.steps=-1", "lr=3", "layout=ddp", "model.x=1")
+    starts = ["'task.width'", "unknown key 'model.x'", "'layout' is a group", "'train.steps'", "unknown key 'lr'"]
+    assert [next(start for start in starts if line.startswith(start)) for line in told] == starts
+
+
+def test_a_mistake_that_lies_between_two_keys_is_told_too():
+    assert mistakes("train.epochs=2") == [
+        "give either train.steps or train.epochs (got both steps=1000 and epochs=2.0); set the other one to null"
+    ]
+
+
+def test_a_data_group_that_is_not_made_from_unisono_s_is_refused():
+    assert mistakes(task="tasks.py:Unfit") == [
+        "tasks.py:Unfit: the task's Data type must extend unisono.config.schema.Data"
+    ]
+
+
+# the task --------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_file_that_is_not_there_is_named(folder: Path):
+    told = mistakes(task="nowhere.py:Plain")
+    assert told == [f"{folder.resolve()}/nowhere.py: no such file; a task is given as path/to/file.py:Class"]
+
+
+def test_a_class_that_the_file_does_not_have_is_told_with_the_nearest_task_in_it():
+    assert mistakes(task="tasks.py:Plan") == ["tasks.py has no class 'Plan', did you mean 'Plain'?"]
+
+
+def test_a_class_far_from_all_others_is_told_with_the_tasks_in_the_file():
+    assert mistakes(task="tasks.py:Zzzzzz") == [
+        "tasks.py has no class 'Zzzzzz', valid here: Choosy, Halved, Plain, Tagged, Unfit"
+    ]
+
+
+def test_a_file_without_tasks_is_told_to_have_none():
+    assert mistakes(task="empty.py:Plain") == ["empty.py has no class 'Plain', valid here: nothing"]
+
+
+@pytest.mark.parametrize("name", ["NoTask", "METHODS", "Annotated", "BaseModel"])
+def test_a_name_that_is_no_task_is_refused(name: str, folder: Path):
+    (folder / "names.py").write_text(TASKS + "\nMETHODS = 3\n", encoding="utf-8")
+    assert mistakes(task=f"names.py:{name}") == [f"names.py:{name} is not a unisono.Task"]
+
+
+def test_a_task_without_some_of_its_methods_is_told_which():
+    assert mistakes(task="tasks.py:Halved") == ["tasks.py:Halved does not define counts(), loss(), outputs()"]
+
+
+def test_a_task_may_lie_in_an_installed_package():
+    assert resolve.task_class("tests.tasks:LinearTask").__name__ == "LinearTask"
+
+
+def test_a_package_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"^nowhere\.tasks:Mine: there is no module 'nowhere\.tasks'$"):
+        resolve.task_class("nowhere.tasks:Mine")
+
+
+def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("unisono.recipes.language")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ConfigError, match=r"^language needs the package 'pyarrow.*': pip install 'unisono\[language\]'$"
+    ):
+        resolve.task_class("language")
+
+
+def test_two_files_of_the_same_name_in_folders_of_the_same_name_are_two_tasks(tmp_path: Path):
+    for number in (1, 2):
+        path = tmp_path / str(number) / "project" / "task.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(
+            f"import unisono\nclass Mine(unisono.Task):\n    number = {number}\n{METHODS}", encoding="utf-8"
+        )
+    found = [resolve.task_class(f"{tmp_path}/{number}/project/task.py:Mine").number for number in (1, 2, 1)]
+    assert found == [1, 2, 1]
+
+
+def test_a_file_is_imported_once_however_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "once.py").write_text(f"import unisono\nclass Mine(unisono.Task):\n{METHODS}", encoding="utf-8")
+    assert resolve.task_class("once.py:Mine") is resolve.task_class(f"{tmp_path}/./once.py:Mine")
+
+
+def test_a_file_whose_import_failed_is_tried_again(tmp_path: Path):
+    path = tmp_path / "broken.py"
+    path.write_text("raise RuntimeError('not today')", encoding="utf-8")
+    with pytest.raises(RuntimeError, match="not today"):
+        resolve.task_class(f"{path}:Mine")
+    path.write_text(f"import unisono\nclass Mine(unisono.Task):\n{METHODS}\n", encoding="utf-8")
+    assert resolve.task_class(f"{path}:Mine").__name__ == "Mine"
+
+
+def test_a_task_file_can_import_its_neighbours(tmp_path: Path):
+    (tmp_path / "neighbour_of_a_task.py").write_text("NUMBER = 7", encoding="utf-8")
+    text = "import neighbour_of_a_task, unisono\nclass Mine(unisono.Task):\n    n = neighbour_of_a_task.NUMBER\n"
+    (tmp_path / "task.py").write_text(text + METHODS, encoding="utf-8")
+    assert resolve.task_class(f"{tmp_path}/task.py:Mine").n == 7
+
+
+# files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read as a configuration: .*No such file"):
+        resolve.read(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [1", "cannot be read as a configuration"),
+        ("- 1\n- 2\n", "holds a list, not keys and values"),
+        ("", "holds a NoneType, not keys and values"),
+        ("run: {name: x}\n", "does not say its task"),
+        ("recipe: 3\n", "does not say its task"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str):
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        resolve.read(tmp_path / "config.yaml")
+
+
+def test_a_mistake_in_a_run_s_configuration_is_told_with_the_file(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("recipe: tasks.py:Plain\ntrain: {stesp: 3}\noptim: {kind: sgd}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        resolve.read(path)
+    assert f"unknown key 'train.stesp' ({path}), did you mean 'train.steps'?" in str(caught.value)
+
+
+def test_a_configuration_without_a_task_is_refused():
+    with pytest.raises(ConfigError, match="set recipe=NAME"):
+        resolve.validate(Composed({"train": {"steps": 1}}, {}))

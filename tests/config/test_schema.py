@@ -1,0 +1,176 @@
+"""What values may stand beside each other."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from unisono.config.schema import Layout, Run, RunConfig, Settings, Sgd, Train
+
+
+def refusal(kind: type[Settings], /, **values: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        kind(**values)
+    return "\n".join(error["msg"] for error in caught.value.errors())
+
+
+def config(**groups: Any) -> dict[str, Any]:
+    return {"recipe": "x", "train": {"steps": 1}, "optim": {"kind": "adamw"}, **groups}
+
+
+# a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a/b", "/a", "..", ".", "", "a/", "../a"])
+def test_a_run_s_name_that_is_not_one_folder_is_refused(name: str):
+    assert f"run.name must be the name of one folder, not {name!r}" in refusal(Run, name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "a b", "v1.0-ä", "...a"])
+def test_a_run_s_name_may_be_any_one_folder(name: str):
+    assert Run(name=name).name == name
+
+
+def test_a_resume_that_must_happen_needs_the_name_of_the_run():
+    assert "run.resume=must needs run.name" in refusal(Run, resume="must")
+
+
+# a layout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"strategy": "single", "world_size": 2}, "layout.strategy=single is one process, but layout.world_size=2"),
+        ({"strategy": "hsdp", "world_size": 4}, "layout.strategy=hsdp needs layout.shards"),
+        ({"strategy": "fsdp", "shards": 2}, "layout.shards belongs to layout.strategy=hsdp, but the strategy is fsdp"),
+        ({"shards": 2}, "layout.shards belongs to layout.strategy=hsdp, but the strategy is auto"),
+        (
+            {"reduction": "ordered", "strategy": "fsdp"},
+            "layout.reduction=ordered works with single and ddp, not with fsdp",
+        ),
+        (
+            {"reduction": "ordered", "strategy": "hsdp", "shards": 2},
+            "layout.reduction=ordered works with single and ddp, not with hsdp",
+        ),
+        ({"defer_reduction": True, "strategy": "ddp"}, "layout.defer_reduction belongs to fsdp and hsdp; ddp reduces"),
+        ({"defer_reduction": True}, "layout.defer_reduction belongs to fsdp and hsdp; auto reduces"),
+        ({"bucket_mb": 25, "strategy": "fsdp"}, "layout.bucket_mb belongs to ddp, but the strategy is fsdp"),
+        ({"bucket_mb": 25, "strategy": "single"}, "layout.bucket_mb belongs to ddp, but the strategy is single"),
+    ],
+)
+def test_a_layout_whose_keys_do_not_fit_each_other_is_refused(values: dict[str, Any], told: str):
+    assert told in refusal(Layout, **values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "single", "world_size": 1},
+        {"strategy": "hsdp", "world_size": 4, "shards": 2},
+        {"strategy": "hsdp", "world_size": "auto", "shards": 3},
+        {"strategy": "ddp", "reduction": "ordered"},
+        {"strategy": "fsdp", "defer_reduction": True},
+        {"strategy": "auto", "bucket_mb": 25},
+    ],
+)
+def test_a_layout_whose_keys_fit_each_other_is_taken(values: dict[str, Any]):
+    assert Layout(**values).model_dump(include=set(values)) == values
+
+
+def test_shards_that_do_not_divide_the_processes_are_refused_with_all_numbers_that_do():
+    told = refusal(Layout, strategy="hsdp", world_size=12, shards=5)
+    assert "layout.shards=5 does not divide layout.world_size=12" in told
+    listed = [int(number) for number in re.findall(r"\d+", told.partition("these do:")[2])]
+    assert listed == [1, 2, 3, 4, 6, 12]
+    assert all(Layout(strategy="hsdp", world_size=12, shards=number).shards == number for number in listed)
+
+
+# a length --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_counted_in_both_steps_and_epochs_is_refused():
+    assert "give either train.steps or train.epochs (got both steps=3 and epochs=1.5)" in refusal(
+        Train, steps=3, epochs=1.5
+    )
+
+
+def test_a_run_counted_in_nothing_is_refused():
+    assert "give either train.steps or train.epochs (got neither)" in refusal(Train)
+
+
+def test_a_run_may_be_counted_in_parts_of_an_epoch():
+    assert Train(epochs=0.5).epochs == 0.5
+
+
+# optimizers and schedules ----------------------------------------------------------------------------------------
+
+
+def test_a_scheduled_scalar_cannot_take_the_name_of_what_every_event_holds():
+    told = refusal(RunConfig, **config(schedules={"loss": {"kind": "constant", "peak": 1.0}}))
+    assert "schedules.loss: events use the name 'loss'; choose another" in told
+
+
+def test_nesterov_without_momentum_is_refused():
+    assert "optim.nesterov=true needs optim.momentum > 0" in refusal(Sgd, kind="sgd", nesterov=True)
+
+
+def test_nesterov_with_momentum_is_taken():
+    assert Sgd(kind="sgd", nesterov=True, momentum=0.9).nesterov
+
+
+def test_a_second_largest_value_of_the_learning_rate_is_refused():
+    told = refusal(RunConfig, **config(schedules={"lr": {"kind": "constant", "peak": 1.0}}))
+    assert "schedules.lr.peak=1.0 would contradict optim.lr=0.0003; leave it null" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("weight_decay", "optim.weight_decay=0.01"), ("clip_norm", "train.clip_norm=1.0")]
+)
+def test_a_second_largest_value_of_what_the_optimizer_has_is_refused(name: str, key: str):
+    told = refusal(RunConfig, **config(schedules={name: {"kind": "constant", "peak": 2.0}}))
+    assert f"schedules.{name}.peak=2.0 would contradict {key}" in told
+
+
+def test_a_schedule_of_a_value_that_is_not_set_is_refused():
+    told = refusal(
+        RunConfig, **config(train={"steps": 1, "clip_norm": None}, schedules={"clip_norm": {"kind": "linear"}})
+    )
+    assert "schedules.clip_norm" in told
+    assert "train.clip_norm" in told
+
+
+def test_a_schedule_of_the_task_s_own_without_a_largest_value_is_refused():
+    told = refusal(RunConfig, **config(schedules={"depth": {"kind": "linear"}}))
+    assert "schedules.depth.peak is missing: the largest value of 'depth'" in told
+
+
+def test_a_schedule_of_the_task_s_own_with_a_largest_value_is_taken():
+    assert RunConfig(**config(schedules={"depth": {"kind": "linear", "peak": 4}})).schedules["depth"].peak == 4
+
+
+# all settings ----------------------------------------------------------------------------------------------------
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(ValidationError, match="frozen"):
+        Train(steps=1).steps = 2  # type: ignore[misc]
+
+
+def test_settings_take_no_key_that_they_do_not_know():
+    assert "Extra inputs are not permitted" in refusal(Train, steps=1, step=2)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_settings_take_no_number_that_is_not_finite(value: float):
+    assert "finite" in refusal(Train, steps=1, clip_norm=value)
+
+
+def test_the_defaults_of_all_settings_are_checked_themselves():
+    class Wrong(Settings):
+        width: int = "wide"  # type: ignore[assignment]
+
+    assert "valid integer" in refusal(Wrong)

@@ -1,0 +1,166 @@
+"""What torchrun and Slurm put into the environment, read and completed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import ConfigError
+from unisono.launch.environment import complete, place
+from unisono.place import Place
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]",
+}  # fmt: skip
+
+
+def completed(**variables: str) -> dict[str, str]:
+    environment = {**SLURM, **variables}
+    found = place(environment)
+    assert found is not None
+    complete(found, environment)
+    return environment
+
+
+def test_nobody_launched_a_process_without_variables():
+    assert place({}) is None
+    assert place({"PATH": "/bin", "MASTER_ADDR": "a"}) is None
+
+
+# torchrun -----------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_s_variables_are_a_place():
+    assert place(TORCHRUN) == Place(3, 4, 1, 2, "torchrun")
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_torchrun_s_variables_in_part_are_refused_with_the_one_that_is_missing(name: str):
+    with pytest.raises(ConfigError, match=f"not {name}; unset them or set all"):
+        place({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+def test_all_missing_variables_of_torchrun_are_named_at_once():
+    with pytest.raises(ConfigError, match="not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT;"):
+        place({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_processes_of_our_own_launcher_are_told_from_those_of_torchrun():
+    assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == Place(3, 4, 1, 2, "unisono")
+    assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == Place(3, 4, 1, 2, "torchrun")
+
+
+def test_torchrun_inside_of_slurm_is_torchrun():
+    found = place({**SLURM, **TORCHRUN})
+    assert found is not None
+    assert found.launcher == "torchrun"
+
+
+def test_torchrun_s_address_is_left_as_it_is():
+    environment = dict(TORCHRUN)
+    complete(Place(3, 4, 1, 2, "torchrun"), environment)
+    assert environment == TORCHRUN
+
+
+# Slurm --------------------------------------------------------------------------------------------------------------
+
+
+def test_slurm_s_variables_are_a_place():
+    assert place(SLURM) == Place(3, 4, 1, 2, "slurm")
+
+
+def test_a_batch_script_is_no_process_of_a_step():
+    batch = {key: value for key, value in SLURM.items() if "STEP" not in key}
+    assert place({**batch, "SLURM_NTASKS": "4"}) is None
+
+
+def test_the_step_s_number_of_tasks_counts_and_not_the_job_s():
+    found = place({**SLURM, "SLURM_NTASKS": "99"})
+    assert found is not None
+    assert found.world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [
+        ("4", [4]),
+        ("2(x3)", [2, 2, 2]),
+        ("2(x3),1", [2, 2, 2, 1]),
+        ("1,3", [1, 3]),
+        ("3,2(x2),1(x2)", [3, 2, 2, 1, 1]),
+        ("16(x10)", [16] * 10),
+    ],
+)
+def test_the_tasks_of_each_host_are_read_from_slurm_s_short_form(text: str, tasks: list[int]):
+    for node, count in enumerate(tasks):
+        variables = {
+            "SLURM_STEP_TASKS_PER_NODE": text,
+            "SLURM_NODEID": str(node),
+            "SLURM_STEP_NUM_TASKS": str(sum(tasks)),
+        }
+        found = place({**SLURM, **variables})
+        assert found is not None
+        assert found.local_world_size == count
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+def test_any_short_form_that_slurm_can_write_is_read(tasks: list[int]):
+    runs: list[list[int]] = []
+    for count in tasks:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    found = [
+        place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)}) for node in range(len(tasks))
+    ]
+    assert [where.local_world_size for where in found if where] == tasks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[003-005,9],login1", "gpu003"),
+        ("gpu[7]", "gpu7"),
+        ("gpu[7,9-12]", "gpu7"),
+        ("a-[1,3]-x", "a-1-x"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("c1-b2.site.org", "c1-b2.site.org"),
+    ],
+)
+def test_the_first_host_of_a_step_is_where_its_processes_meet(nodes: str, first: str):
+    assert completed(SLURM_STEP_NODELIST=nodes)["MASTER_ADDR"] == first
+
+
+def test_all_processes_of_a_step_agree_on_the_port():
+    assert len({completed(SLURM_PROCID=str(rank))["MASTER_PORT"] for rank in range(4)}) == 1
+
+
+@pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}])
+def test_another_step_or_job_has_another_port(other: dict[str, str]):
+    assert completed()["MASTER_PORT"] != completed(**other)["MASTER_PORT"]
+
+
+@given(st.integers(1, 2**31), st.integers(0, 1000))
+def test_a_port_is_one_that_a_user_may_open(job: int, step: int):
+    assert 20000 <= int(completed(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))["MASTER_PORT"]) < 40000
+
+
+def test_an_address_that_the_user_has_set_is_kept():
+    found = completed(MASTER_ADDR="mine", MASTER_PORT="5")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("mine", "5")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_is_the_first(rank: Any):
+    assert Place(rank, 2, rank, 2).is_first == (rank == 0)

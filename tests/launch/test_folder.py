@@ -1,0 +1,293 @@
+"""The run directory: refused before anything is touched, continued only by the same mathematics."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tasks
+from unisono.checkpoint import commit
+from unisono.config import fingerprint, resolve
+from unisono.config.schema import RunConfig
+from unisono.errors import RunError
+from unisono.launch import folder
+from unisono.place import Alone
+
+TASK = f"{tasks.__file__}:LinearTask"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(*overrides: str, name: str | None = "a") -> RunConfig:
+    given = [f"run.name={name}"] if name else []
+    return resolve.load(TASK, [*given, "layout.world_size=1", *overrides])[0]
+
+
+def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") -> Path:
+    return folder.make(config(*overrides, name=name), facts or {}, tasks.LinearTask())
+
+
+def checkpoint(path: Path, random: bool = False, step: int = 3) -> None:
+    """A checkpoint of nothing."""
+    commit.save(path / "checkpoints", step, [], {"step": step, "random": random, "micro_batch": 4}, Alone(), keep=9)
+
+
+def refusal(told: RunConfig) -> str:
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(RunError) as caught:
+        folder.check(told)
+    assert sorted(Path().rglob("*")) == before
+    return str(caught.value)
+
+
+# names --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_the_name_it_was_given():
+    assert folder.named(config(name="mine")).run.name == "mine"
+
+
+def test_a_run_without_a_name_gets_one_from_the_task_and_the_time():
+    name = folder.named(config(name=None)).run.name
+    assert name is not None
+    assert name.startswith("tasks-2")
+
+
+def test_two_runs_without_a_name_never_share_a_folder():
+    names = []
+    for _ in range(5):
+        told = folder.named(config(name=None))
+        folder.path_of(told).mkdir(parents=True)
+        names.append(told.run.name)
+    assert len(set(names)) == 5
+
+
+def test_a_job_that_is_queued_again_finds_its_run_by_its_number():
+    assert folder.named(config(name=None), job="77").run.name == "tasks-job77"
+    make(name="tasks-job77")
+    assert folder.named(config(name=None), job="77").run.name == "tasks-job77"
+
+
+# a new run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_there_yet_is_not_made_by_the_check(here: Path):
+    folder.check(config())
+    assert list(here.iterdir()) == []
+
+
+def test_a_run_is_written_down_so_that_it_can_be_read_back():
+    told = config("task.rows=7", "optim=sgd")
+    path = folder.make(told, {"rows": 7}, tasks.LinearTask())
+    assert resolve.read(path / "config.yaml") == told
+
+
+def test_a_run_is_described_with_its_mathematics_data_and_versions():
+    described = json.loads((make(facts={"rows": 7}) / "fingerprint.json").read_text())
+    assert described["mathematics"] == fingerprint.digest(config())
+    assert described["data"] == {"rows": 7}
+    assert {"unisono", "python", "torch", "numpy"} <= described["versions"].keys()
+
+
+def test_a_task_can_leave_its_assets_with_the_run():
+    class Leaving(tasks.LinearTask):
+        def save_assets(self, directory: Path) -> None:
+            (directory / "vocabulary.txt").write_text("a b c")
+
+    path = folder.make(config(), {}, Leaving())
+    assert (path / "assets" / "vocabulary.txt").read_text() == "a b c"
+
+
+@pytest.mark.parametrize("place", ["file", "file/deeper"])
+def test_a_place_where_nothing_can_be_written_is_refused_by_name(here: Path, place: str):
+    (here / "file").write_text("no folder")
+    told = refusal(config(f"run.dir={place}"))
+    assert told.startswith(f"{place}/a: ")
+    assert told.endswith("cannot be written to (Not a directory); choose another run.dir")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_place_that_even_root_cannot_write_to_is_refused():
+    assert "cannot be written to" in refusal(config("run.dir=/proc/sys"))
+
+
+def test_a_place_that_becomes_unwritable_after_the_check_is_refused_by_name(here: Path):
+    told = config("run.dir=place")
+    folder.check(told)
+    (here / "place").write_text("no folder")
+    with pytest.raises(RunError, match=r"place/a cannot be written: .*; choose another run\.dir"):
+        folder.make(told, {}, tasks.LinearTask())
+
+
+def test_a_folder_with_other_things_in_it_is_refused(here: Path):
+    (here / "runs" / "a").mkdir(parents=True)
+    (here / "runs" / "a" / "thesis.tex").write_text("…")
+    assert refusal(config()) == (
+        "runs/a is not empty and is not a run (it has no config.yaml); choose another run.name"
+    )
+
+
+def test_an_empty_folder_is_taken(here: Path):
+    (here / "runs" / "a").mkdir(parents=True)
+    assert folder.check(config()) == config()
+
+
+# a run that is there ------------------------------------------------------------------------------------------------
+
+
+def test_the_same_configuration_goes_on_with_its_run():
+    make()
+    told = folder.check(config())
+    assert fingerprint.changes(config(), told, random=True) == {}
+
+
+@pytest.mark.parametrize(
+    "override", ["layout.world_size=4", "observe.progress=false", "eval.rows=3", "run.resume=must"]
+)
+def test_a_harmless_change_goes_on_with_the_run(override: str):
+    checkpoint(make())
+    assert folder.check(config(override)).run.name == "a"
+
+
+def test_another_run_is_refused_with_every_key_that_differs():
+    make("task.rows=7", "optim.lr=1")
+    told = refusal(config("task.rows=8", "optim.lr=2", "observe.progress=false"))
+    assert told.splitlines() == [
+        "runs/a already holds another run:",
+        "  optim.lr: 1.0 there, 2.0 here",
+        "  task.rows: 7 there, 8 here",
+        "Choose another run.name, or go on with these changes by run.allow_change=[optim.lr,task.rows]",
+    ]
+
+
+def test_the_way_out_that_a_refusal_offers_works():
+    make("task.rows=7", "optim.lr=1")
+    offered = refusal(config("task.rows=8", "optim.lr=2")).rpartition(" by ")[2]
+    assert folder.check(config("task.rows=8", "optim.lr=2", offered)).optim.lr == 2
+
+
+def test_allowing_one_change_allows_no_other():
+    make("task.rows=7", "optim.lr=1")
+    told = refusal(config("task.rows=8", "optim.lr=2", "run.allow_change=[optim.lr]"))
+    assert "task.rows: 7 there, 8 here" in told
+    assert "optim.lr" not in told
+
+
+def test_a_run_that_must_not_be_resumed_is_refused():
+    make()
+    assert refusal(config("run.resume=never")).startswith("runs/a already holds a run, and run.resume=never;")
+
+
+def test_a_run_that_must_not_be_resumed_is_taken_where_there_is_none():
+    assert folder.check(config("run.resume=never")).run.resume == "never"
+
+
+def test_a_run_that_must_be_resumed_is_refused_where_there_is_none():
+    assert refusal(config("run.resume=must")).startswith(
+        "runs/a has no checkpoint to resume from, and run.resume=must;"
+    )
+
+
+def test_a_run_that_must_be_resumed_is_refused_where_it_has_no_checkpoint_yet():
+    make()
+    assert refusal(config("run.resume=must")).startswith("runs/a has no checkpoint to resume from")
+
+
+def test_a_run_that_must_be_resumed_is_taken_where_it_has_a_checkpoint():
+    checkpoint(make())
+    assert folder.check(config("run.resume=must")).run.resume == "must"
+
+
+def test_a_configuration_of_the_run_that_cannot_be_read_is_named():
+    (make() / "config.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"runs/a/config\.yaml cannot be read as a configuration"):
+        folder.check(config())
+
+
+# micro-batches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_resumed_run_keeps_its_micro_batch_where_it_fits(world_size: int):
+    checkpoint(make("train.global_batch=16", "layout.micro_batch=4"))
+    told = folder.check(config("train.global_batch=16", f"layout.world_size={world_size}"))
+    assert told.layout.micro_batch == 4
+
+
+def test_a_resumed_run_takes_another_micro_batch_where_the_old_one_does_not_fit():
+    checkpoint(make("train.global_batch=16", "layout.micro_batch=4"))
+    told = folder.check(config("train.global_batch=16", "layout.world_size=8"))
+    assert told.layout.micro_batch is None
+
+
+def test_a_resumed_run_that_draws_random_numbers_keeps_its_micro_batch_even_where_it_does_not_fit():
+    checkpoint(make("train.global_batch=16", "layout.micro_batch=4"), random=True)
+    told = folder.check(config("train.global_batch=16", "layout.world_size=8"))
+    assert told.layout.micro_batch == 4
+
+
+def test_a_micro_batch_that_the_user_gives_counts_where_nothing_is_random():
+    checkpoint(make("train.global_batch=16", "layout.micro_batch=4"))
+    assert folder.check(config("train.global_batch=16", "layout.micro_batch=8")).layout.micro_batch == 8
+
+
+def test_another_micro_batch_is_refused_where_a_forward_pass_draws_random_numbers():
+    checkpoint(make("layout.micro_batch=4"), random=True)
+    assert "layout.micro_batch: 4 there, 8 here" in refusal(config("layout.micro_batch=8"))
+
+
+def test_another_micro_batch_is_taken_where_it_is_allowed():
+    checkpoint(make("layout.micro_batch=4"), random=True)
+    told = folder.check(config("layout.micro_batch=8", "run.allow_change=[layout.micro_batch]"))
+    assert told.layout.micro_batch == 8
+
+
+def test_the_newest_checkpoint_says_whether_a_forward_pass_is_random():
+    path = make("layout.micro_batch=4")
+    checkpoint(path, random=True, step=3)
+    checkpoint(path, random=False, step=10)
+    assert folder.check(config("layout.micro_batch=8")).layout.micro_batch == 8
+
+
+# data ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"rows": 7, "fingerprint": "x"}, {"rows": 7, "fingerprint": "y"}),
+        ({"rows": 7, "fingerprint": "x"}, {"rows": 8, "fingerprint": "x"}),
+        ({"rows": 7}, {"rows": 8}),
+    ],
+)
+def test_a_run_is_not_continued_on_other_data(before: dict[str, Any], now: dict[str, Any]):
+    path = make(facts=before)
+    content = {file: file.read_text() for file in path.rglob("*.*")}
+    with pytest.raises(RunError) as caught:
+        make("optim.lr=9", facts=now)
+    assert str(caught.value).startswith("runs/a was trained on other data; what differs (there, here): ")
+    assert {file: file.read_text() for file in path.rglob("*.*")} == content
+
+
+def test_what_differs_in_the_data_is_told():
+    make(facts={"rows": 7, "fingerprint": "x"})
+    with pytest.raises(RunError, match=r"\{'fingerprint': \('x', 'y'\)\}"):
+        make(facts={"rows": 7, "fingerprint": "y"})
+
+
+def test_facts_that_do_not_touch_the_order_may_change():
+    make(facts={"rows": 7, "held_out": 3, "steps": 10})
+    make(facts={"rows": 7, "held_out": 4, "steps": 20})
+
+
+def test_the_same_data_go_on():
+    make(facts={"rows": 7, "fingerprint": "x"})
+    assert make(facts={"rows": 7, "fingerprint": "x"}).is_dir()

@@ -1,0 +1,257 @@
+"""Real processes, started as a user starts them: that they work, and how they end when one of them does not.
+
+Each test starts what it needs in a folder of its own; a process is known by the folder it works in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch import jobs
+from unisono import cli
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a")
+LONG = ("train.steps=5000", "task.sleep=0.02", "checkpoint.at_end=false")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    jobs.task_file(tmp_path)
+    (tmp_path / "marks").mkdir()
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def by_hand(
+    words: Sequence[Sequence[str]], cwd: Path, ranks: Sequence[int], world: int
+) -> list[subprocess.CompletedProcess[str]]:
+    """Processes started with torchrun's variables, but each with words of its own; not all of them need be there."""
+    port = str(free_port())
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                jobs.started(
+                    [jobs.UNISONO, *own], cwd, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                    LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
+                )
+            )
+            for rank, own in zip(ranks, words, strict=True)
+        ]  # fmt: skip
+        ends = [process.communicate(timeout=90) for process in processes]
+    return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
+
+
+# processes that work ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A finished run on two processes, and what its command said."""
+    folder = tmp_path_factory.mktemp("two")
+    jobs.task_file(folder)
+    words = ("train", "small.py:Small", "train.global_batch=8", "run.name=a", "train.steps=6", "layout.world_size=2")
+    return folder, jobs.unisono(*words, cwd=folder)
+
+
+def test_two_processes_finish_with_exit_code_0(two: tuple[Path, subprocess.CompletedProcess[str]]):
+    folder, done = two
+    assert done.returncode == 0, done.stderr
+    assert layout_of(folder) == (2, "ddp")
+
+
+def written(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((folder / "runs" / "a" / "config.yaml").read_text())
+    return found
+
+
+def layout_of(folder: Path) -> tuple[int | str, str]:
+    layout = written(folder)["layout"]
+    return layout["world_size"], layout["strategy"]
+
+
+def test_two_processes_say_everything_once(two: tuple[Path, subprocess.CompletedProcess[str]]):
+    _, done = two
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(set(lines))
+    assert sum(line.startswith("step 6/6") for line in lines) == 1
+    assert done.stderr == ""
+
+
+def test_each_process_keeps_a_log_of_its_own(two: tuple[Path, subprocess.CompletedProcess[str]]):
+    logs = sorted((two[0] / "runs" / "a" / "logs").iterdir())
+    assert [path.name for path in logs] == ["rank-00000.log", "rank-00001.log"]
+    assert all("step 6 loss" in path.read_text() for path in logs)
+
+
+def test_two_processes_compute_what_one_computes(
+    two: tuple[Path, subprocess.CompletedProcess[str]], here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main([*TRAIN, "train.steps=6", "layout.world_size=1", "layout.threads=1"]) == 0
+    mine, theirs = jobs.events(here / "runs" / "a"), jobs.events(two[0] / "runs" / "a")
+    timed = {"seconds", "rows_per_second", "data_wait"}
+    assert len(mine) == 7
+    for one, other in zip(mine, theirs, strict=True):
+        assert {k: v for k, v in other.items() if k not in timed} == pytest.approx(
+            {k: v for k, v in one.items() if k not in timed}, rel=1e-5, abs=1e-7
+        )
+
+
+SCRIPT = """
+if __name__ == "__main__":
+    words = {"train.steps": 4, "train.global_batch": 8, "run.name": "a", "observe.progress": False}
+    result = unisono.train(Small(Small.Config(rows=24)), {**words, "layout.world_size": 2})
+    print(result.folder, result.step, result.loss, sorted(result.evaluation))
+"""
+
+
+def test_a_script_can_train_its_own_task_on_two_processes(here: Path):
+    path = here / "script.py"
+    path.write_text(jobs.SMALL + SCRIPT)
+    done = jobs.finished([sys.executable, "script.py"], here)
+    assert done.returncode == 0, done.stderr
+    steps = [event for event in jobs.events(here / "runs" / "a") if not event.get("eval")]
+    assert done.stdout == f"runs/a 4 {steps[-1]['loss']} ['bias', 'loss']\n"
+    assert written(here)["task"]["rows"] == 24
+
+
+def test_a_script_without_a_guard_is_told_so_instead_of_starting_itself_over_and_over(here: Path):
+    path = here / "script.py"
+    path.write_text(jobs.SMALL + SCRIPT.replace('if __name__ == "__main__":', "if True:"))
+    done = jobs.finished([sys.executable, "script.py"], here)
+    assert done.returncode == 1
+    assert "Put the call under `if __name__ == '__main__':`" in done.stderr
+    assert len(list((here / "runs").iterdir())) == 1
+
+
+# a process that fails -----------------------------------------------------------------------------------------------
+
+
+def test_the_traceback_of_the_process_that_raised_is_the_headline(here: Path):
+    done = jobs.unisono(*TRAIN, "train.steps=6", "layout.world_size=2", "task.raises=1", cwd=here)
+    assert done.returncode == 1
+    assert done.stderr.startswith("unisono: error: rank 1 failed")
+    assert done.stderr.splitlines()[1].startswith("Traceback (most recent call last):")
+    assert done.stderr.rstrip().endswith("RuntimeError: the sky fell")
+    assert done.stderr.count("Traceback (most recent call last):") == 1
+    assert jobs.working_in(here) == []
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_with_the_step_the_rank_and_the_row(here: Path):
+    done = jobs.unisono(*TRAIN, "train.steps=20", "layout.world_size=2", "task.nan=7", cwd=here)
+    assert done.returncode == 3
+    told = done.stderr.splitlines()
+    assert len(told) == 1
+    made = jobs.events(here / "runs" / "a")[-1]["step"]
+    assert told[0].startswith(f"unisono: error: step {made + 1}: the loss is not finite")
+    assert "rank " in told[0]
+    assert "source rows [7]: term 'square'" in told[0]
+
+
+def test_a_process_that_was_killed_is_named_and_takes_all_others_with_it(here: Path):
+    with jobs.started(
+        [jobs.UNISONO, *TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"], here
+    ) as process:
+        pids = jobs.training(here / "marks", 2)
+        os.kill(pids[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=10)
+        assert jobs.working_in(here) == []
+    assert process.returncode == 1
+    assert errors.startswith("unisono: error: rank 1 died without a message (killed by signal 9; out of memory?)")
+
+
+# a launcher that is stopped -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_interruption_ends_every_process_and_says_how_to_go_on(here: Path, world_size: int):
+    words = [*TRAIN, *LONG, f"layout.world_size={world_size}", f"task.marks={here}/marks"]
+    with jobs.started([jobs.UNISONO, *words], here) as process:
+        jobs.training(here / "marks", world_size)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+        assert jobs.all_gone(here, 1)
+    assert process.returncode == 130
+    assert "unisono: interrupted; every process has ended." in errors
+    assert "Traceback" not in errors
+
+
+def test_a_launcher_that_was_killed_leaves_no_orphans(here: Path):
+    with jobs.started(
+        [jobs.UNISONO, *TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"], here
+    ) as process:
+        assert len(jobs.training(here / "marks", 2)) == 2
+        process.kill()
+        assert jobs.all_gone(here, 10)
+
+
+# processes that somebody else starts --------------------------------------------------------------------------------
+
+
+def test_torchrun_can_start_the_processes(here: Path, two: tuple[Path, subprocess.CompletedProcess[str]]):
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"]
+    words = [*TRAIN, "train.steps=6", "layout.world_size=7"]  # torchrun decides the number
+    done = jobs.finished([*command, "--no-python", jobs.UNISONO, *words], here)
+    assert done.returncode == 0, done.stderr
+    mine, theirs = jobs.events(here / "runs" / "a"), jobs.events(two[0] / "runs" / "a")
+    assert [event["loss"] for event in mine] == [event["loss"] for event in theirs]
+    assert layout_of(here) == (2, "ddp")
+
+
+def test_ranks_with_different_configurations_are_refused_with_the_key(here: Path):
+    words = [[*TRAIN, f"optim.lr={lr}"] for lr in (0.1, 0.2)]
+    first, second = by_hand(words, here, (0, 1), 2)
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr == (
+        "unisono: error on rank 0: ranks 0 and 1 were given different configurations, in optim.lr: optim.lr is 0.1 "
+        "here and 0.2 there. Start all processes with one command.\n"
+    )
+    assert not (here / "runs").exists()
+
+
+def test_what_the_first_rank_refuses_ends_all_ranks_and_is_told_once(here: Path):
+    words = [*TRAIN, "layout.micro_batch=3"]
+    first, second = by_hand([words, words], here, (0, 1), 2)
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith("unisono: error on rank 0: layout.micro_batch=3 does not divide the 4 rows")
+    assert second.stderr == ""
+
+
+@pytest.mark.parametrize(("present", "absent"), [((0,), "ranks 1, 2 did not start"), ((0, 2), "rank 1 did not start")])
+def test_a_rank_that_does_not_come_is_named(here: Path, present: tuple[int, ...], absent: str):
+    words = [*TRAIN, "launch.start_timeout=5"]
+    first, *others = by_hand([words] * len(present), here, present, 3)
+    told = f"unisono: error on rank 0: rank 0: of 3 processes, {absent} within 5 s (launch.start_timeout)\n"
+    assert told in first.stderr  # torch warns before it
+    assert {done.returncode for done in (first, *others)} == {5}
+
+
+def test_a_first_rank_that_does_not_come_is_told_with_its_address(here: Path):
+    (done,) = by_hand([[*TRAIN, "launch.start_timeout=1"]], here, (2,), 3)
+    assert done.returncode == 5
+    assert "unisono: error on rank 2: rank 2 could not meet the other processes at 127.0.0.1:" in done.stderr
+
+
+def test_a_launcher_s_variables_in_part_are_refused(here: Path):
+    done = jobs.unisono(*TRAIN, cwd=here, RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("unisono: error: RANK and WORLD_SIZE are set, as by torchrun, but not LOCAL_RANK")

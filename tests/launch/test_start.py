@@ -1,0 +1,416 @@
+"""From a configuration to a run: what `auto` comes to, what is refused before anything starts, and `unisono.train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono
+from tests import tasks
+from tests.launch import jobs
+from tests.tasks import LinearTask
+from unisono.config import resolve
+from unisono.config.schema import RunConfig
+from unisono.engines.torch import devices
+from unisono.errors import ConfigError, DataError, RunError, UnisonoError
+from unisono.launch import local, start
+from unisono.observe import events
+from unisono.place import Place
+
+TASK = f"{tasks.__file__}:LinearTask"
+SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host with other accelerators than this one."""
+
+    def has(kind: str, count: int) -> None:
+        monkeypatch.setattr(devices, "accelerators", lambda: (kind, count))
+
+    return has
+
+
+def config(*overrides: str) -> RunConfig:
+    return resolve.load(TASK, overrides)[0]
+
+
+def layout(*overrides: str, place: Place | None = None) -> tuple[int | str, str, str]:
+    found = start.concrete(config(*overrides), place).layout
+    return found.world_size, found.strategy, found.device
+
+
+def refusal(*overrides: str, place: Place | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        start.concrete(config(*overrides), place)
+    return str(caught.value)
+
+
+# what auto comes to -------------------------------------------------------------------------------------------------
+
+
+def test_without_an_accelerator_a_run_is_one_process_on_the_cpu(host: Any):
+    host("cpu", 0)
+    assert layout() == (1, "single", "cpu")
+
+
+def test_with_accelerators_a_run_has_one_process_for_each(host: Any):
+    host("cuda", 4)
+    assert layout() == (4, "ddp", "cuda")
+
+
+def test_a_run_that_asks_for_the_cpu_is_one_process_though_there_are_accelerators(host: Any):
+    host("cuda", 4)
+    assert layout("layout.device=cpu") == (1, "single", "cpu")
+
+
+def test_a_run_that_asks_for_one_process_gets_one_though_there_are_more_accelerators(host: Any):
+    host("cuda", 4)
+    assert layout("layout.strategy=single") == (1, "single", "cuda")
+
+
+def test_more_processes_than_accelerators_run_on_the_cpu(host: Any):
+    host("cuda", 1)
+    assert layout("layout.world_size=2") == (2, "ddp", "cpu")
+
+
+def test_double_precision_runs_on_the_cpu_where_the_accelerator_has_none(host: Any):
+    host("mps", 1)
+    assert layout("train.precision=fp64") == (1, "single", "cpu")
+
+
+def test_double_precision_runs_on_cuda(host: Any):
+    host("cuda", 1)
+    assert layout("train.precision=fp64") == (1, "single", "cuda")
+
+
+def test_a_launcher_decides_the_number_of_processes(host: Any):
+    host("cpu", 0)
+    assert layout("layout.world_size=7", place=Place(3, 4, 1, 2, "torchrun")) == (4, "ddp", "cpu")
+
+
+def test_a_launcher_s_processes_on_this_host_decide_the_device(host: Any):
+    host("cuda", 2)
+    assert layout(place=Place(3, 4, 1, 2, "slurm")) == (4, "ddp", "cuda")
+    assert layout(place=Place(3, 4, 3, 4, "slurm")) == (4, "ddp", "cpu")
+
+
+def test_a_strategy_that_was_asked_for_is_kept(host: Any):
+    host("cpu", 0)
+    assert layout("layout.strategy=fsdp", "layout.world_size=2") == (2, "fsdp", "cpu")
+
+
+def test_an_ordered_reduction_runs_on_one_thread_per_process(host: Any):
+    host("cpu", 0)
+    assert start.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
+
+
+def test_a_host_s_cores_are_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: range(12), raising=False)
+    assert [start.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
+
+
+# what a host cannot give --------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_there_is_refused(host: Any):
+    host("cpu", 0)
+    assert refusal("layout.device=cuda") == "layout.device=cuda: this host has no accelerator; use auto or cpu"
+
+
+def test_a_device_of_another_kind_is_refused_with_the_kind_that_is_there(host: Any):
+    host("xpu", 2)
+    assert refusal("layout.device=cuda") == "layout.device=cuda: this host has 2 × xpu; use auto or cpu"
+
+
+def test_more_processes_than_devices_are_refused_where_the_device_was_asked_for(host: Any):
+    host("cuda", 1)
+    assert refusal("layout.device=cuda", "layout.world_size=2") == (
+        "layout.device=cuda: 2 processes on this host, but only 1 cuda device; use layout.world_size=1 or "
+        "layout.device=cpu"
+    )
+
+
+@pytest.mark.parametrize("override", ["layout.strategy=fsdp", "layout.strategy=ddp", "train.precision=fp64"])
+def test_what_mps_cannot_do_is_refused(host: Any, override: str):
+    host("mps", 1)
+    told = refusal("layout.device=mps", "layout.world_size=1", override)
+    assert told.startswith("layout.device=mps: one process (layout.strategy=single) in fp32 or bf16 only")
+
+
+def test_an_ordered_reduction_over_an_odd_number_of_processes_is_refused_with_the_next_powers_of_two(host: Any):
+    host("cpu", 0)
+    told = refusal("layout.reduction=ordered", "layout.world_size=6")
+    assert told == "layout.reduction=ordered needs a power of two of processes, not 6; use 4 or 8"
+
+
+def test_what_a_launcher_s_number_of_processes_makes_impossible_is_refused(host: Any):
+    host("cpu", 0)
+    told = refusal("layout.strategy=hsdp", "layout.shards=2", place=Place(0, 3, 0, 3, "torchrun"))
+    assert told == "layout.shards=2 does not divide layout.world_size=3; these do: [1, 3]"
+
+
+def test_several_processes_of_a_launcher_cannot_be_a_single_one(host: Any, monkeypatch: pytest.MonkeyPatch):
+    host("cpu", 0)
+    told = refusal("layout.strategy=single", place=Place(0, 2, 0, 2, "torchrun"))
+    assert "layout.strategy=single is one process, but layout.world_size=2" in told
+
+
+# before processes start ---------------------------------------------------------------------------------------------
+
+
+class NoNumbers(LinearTask):
+    def data(self) -> Any:
+        return (row for row in range(3))
+
+
+class NoRows(LinearTask):
+    def data(self) -> Any:
+        return []
+
+
+class Choosy(LinearTask):
+    def check(self) -> None:
+        raise DataError("the file of names is missing")
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        (NoNumbers(), r"NoNumbers\.data\(\) returned a generator, whose rows cannot be had by number"),
+        (NoRows(), r"NoRows\.data\(\) has no rows"),
+        (Choosy(), "the file of names is missing"),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_refused(task: LinearTask, told: str):
+    with pytest.raises(DataError, match=told):
+        start.preflight(task, start.concrete(config(), None))
+
+
+def test_less_than_one_row_of_an_epoch_is_refused():
+    told = start.concrete(config("train.steps=null", "train.epochs=0.001"), None)
+    with pytest.raises(ConfigError, match=r"train\.epochs=0\.001 of 40 rows is less than one row"):
+        start.preflight(LinearTask(), told)
+
+
+def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
+    class Telling(tasks.TransformerTask):
+        def facts(self) -> dict[str, Any]:
+            return {"words": 61}
+
+    told = start.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
+    assert start.preflight(Telling(), told) == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
+
+
+# train, from Python -------------------------------------------------------------------------------------------------
+
+
+def test_a_task_object_is_trained_with_its_own_settings():
+    result = unisono.train(LinearTask(LinearTask.Config(rows=9, features=2)), SHORT)
+    assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 2}
+    assert json.loads((result.folder / "fingerprint.json").read_text())["data"]["rows"] == 9
+
+
+def test_the_result_of_a_run_tells_its_folder_its_length_its_loss_and_its_evaluation():
+    result = unisono.train(tasks.TransformerTask, {**SHORT, "run.name": "a"})
+    told = events.read(result.folder / "events.jsonl")
+    assert (result.folder, result.step) == (Path("runs/a"), 3)
+    assert result.loss == [event["loss"] for event in told if not event.get("eval")][-1]
+    assert result.evaluation["accuracy"] == told[-1]["accuracy"]
+    assert set(result.evaluation) == {"loss", "loss/length", "loss/next", "accuracy"}
+
+
+def test_overrides_may_be_a_dictionary_or_a_list_of_texts():
+    texts = ["train.steps=3", "train.global_batch=8", "observe.progress=false", "layout.threads=1"]
+    assert unisono.train(LinearTask, SHORT).loss == unisono.train(LinearTask, texts).loss
+
+
+def test_a_reference_may_be_given_instead_of_a_class():
+    assert unisono.train(TASK, SHORT).loss == unisono.train(LinearTask, SHORT).loss
+
+
+def test_an_override_changes_the_settings_of_a_task_object_and_leaves_the_others():
+    task = LinearTask(LinearTask.Config(rows=9, features=2))
+    result = unisono.train(task, {**SHORT, "task.features": 5})
+    assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 5}
+    expected = unisono.train(LinearTask(LinearTask.Config(rows=9, features=5)), SHORT)
+    assert result.loss == expected.loss  # what is written down is what was trained
+
+
+def typed(**task: Any) -> RunConfig:
+    return RunConfig(
+        recipe="anything", optim={"kind": "sgd"}, train={"steps": 3, "global_batch": 8}, task=task,
+        observe={"progress": False}, layout={"threads": 1},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", [LinearTask, LinearTask(), TASK])
+def test_a_typed_configuration_is_taken_with_a_class_an_object_or_a_reference(task: Any):
+    result = unisono.train(task, typed(features=2))
+    written = resolve.read(result.folder / "config.yaml")
+    assert (written.task.features, written.optim.kind, result.step) == (2, "sgd", 3)
+
+
+def test_a_typed_configuration_leaves_alone_what_it_does_not_say_about_a_task_object():
+    result = unisono.train(LinearTask(LinearTask.Config(features=5)), typed(rows=9))
+    assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 5}
+
+
+def test_a_configuration_that_was_loaded_can_be_trained():
+    loaded = config("train.steps=3", "observe.progress=false", "task.features=2")
+    assert unisono.train(LinearTask, loaded).step == 3
+
+
+def test_a_mistake_in_an_override_is_told_as_on_the_command_line():
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'optim\.lrr' \(override 'optim\.lrr=3'\), did you mean 'optim\.lr'\?"
+    ):
+        unisono.train(LinearTask, {"optim.lrr": 3})
+
+
+def test_a_mistake_in_a_typed_configuration_s_task_is_told():
+    with pytest.raises(ConfigError, match=r"unknown key 'task\.row' \(default\), did you mean 'task\.rows'\?"):
+        unisono.train(LinearTask, typed(row=3))
+
+
+def test_a_task_that_was_defined_in_a_function_is_refused():
+    class Inner(LinearTask):
+        pass
+
+    with pytest.raises(ConfigError, match="Inner is defined inside a function or class; move it to the top level"):
+        unisono.train(Inner, SHORT)
+
+
+def test_a_task_that_was_defined_in_no_file_is_refused():
+    space: dict[str, Any] = {"LinearTask": LinearTask, "__name__": "nowhere"}
+    exec("class Lost(LinearTask): pass", space)
+    with pytest.raises(ConfigError, match="Lost is not defined in a file, so no other process can import it"):
+        unisono.train(space["Lost"], SHORT)
+
+
+def test_the_task_of_a_packaged_recipe_is_called_by_its_name():
+    from unisono.recipes.language.task import Language
+
+    assert start.reference_to(Language) == "language"
+
+
+def test_a_run_goes_on_where_it_was_interrupted():
+    first = unisono.train(LinearTask, {**SHORT, "run.name": "a", "checkpoint.every": 2, "checkpoint.at_end": False})
+    again = unisono.train(LinearTask, {**SHORT, "run.name": "a"})
+    assert again.loss == first.loss
+    assert [event["step"] for event in events.read(Path("runs/a/events.jsonl"))] == [1, 2, 3]
+
+
+def test_a_run_that_is_finished_is_not_trained_again():
+    first = unisono.train(tasks.TransformerTask, {**SHORT, "run.name": "a"})
+    again = unisono.train(tasks.TransformerTask, {**SHORT, "run.name": "a"})
+    assert (again.step, again.loss, dict(again.evaluation)) == (3, None, dict(first.evaluation))
+
+
+def test_every_error_that_a_caller_can_mend_is_a_unisono_error():
+    for bad in ({"layout.device": "tpu9"}, {"train.global_batch": 7, "layout.world_size": 2}, {"zzz": 1}):
+        with pytest.raises(UnisonoError):
+            unisono.train(LinearTask, {**SHORT, **bad})
+
+
+def test_a_process_of_a_run_cannot_start_a_run_while_it_imports_its_task(monkeypatch: pytest.MonkeyPatch):
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in torchrun:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "unisono-1")
+    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started by a process of a run"))
+    with pytest.raises(ConfigError, match="Put the call under `if __name__ == '__main__':`"):
+        unisono.train(LinearTask, {**SHORT, "layout.world_size": 2})
+
+
+@pytest.mark.parametrize("guard", ["if True:", "if __name__ == '__main__':"])
+def test_a_script_that_trains_its_own_task_runs_once(here: Path, guard: str):
+    path = jobs.task_file(here, "script.py")
+    call = f"{guard}\n    print('trained', unisono.train(Small, {SHORT}).step)\n"
+    path.write_text(f"{path.read_text()}\n{call}")
+    told = jobs.finished([sys.executable, "script.py"], here)
+    assert (told.returncode, told.stdout) == (0, "trained 3\n"), told.stderr
+    assert len(list((here / "runs").iterdir())) == 1
+
+
+# Python values as overrides -----------------------------------------------------------------------------------------
+
+TEXTS = st.text("ab \\'\"${}[]:,=#\n~é()*?%.-0", max_size=9)
+NAMES = st.text("abc", min_size=1, max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def through_hydra(value: Any) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    parsed = OverridesParser.create().parse_override(f"x={start._grammar(value)}")
+    return OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"]  # type: ignore[index]
+
+
+@given(VALUES)
+def test_any_plain_value_of_python_comes_through_as_it_is(value: Any):
+    assert through_hydra(value) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float64(0.1), 0.1),
+        (np.int64(3), 3),
+        ((1, 2), [1, 2]),
+        (Path("/a/b c"), "/a/b c"),
+        ({"a": np.float32(0.5)}, {"a": 0.5}),
+        (r"C:\data\new", r"C:\data\new"),
+        ("${HOME}/x", "${HOME}/x"),
+        ("3", "3"),
+        ("null", "null"),
+        ("", ""),
+        (1e-7, 1e-7),
+    ],
+)
+def test_values_of_other_kinds_come_through_as_plain_ones(value: Any, plain: Any):
+    found = through_hydra(value)
+    assert (found, type(found)) == (plain, type(plain))
+
+
+# what a run left behind ---------------------------------------------------------------------------------------------
+
+
+def test_the_outcome_of_a_run_without_a_step_is_empty(here: Path):
+    (here / "events.jsonl").write_text("")
+    found = start.outcome(here)
+    assert (found.folder, found.step, found.loss, dict(found.evaluation)) == (here, 0, None, {})
+
+
+def test_the_outcome_of_a_run_is_its_last_step_and_its_last_evaluation(here: Path):
+    (here / "events.jsonl").write_text(
+        '{"step": 1, "loss": 3.0}\n{"step": 1, "eval": true, "loss": 9.0, "rows": 2, "seconds": 1.0}\n'
+        '{"step": 2, "loss": 2.0}\n{"step": 2, "eval": true, "loss": 8.0, "accuracy": 0.5, "rows": 2, "seconds": 1.0}\n'
+    )
+    found = start.outcome(here)
+    assert (found.step, found.loss, dict(found.evaluation)) == (2, 2.0, {"loss": 8.0, "accuracy": 0.5})
+
+
+def test_another_run_in_the_same_folder_is_refused_from_python_too():
+    unisono.train(LinearTask, {**SHORT, "run.name": "a"})
+    with pytest.raises(RunError, match=r"runs/a already holds another run:\n  optim\.lr: 0\.0003 there, 0\.5 here"):
+        unisono.train(LinearTask, {**SHORT, "run.name": "a", "optim.lr": 0.5})

@@ -1,0 +1,331 @@
+"""The command line: what it prints, what it refuses before any process starts, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import tasks
+from tests.launch import jobs
+from unisono import cli, errors, trainer
+from unisono.checkpoint import commit
+from unisono.engines.torch import devices
+from unisono.launch import local, start
+from unisono.version import __version__
+
+SPIRALS = f"{Path(__file__).parents[1]}/examples/spirals.py:Spirals"
+LINEAR = f"{tasks.__file__}:LinearTask"
+TRANSFORMER = f"{tasks.__file__}:TransformerTask"
+SHORT = ("train.steps=3", "train.global_batch=8", "observe.progress=false", "layout.threads=1", "layout.world_size=1")
+
+Told = tuple[int, str, str]
+Command = Callable[..., Told]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def unisono(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command, in this process: its exit code, and what it wrote to the two outputs."""
+
+    def run(*words: object) -> Told:
+        capsys.readouterr()
+        code = cli.main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(unisono: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The error of a `train` that may start nothing and leave nothing behind."""
+    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(trainer, "run", lambda *_: pytest.fail("training was started"))
+
+    def run(*words: object) -> str:
+        before = sorted(Path().rglob("*"))
+        code, _, told = unisono("train", *words)
+        assert code == 2
+        assert told.startswith("unisono: error: ")
+        assert "Traceback" not in told
+        assert sorted(Path().rglob("*")) == before
+        return told.removeprefix("unisono: error: ").rstrip("\n")
+
+    return run
+
+
+# help ---------------------------------------------------------------------------------------------------------------
+
+
+def loaded(*words: str) -> set[str]:
+    """The modules that a command loads, in a process of its own."""
+    command = [sys.executable, "-X", "importtime", "-m", "unisono", *words]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return {line.rpartition("|")[2].strip() for line in told.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("--version",), ()])
+def test_asking_for_help_loads_nothing_heavy(words: tuple[str, ...]):
+    found = loaded(*words)
+    assert "unisono.cli" in found
+    roots = {name.split(".")[0] for name in found}
+    assert not roots & {"torch", "jax", "pydantic", "hydra", "omegaconf", "numpy", "yaml", "rich", "transformers"}
+
+
+def test_help_lists_every_verb(unisono: Command):
+    code, told, _ = unisono()
+    assert code == 0
+    assert all(f"  {verb} " in told for verb in ("train", "check", "config", "evaluate", "generate"))
+
+
+def test_the_version_is_told(unisono: Command, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        unisono("--version")
+    assert capsys.readouterr().out == f"unisono {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("trian", "language"), ("train",), ("train", "language", "--confg-dir", "x"), ("config", LINEAR, "x=1", "-v")],
+)
+def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
+    unisono: Command, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as caught:
+        unisono(*words)
+    assert caught.value.code == 2
+    assert "usage: unisono" in capsys.readouterr().err
+
+
+# config and check ---------------------------------------------------------------------------------------------------
+
+
+def test_config_prints_every_setting_with_its_value_and_its_origin(unisono: Command):
+    code, told, _ = unisono("config", LINEAR, "optim.lr=0.5", "task.rows=9")
+    lines = {line.split(": ")[0]: line for line in told.splitlines()}
+    assert code == 0
+    assert lines["optim.lr"].split() == ["optim.lr:", "0.5", "#", "override", "'optim.lr=0.5'"]
+    assert lines["task.rows"].split() == ["task.rows:", "9", "#", "override", "'task.rows=9'"]
+    assert lines["schedules.lr.kind"].endswith("# unisono/config/groups/schedules/cosine.yaml:2")
+    assert lines["launch.timeout"].split() == ["launch.timeout:", "600.0", "#", "default"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_option_may_stand_before_or_after_the_overrides(unisono: Command, here: Path, before: bool):
+    (here / "conf" / "task").mkdir(parents=True)
+    (here / "conf" / "task" / "few.yaml").write_text("rows: 5\n")
+    overrides = ("task=few", "optim.lr=1")
+    words = ("--config-dir", "conf", LINEAR, *overrides) if before else (LINEAR, "--config-dir", "conf", *overrides)
+    code, told, _ = unisono("config", *words)
+    assert code == 0
+    assert "# conf/task/few.yaml:1" in told
+    assert "# override 'optim.lr=1'" in told
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(unisono: Command, here: Path):
+    (here / "conf").mkdir()
+    code, told, _ = unisono("config", LINEAR, "optim.lr=1", "--config-dir", "conf", "optim.lr=2")
+    assert code == 0
+    assert "# override 'optim.lr=2'" in told
+
+
+def test_check_says_what_would_run_and_leaves_nothing_behind(unisono: Command, here: Path):
+    code, told, _ = unisono("check", SPIRALS, *SHORT, "run.name=a", "layout.device=cpu")
+    assert code == 0
+    assert told.splitlines() == [
+        f"{SPIRALS} can run: 1 × cpu, single, fp32", "  rows: 2000", "  held_out: 500", "  steps: 3", "  run: runs/a",
+    ]  # fmt: skip
+    assert list(here.iterdir()) == []
+
+
+def test_check_refuses_what_train_would_refuse(unisono: Command):
+    code, _, told = unisono("check", LINEAR, "layout.world_size=3", "train.global_batch=8")
+    assert code == 2
+    assert "train.global_batch=8 cannot be split evenly over layout.world_size=3" in told
+
+
+# train, on one process ----------------------------------------------------------------------------------------------
+
+
+def test_train_leaves_a_run_with_its_events_its_configuration_and_a_checkpoint(unisono: Command):
+    code, *_ = unisono("train", SPIRALS, *SHORT, "run.name=a")
+    assert code == 0
+    assert [event["step"] for event in jobs.events(Path("runs/a"))] == [1, 2, 3, 3]
+    assert [path.name for path in commit.find(Path("runs/a/checkpoints"))] == ["step-00000003"]
+    assert Path("runs/a/config.yaml").is_file()
+
+
+def test_the_same_command_again_makes_no_step_twice(unisono: Command):
+    words = ("train", LINEAR, *SHORT, "run.name=a")
+    assert [unisono(*words)[0], unisono(*words)[0]] == [0, 0]
+    assert [event["step"] for event in jobs.events(Path("runs/a"))] == [1, 2, 3]
+
+
+def test_evaluate_tells_what_the_run_told_at_its_end(unisono: Command):
+    unisono("train", TRANSFORMER, *SHORT, "run.name=a")
+    code, told, _ = unisono("evaluate", "runs/a")
+    values = dict(line.split(": ") for line in told.splitlines())
+    last = jobs.events(Path("runs/a"))[-1]
+    assert code == 0
+    assert float(values["loss"]) == pytest.approx(last["loss"], rel=1e-5)
+    assert float(values["accuracy"]) == pytest.approx(last["accuracy"], abs=1e-5)
+
+
+@pytest.mark.parametrize("words", [("evaluate",), ("generate", "a prompt")])
+def test_a_folder_that_is_no_run_is_refused(unisono: Command, here: Path, words: tuple[str, ...]):
+    code, _, told = unisono(words[0], here, *words[1:])
+    assert code == 2
+    assert told.startswith(f"unisono: error: {here} is not a run")
+
+
+def test_a_run_without_a_checkpoint_cannot_be_evaluated(unisono: Command):
+    unisono("train", TRANSFORMER, *SHORT, "run.name=a", "checkpoint.at_end=false")
+    code, _, told = unisono("evaluate", "runs/a")
+    assert (code, told) == (2, "unisono: error: runs/a has no checkpoint yet\n")
+
+
+def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(unisono: Command):
+    unisono("train", LINEAR, *SHORT, "run.name=a")
+    code, _, told = unisono("evaluate", "runs/a")
+    assert (code, told) == (2, "unisono: error: runs/a: the task holds no rows out\n")
+
+
+# exit codes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("no"), 2),
+        (errors.DataError("no"), 2),
+        (errors.NonFiniteError("no"), 3),
+        (errors.GuardError("no"), 4),
+        (errors.DeadlineError("no"), 5),
+        (local.WorkerError("no", 7), 7),
+    ],
+)
+def test_an_error_ends_in_one_line_and_its_own_exit_code(
+    unisono: Command, monkeypatch: pytest.MonkeyPatch, error: errors.UnisonoError, code: int
+):
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(start, "start", fail)
+    assert unisono("train", LINEAR) == (code, "", "unisono: error: no\n")
+
+
+def test_an_interruption_ends_in_130_and_says_how_to_go_on(unisono: Command, monkeypatch: pytest.MonkeyPatch):
+    def fail(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "start", fail)
+    code, _, told = unisono("train", LINEAR)
+    assert code == 130
+    assert "The same command with run.name=… goes on from the newest checkpoint." in told
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(unisono: Command, monkeypatch: pytest.MonkeyPatch):
+    def fail(_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(start, "start", fail)
+    with pytest.raises(KeyError, match="ours"):
+        unisono("train", LINEAR)
+
+
+def test_an_error_that_comes_late_still_tells_where_its_keys_were_written(unisono: Command):
+    _, _, told = unisono("check", LINEAR, "layout.world_size=3", "train.global_batch=8")
+    assert told.splitlines()[1:] == [
+        "  train.global_batch is from override 'train.global_batch=8'",
+        "  layout.world_size is from override 'layout.world_size=3'",
+    ]
+
+
+# what is refused before any process starts --------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_refused(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=2", "optim.lrr=3")
+    assert told == "unknown key 'optim.lrr' (override 'optim.lrr=3'), did you mean 'optim.lr'?"
+
+
+def test_a_wrong_type_is_refused(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=2", "train.steps=many")
+    assert told.startswith("'train.steps': input should be a valid integer")
+    assert told.endswith("got 'many' (override 'train.steps=many')")
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(refused: Callable[..., str], here: Path):
+    (here / "file").write_text("no folder")
+    told = refused(LINEAR, "layout.world_size=2", "run.dir=file", "run.name=a")
+    assert told.startswith(
+        f"file/a: {here.resolve()}/file cannot be written to (Not a directory); choose another run.dir"
+    )
+
+
+def test_more_processes_than_rows_in_the_global_batch_are_refused(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=6", "train.global_batch=4")
+    assert "layout.world_size=6 is more than the 4 rows of train.global_batch" in told
+    assert "layout.world_size is from override 'layout.world_size=6'" in told
+
+
+def test_a_global_batch_that_cannot_be_split_is_refused_with_numbers_that_work(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=3", "train.global_batch=8")
+    assert "These world sizes can: [1, 2, 4, 8]; or these global batches: [6, 9]" in told
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused_with_numbers_that_work(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=2", "train.global_batch=8", "layout.micro_batch=3")
+    assert "These micro-batches do: [1, 2, 4]; or these global batches: [6, 12]" in told
+
+
+def test_a_directory_that_holds_another_run_is_refused(unisono: Command, monkeypatch: pytest.MonkeyPatch):
+    unisono("train", LINEAR, *SHORT, "run.name=a")
+    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started"))
+    code, _, told = unisono("train", LINEAR, *SHORT[:-1], "run.name=a", "optim.lr=0.5", "layout.world_size=2")
+    assert code == 2
+    assert told.splitlines()[:3] == [
+        "unisono: error: runs/a already holds another run:",
+        "  optim.lr: 0.0003 there, 0.5 here",
+        "Choose another run.name, or go on with these changes by run.allow_change=[optim.lr]",
+    ]
+    assert "  optim.lr is from override 'optim.lr=0.5'" in told
+
+
+def test_a_device_that_is_not_there_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "accelerators", lambda: ("cpu", 0))
+    told = refused(LINEAR, "layout.device=cuda")
+    assert told.splitlines() == [
+        "layout.device=cuda: this host has no accelerator; use auto or cpu",
+        "  layout.device is from override 'layout.device=cuda'",
+    ]
+
+
+def test_a_strategy_that_the_device_cannot_do_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "accelerators", lambda: ("mps", 1))
+    told = refused(LINEAR, "layout.device=mps", "layout.strategy=fsdp", "layout.world_size=1")
+    assert told.startswith("layout.device=mps: one process (layout.strategy=single) in fp32 or bf16 only")
+
+
+def test_a_task_file_that_is_not_there_is_refused(refused: Callable[..., str], here: Path):
+    told = refused("nowhere.py:Mine", "layout.world_size=2")
+    assert told == f"{here.resolve()}/nowhere.py: no such file; a task is given as path/to/file.py:Class"
+
+
+def test_a_schedule_that_is_longer_than_the_run_is_refused(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=2", "train.steps=10", "schedules.lr.warmup=20")
+    assert "schedules.lr" in told
+
+
+def test_a_run_that_must_be_resumed_where_there_is_none_is_refused(refused: Callable[..., str]):
+    told = refused(LINEAR, "layout.world_size=2", "run.name=a", "run.resume=must")
+    assert told.startswith("runs/a has no checkpoint to resume from, and run.resume=must")

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono import errors
+from unisono.errors import nearest
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UnisonoError)]
+
+
+def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
+    assert all(issubclass(kind, errors.UnisonoError) and issubclass(errors.UnisonoError, ValueError) for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.ConfigError, 2),
+        (errors.DataError, 2),
+        (errors.RunError, 2),
+        (errors.CheckpointError, 2),
+        (errors.NonFiniteError, 3),
+        (errors.GuardError, 4),
+        (errors.DeadlineError, 5),
+    ],
+)
+def test_a_script_can_tell_faults_apart_by_the_exit_code(kind: type[errors.UnisonoError], code: int):
+    assert kind.exit_code == code
+
+
+def test_every_error_has_an_exit_code_that_the_tests_know():
+    assert {kind.__name__ for kind in KINDS} == {
+        "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
+        "DeadlineError",
+    }  # fmt: skip
+
+
+def test_a_close_name_is_suggested():
+    assert nearest("learnin_rate", ["learning_rate", "momentum"]) == "did you mean 'learning_rate'?"
+
+
+def test_without_a_close_name_all_names_are_listed_in_order():
+    assert nearest("zzz", ["lr", "betas", "lr"]) == "valid here: betas, lr"
+
+
+def test_where_no_name_is_valid_the_sentence_says_so():
+    assert nearest("zzz", []) == "valid here: nothing"
+
+
+@given(st.lists(st.text("abcdef_", min_size=1, max_size=8), min_size=1, max_size=5))
+def test_a_name_that_exists_is_the_nearest_to_itself(names: list[str]):
+    assert nearest(names[0], names) == f"did you mean '{names[0]}'?"

@@ -1,0 +1,114 @@
+"""The house has floors, and nothing reaches up: read from the source, so that imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+SOURCE = Path(unisono.__file__).parent
+FLOORS = (
+    ("cli", "__main__"),
+    ("launch",),
+    ("trainer",),
+    ("evaluation", "observe", "checkpoint"),
+    ("engines",),
+    ("data",),
+    ("task", "optim", "config"),
+    ("state", "place", "keys", "errors", "version"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+OPEN_TO_RECIPES = (
+    "unisono.task", "unisono.config.schema", "unisono.errors", "unisono.keys", "unisono.data.order",
+    "unisono.launch.reload",
+)  # fmt: skip
+MODULES = {
+    ".".join(("unisono", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+
+
+def imported(module: str, source: str, package: bool = False) -> Iterator[str]:
+    """Every module that a source imports, at any depth; `from unisono.data import order` is `unisono.data.order`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: len(module.split(".")) - node.level + package]
+            base = ".".join([*(above if node.level else []), *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in MODULES else base
+
+
+def faults(module: str, source: str, package: bool = False) -> list[str]:
+    """What this module may not import."""
+    ours = [name for name in imported(module, source, package) if name.split(".")[0] == "unisono"]
+    rooms = module.split(".")[1:]
+    if rooms[0] == "recipes":
+        own = ".".join(module.split(".")[:3])
+        return [name for name in ours if name not in OPEN_TO_RECIPES and name != own and not name.startswith(own + ".")]
+    found = []
+    for name in ours:
+        room = name.split(".")[1] if "." in name else "__init__"  # `import unisono` reaches for the public face
+        if not (rooms[0] == "cli" if room == "recipes" else FLOOR.get(room, -1) >= FLOOR[rooms[0]]):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in ("unisono", "unisono.recipes")])
+def test_a_module_imports_nothing_from_a_floor_above(module: str):
+    path = MODULES[module]
+    assert faults(module, path.read_text(encoding="utf-8"), path.name == "__init__.py") == []
+
+
+def test_every_room_of_the_house_has_a_floor():
+    rooms = {name.split(".")[1] for name in MODULES if "." in name} - {"recipes"}
+    assert rooms == set(FLOOR)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("unisono.data.loader", "def f():\n    from unisono.launch import start", ["unisono.launch.start"]),
+        ("unisono.trainer", "from unisono import cli", ["unisono.cli"]),
+        ("unisono.config.schema", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
+        ("unisono.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
+        ("unisono.errors", "from .task import Task", ["unisono.task"]),
+        ("unisono.engines.torch.sums", "from ...launch import worker", ["unisono.launch.worker"]),
+        ("unisono.optim.schedules", "import unisono", ["unisono"]),
+        ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
+        ("unisono.recipes.language.task", "from unisono.engines.torch import wrap", ["unisono.engines.torch.wrap"]),
+        ("unisono.recipes.language.task", "from unisono.config import resolve", ["unisono.config.resolve"]),
+        ("unisono.recipes.language.task", "import unisono.recipes.birdsong.task", ["unisono.recipes.birdsong.task"]),
+        ("unisono.launch.start", "from unisono import trainer\nfrom unisono.engines.torch import devices", []),
+        ("unisono.recipes.language.task", "from unisono.task import Task\nfrom . import model", []),
+    ],
+)  # fmt: skip
+def test_the_check_itself_sees_an_import_that_goes_up(module: str, source: str, found: list[str]):
+    assert faults(module, source) == found
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("unisono.config")])
+def test_a_config_module_imports_neither_torch_nor_jax(module: str):
+    path = MODULES[module]
+    roots = {name.split(".")[0] for name in imported(module, path.read_text(encoding="utf-8"))}
+    assert not roots & {"torch", "jax", "jaxlib"}
+
+
+def test_composing_and_validating_settings_loads_neither_torch_nor_jax():
+    code = """
+import sys
+from unisono.config import compose, fingerprint, resolve, schema, split
+composed = compose.compose("language")
+schema.RunConfig(recipe="x", train={"steps": 1}, optim={"kind": "sgd"})
+print(*sorted({"torch", "jax", "pydantic"} & set(sys.modules)))
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (told.stdout, told.stderr) == ("pydantic\n", "")
