@@ -9,7 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def find(paths: Sequence[Path], pattern: str = "*", split: str | None = None) ->
         elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
             candidates, root = _saved_files(path), path
         else:
-            candidates, root = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")), path
+            candidates, root = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p, path)], path
         for file in candidates:
             ending = Path(file.name.removesuffix(".gz")).suffix.lower()
             kind = _FORMATS.get(ending) or ({".json": "jsonl"}.get(ending, "text") if pattern != "*" else None)
@@ -120,23 +122,27 @@ def read(file: DocumentFile, column: str = "text", separator: str | None = None)
             case "parquet":
                 with pq.ParquetFile(file.path) as parquet:
                     _check_column(file.path, parquet.schema_arrow, column)
-                    for batch in parquet.iter_batches(batch_size=256, columns=[column]):
-                        yield from (text or "" for text in batch.column(0).to_pylist())
+                    batches = parquet.iter_batches(batch_size=256, columns=[column])
+                    yield from _texts(file.path, column, (batch.column(0) for batch in batches))
             case "arrow":
                 yield from _arrow(file.path, column)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _decoded(path: Path) -> str:
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")  # a byte order mark is no text; JSON drops it too
     except UnicodeDecodeError as error:
         if path.suffix == ".py":  # a module may declare another encoding
             import tokenize
 
-            with tokenize.open(path) as source:
+            with suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as source:
                 return source.read()
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}") from error
 
@@ -148,14 +154,30 @@ def _json_lines(path: Path, column: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-            if not isinstance(record, dict) or column not in record:
-                names = record if isinstance(record, dict) else ()
-                raise DataError(f"{path}, line {number} has no key '{column}', {nearest(column, names)} (data.column)")
-            if not isinstance(record[column], str | None):
-                raise DataError(f"{path}, line {number}: '{column}' is a {type(record[column]).__name__}, not text")
-            yield record[column] or ""
+            if not isinstance(record, dict):
+                raise DataError(f"{path}, line {number} is a {type(record).__name__}; every line must be a JSON object")
+            if column not in record:
+                raise DataError(f"{path}, line {number} has no key '{column}', {nearest(column, record)} (data.column)")
+            text = record[column]
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"{path}, line {number}: '{column}' is of type {type(text).__name__}, not text (data.column)"
+                )
+            _check_encodable(path, number, column, text or "")
+            yield text or ""
+
+
+def _check_encodable(path: Path, number: int, column: str, text: str) -> None:
+    """Refuse half a character: JSON may escape what no text can hold, and tokenizers panic at it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}, line {number}: '{column}' holds half a character, the unpaired surrogate "
+            f"\\u{ord(text[error.start]):04x}, as its character {error.start}; repair the line or take it out"
+        ) from error
 
 
 def _arrow(path: Path, column: str) -> Iterator[str]:
@@ -168,8 +190,18 @@ def _arrow(path: Path, column: str) -> Iterator[str]:
         batches: Iterator[Any] = (
             (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
         )
-        for batch in batches:
-            yield from (text or "" for text in batch.column(column).to_pylist())
+        yield from _texts(path, column, (batch.column(column) for batch in batches))
+
+
+def _texts(path: Path, column: str, arrays: Iterable[Any]) -> Iterator[str]:
+    row = 0
+    for array in arrays:
+        for value in array:
+            try:
+                yield value.as_py() or ""
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}: row {row} (from 0) of column '{column}' is not UTF-8: {error}") from error
+            row += 1
 
 
 def _check_column(path: Path, schema: Any, column: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from unisono.errors import RunError
@@ -16,12 +18,16 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
         folder: of the run.
         prompt: text; may be empty.
         tokens: how many to write; it stops earlier at the end of a document.
-        temperature: 0 takes the likeliest token each time; above it, tokens are drawn.
+        temperature: 0 takes the likeliest token each time; above it, tokens are drawn, from the whole vocabulary.
         seed: of the draws.
 
     Raises:
-        RunError: if this is not a run of a language model.
+        RunError: if this is not a run of a language model, or numbers or prompt leave nothing to write from.
     """
+    if tokens < 1:
+        raise RunError(f"tokens={tokens}: at least one has to be written")
+    if temperature < 0:
+        raise RunError(f"temperature={temperature:g} is negative; 0 takes the likeliest token each time")
     assets = folder / "assets"
     if not (assets / "tokenizer.json").is_file():
         raise RunError(f"{folder} is not a run of the language recipe: it has no assets/tokenizer.json")
@@ -29,17 +35,22 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(assets, local_files_only=True), dtype=torch.float32
-    )
+    with _naming(assets / "tokenizer.json"):
+        tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
+    with _naming(assets / "special_tokens.json"):
+        special = json.loads((assets / "special_tokens.json").read_text(encoding="utf-8"))
+    with _naming(assets / "config.json"):
+        config = AutoConfig.from_pretrained(assets, local_files_only=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     load_weights(folder, model)
     model.eval()
-    tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
-    special = json.loads((assets / "special_tokens.json").read_text(encoding="utf-8"))
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     first = [] if special["first"] is None else [special["first"]]
+    if not (first or ids):
+        raise RunError("the prompt has no token, and this tokenizer has none that begins a document; give a prompt")
     torch.manual_seed(seed)
-    drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    # transformers would draw from the 50 likeliest tokens if it were not told otherwise
+    drawn = {"do_sample": True, "temperature": float(temperature), "top_k": 0} if temperature else {"do_sample": False}
     inputs = torch.tensor([[*first, *ids]])
     with torch.no_grad():
         written = model.generate(
@@ -47,3 +58,12 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
             pad_token_id=special["last"], use_cache=True, **drawn,
         )  # fmt: skip
     return str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Any fault in reading an asset becomes one that names it; each library has its own kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise RunError(f"{path} cannot be read: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 
@@ -87,6 +88,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return total, right
 
     @staticmethod
+    @once_differentiable  # the gradients were formed without a graph, so a second derivative would be silently wrong
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         scale = grads[0]

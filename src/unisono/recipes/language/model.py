@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +39,34 @@ def check(config: ModelGroup, vocab_size: int) -> Any:
 
 
 def build(config: ModelGroup, vocab_size: int) -> nn.Module:
-    """A model in fp32 on the CPU: random weights from torch's generator, or those of the directory."""
-    if not isinstance(config, Pretrained):
-        return untrained(config, vocab_size)
-    from transformers import AutoModelForCausalLM
+    """A model in fp32 on the CPU: random weights from torch's generator, or those of the directory.
 
-    settings = check(config, vocab_size)
-    model = AutoModelForCausalLM.from_pretrained(
-        config.path, config=settings, dtype=torch.float32, attn_implementation=config.attention, local_files_only=True
-    )
-    assert isinstance(model, nn.Module)
+    Raises:
+        ConfigError: for what `check` and `untrained` refuse, weights that cannot be read or do not fit, and a model
+            that is not causal.
+    """
+    model = _pretrained(config, vocab_size) if isinstance(config, Pretrained) else untrained(config, vocab_size)
+    _refuse_foresight(model)
     return model
 
 
 def untrained(config: ModelGroup, vocab_size: int) -> nn.Module:
-    """The model with the weights that torch's generator gives it, on the current default device."""
+    """The model with the weights that torch's generator gives it, on the current default device.
+
+    Raises:
+        ConfigError: for what `check` refuses, and settings that the architecture itself refuses.
+    """
     from transformers import AutoModelForCausalLM
 
     settings = check(config, vocab_size)
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=config.attention)
+    try:
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=config.attention)
+    except Exception as error:  # each architecture validates in its own way
+        if "scaled_dot_product_attention" in str(error):
+            raise ConfigError(
+                f"{settings.model_type} has no attention of the kind model.attention=sdpa; set model.attention=eager"
+            ) from error
+        raise ConfigError(f"a {settings.model_type} model cannot be made with these model.settings: {error}") from error
     assert isinstance(model, nn.Module)
     return model
 
@@ -64,19 +75,28 @@ def head_is_linear(model: Any) -> bool:
     """Whether the logits are the head's matrix times the base model's last hidden state and nothing else.
 
     Some models scale or soften their logits. Asking the model itself, on a few tokens, is surer than a list of names.
+    It is asked again with hidden states so large that the logits reach 1000: a soft cap at 30 leaves those of a new
+    model, near zero, as good as unchanged, and would only be noticed once the model has learned something.
     """
     head = model.get_output_embeddings()
     base = getattr(model, "base_model", model)
     if base is model or not isinstance(head, nn.Linear):
         return False
-    ids = torch.arange(4)[None] + 1
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-        direct = nn.functional.linear(base(input_ids=ids, use_cache=False).last_hidden_state, head.weight, head.bias)
-    model.train(training)
-    return bool(torch.allclose(logits, direct, rtol=1e-4, atol=1e-5))
+    ids, grown = torch.arange(4)[None] + 1, 1.0
+    hook = head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * grown,))
+    try:
+        with _asking(model):
+            for least in (1e-5, 1e-2):
+                logits = model(input_ids=ids, use_cache=False).logits
+                hidden = base(input_ids=ids, use_cache=False).last_hidden_state
+                direct = nn.functional.linear(hidden * grown, head.weight, head.bias)
+                largest = float(direct.abs().max())
+                if largest == 0 or not torch.allclose(logits, direct, rtol=1e-4, atol=least):
+                    return False
+                grown = 1000 / largest
+    finally:
+        hook.remove()
+    return True
 
 
 def flops_per_token(model: Any) -> tuple[float, float]:
@@ -92,9 +112,65 @@ def flops_per_token(model: Any) -> tuple[float, float]:
         if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     }
     text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and their scans are not counted
+    size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     return 6.0 * sum(matrices.values()), 12.0 * text.num_hidden_layers * heads * size
+
+
+def _refuse_foresight(model: Any) -> None:
+    """Some architectures of the causal list are encoders unless told otherwise, and would learn to look ahead.
+
+    Raises:
+        ConfigError: if another last token changes what is predicted before it.
+    """
+    ids = torch.arange(4)[None] + 1
+    other = torch.cat([ids[:, :-1], ids[:, -1:] + 1], dim=1)
+    with _asking(model):
+        change = (model(input_ids=other, use_cache=False).logits - model(input_ids=ids, use_cache=False).logits).abs()
+    if change[:, :-1].max() > 1e-5 * change[:, -1].max():
+        raise ConfigError(
+            f"{type(model).__name__} lets tokens see those after them, so it would learn to copy what it has to "
+            "predict; a causal model is needed (bert and its relatives are causal with model.settings.is_decoder=true)"
+        )
+
+
+@contextmanager
+def _asking(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _pretrained(config: Pretrained, vocab_size: int) -> nn.Module:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    settings = check(config, vocab_size)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation=config.attention,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path: the weights in {config.path} cannot be read: {error}") from error
+    if report["missing_keys"]:  # the library would make them up
+        missing = sorted(report["missing_keys"])
+        raise ConfigError(
+            f"model.path: {config.path} lacks {len(missing)} of the model's weights, first '{missing[0]}'; they would "
+            "be random"
+        )
+    assert isinstance(model, nn.Module)
+    return model
 
 
 def _from_settings(config: FromConfig, vocab_size: int) -> Any:
@@ -137,5 +213,5 @@ def _from_directory(path: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each architecture validates in its own way
         raise ConfigError(f"model.path: {path / 'config.json'} cannot be read: {error}") from error

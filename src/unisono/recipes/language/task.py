@@ -40,6 +40,7 @@ class Language(Task):
 
     def data(self) -> Rows:
         """Rows of the training documents."""
+        _ = self._flops  # now, before threads ask for it: while a model is made, torch's default dtype is another
         return Rows(self.store, self._split[0], self.config.sequence)
 
     def held_out(self) -> Rows | None:
@@ -116,14 +117,17 @@ class Language(Task):
         models.check(self.model_config, self.tokenizer.size)
 
     def facts(self) -> dict[str, Any]:
-        """Sizes of the corpus, its fingerprint, and the loss of a model that knows only how frequent tokens are."""
-        manifest = self.store.manifest
-        entropy = tokens.unigram_entropy(self.store, self._split[1])
+        """Sizes of the corpus, its fingerprint, and the loss of a model that knows only how frequent tokens are.
+
+        That loss is of the held-out documents; where there are none, it is left out.
+        """
+        manifest, held = self.store.manifest, self._split[1]
+        entropy = {"unigram_entropy": round(tokens.unigram_entropy(self.store, held), 4)} if len(held) else {}
         kept = {name: manifest[name] for name in ("files", "documents", "empty", "tokens", "ignored")}
         return {
             **kept,
             "vocabulary": self.tokenizer.size,
-            "unigram_entropy": round(entropy, 4),
+            **entropy,
             "fingerprint": manifest["sha256"],
         }
 

@@ -61,8 +61,15 @@ class TokenStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        self._tokens = np.memmap(folder / "tokens.bin", dtype=self.manifest["dtype"], mode="r")
-        self._ends: NDArray[np.int64] = np.load(folder / "ends.npy", mmap_mode="r")
+        try:
+            self._tokens = np.memmap(folder / "tokens.bin", dtype=self.manifest["dtype"], mode="r")
+            self._ends: NDArray[np.int64] = np.load(folder / "ends.npy", mmap_mode="r")
+            if len(self._tokens) != self.manifest["tokens"]:  # a short read would silently be a short document
+                raise ValueError(f"{len(self._tokens)} tokens instead of {self.manifest['tokens']}")
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"the cache entry {folder} is damaged ({error}); remove this folder, and it will be made again"
+            ) from error
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -102,7 +109,7 @@ class Rows:
 
     def __init__(self, store: TokenStore, chosen: NDArray[np.int64], sequence: int) -> None:
         self._store, self._sequence = store, sequence
-        targets = store.lengths[chosen] - 1
+        targets = np.maximum(store.lengths[chosen] - 1, 0)  # a document can be without any token
         self._chosen = chosen[targets > 0]
         pieces = -(-targets[targets > 0] // sequence)
         self._last_row: NDArray[np.int64] = np.cumsum(pieces)
@@ -218,7 +225,7 @@ def _make(folder: Path, config: Documents, found: Found, given: Tokenizer | None
     engine.save(str(temporary / "tokenizer.json"))
     end = engine.token_to_id(END) if given is None else None
     first, last = (given.first, given.last) if given else (end, end)
-    size = engine.get_vocab_size(with_added_tokens=True)
+    size = _size(engine)
     dtype = "<u2" if size <= 1 << 16 else "<u4"
     digest, ends, empty, total = hashlib.sha256(), [], 0, 0
     unigram = np.zeros(size, dtype=np.int64)
@@ -226,15 +233,16 @@ def _make(folder: Path, config: Documents, found: Found, given: Tokenizer | None
         for texts in _batches(config, found.files):
             filled = [text for text in texts if text]
             empty += len(texts) - len(filled)
-            for encoding in engine.encode_batch_fast(filled, add_special_tokens=False):
+            for encoding in _encoded(engine, filled, given):
                 ids = np.asarray([*_maybe(first), *encoding.ids, *_maybe(last)], dtype=dtype)
                 unigram += np.bincount(ids[1:], minlength=size)
                 output.write(ids.tobytes())
                 digest.update(ids.tobytes())
                 total += len(ids)
                 ends.append(total)
-    if not ends:
-        raise DataError(f"the corpus has {len(found.files)} files and no text in them")
+    if not total:
+        what = "and the tokenizer made no token of their text" if ends else "and no text in them"
+        raise DataError(f"the corpus has {len(found.files)} files {what}")
     np.save(temporary / "ends.npy", np.asarray(ends, dtype=np.int64))
     np.save(temporary / "unigram.npy", unigram)
     manifest = {
@@ -248,7 +256,15 @@ def _make(folder: Path, config: Documents, found: Found, given: Tokenizer | None
         "sha256": digest.hexdigest(),
     }
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)  # what is left of an entry that lost its manifest
     temporary.rename(folder)
+
+
+def _encoded(engine: Any, texts: list[str], given: Tokenizer | None) -> Any:
+    try:
+        return engine.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{given.path if given else 'the tokenizer'} cannot tokenise the documents: {error}") from error
 
 
 def _train(config: Documents, found: Found) -> Any:
@@ -305,11 +321,21 @@ def tokenizer_from(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{file} cannot be read as a tokenizer: {error}") from error
     beside = file.with_name("tokenizer_config.json")
-    named: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    try:
+        named = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{beside} cannot be read as JSON: {error}") from error
+    if not isinstance(named, dict):
+        raise DataError(f"{beside} is a JSON {type(named).__name__}, not an object with bos_token and eos_token")
     first, last = (_special(engine, named.get(name)) for name in ("bos_token", "eos_token"))
     if last is None:
         last = _special(engine, END)
-    return Tokenizer(file, first if first is not None else last, last, engine.get_vocab_size(with_added_tokens=True))
+    return Tokenizer(file, first if first is not None else last, last, _size(engine))
+
+
+def _size(engine: Any) -> int:
+    """One more than the largest id; the number of tokens would be less where ids have gaps."""
+    return max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _special(engine: Any, token: Any) -> int | None:

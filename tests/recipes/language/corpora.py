@@ -1,0 +1,147 @@
+"""What these tests read and train: a difficult corpus, small models, and where the real data lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
+from unisono.recipes.language.task import Language
+from unisono.recipes.language.tokens import TokenStore
+
+_DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
+
+DIFFICULT = [
+    "The first document.\nIt has two lines.\n",
+    "second",
+    "emoji 🎻👩‍👩‍👧 and flags 🇩🇪, combining e\u0301, full width Ａ",
+    "right to left: שלום עולם, مرحبا بالعالم \u202eabc\u202c",
+    "a NUL \x00 inside, a tab\t, a form feed \x0c, a bell \x07",
+    "Windows lines\r\nand old Mac lines\rand one more\r\n",
+    "line separators \u2028 and \u2029, next line \x85, byte order mark inside \ufeff.",
+    "  blanks before and after  ",
+    '"quotes" and {"json": [1, 2]} and \\u0041 \\n escapes',
+    " " * 3,
+    "\n",
+    "a line of a megabyte " * 50_000,
+    "the last one",
+]
+
+
+def real(name: str) -> Path:
+    """A file or folder of real data, in the data folder beside the project; the test is skipped where it is absent."""
+    path = _DATA / name
+    if not path.exists():
+        pytest.skip(f"needs real data that is not part of the project: ../shared/data/{name}")
+    return path
+
+
+def sentences(count: int, seed: int = 3) -> list[str]:
+    """Documents of made-up words, 2 to 39 words long."""
+    rng = np.random.default_rng(seed)
+    words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(1, 6))) for _ in range(50)]
+    return [" ".join(rng.choice(words, size=rng.integers(2, 40))) for _ in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[Any], column: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def corpus(path: Path | list[Path], **settings: Any) -> Corpus:
+    """The `data` group of a corpus, with a small tokenizer of its own unless another is given."""
+    return Corpus(kind="corpus", path=path, **{"vocab_size": 300, "held_out": 0.2, **settings})
+
+
+WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**WIDTH, "num_key_value_heads": 2}
+
+# name -> (architecture, settings, whether the logits are the head times the hidden states and nothing else)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "llama": ("llama", GROUPED, True),
+    "llama, tied": ("llama", {**GROUPED, "tie_word_embeddings": True}, True),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, True),
+    "qwen3, untied": ("qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": False}, True),
+    "qwen3, tied": ("qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}, True),
+    "mistral, short window": ("mistral", {**GROUPED, "sliding_window": 4}, True),
+    "phi, head with a bias": ("phi", WIDTH, True),
+    "gpt_neox": ("gpt_neox", WIDTH, True),
+    "olmo2": ("olmo2", {**GROUPED, "pad_token_id": None}, True),
+    "opt, narrow embeddings": (
+        "opt",
+        {
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 16,
+            "max_position_embeddings": 64,
+            "dropout": 0.0,
+        },
+        True,
+    ),
+    "gemma2, soft cap": (
+        "gemma2",
+        {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
+        False,
+    ),
+    "granite, scaled logits": ("granite", {**GROUPED, "logits_scaling": 4.0}, False),
+    "cohere, scaled logits": ("cohere", {**GROUPED, "pad_token_id": None}, False),
+}
+
+
+def model(name: str) -> FromConfig:
+    """The `model` group of one of the `ARCHITECTURES`."""
+    architecture, settings, _ = ARCHITECTURES[name]
+    attention = "eager" if architecture == "gemma2" else "sdpa"
+    quiet = {"bos_token_id": None, "eos_token_id": None}  # else the defaults lie outside of a small vocabulary
+    return FromConfig(kind="config", architecture=architecture, settings={**quiet, **settings}, attention=attention)
+
+
+def task(data: Corpus, name: str = "llama, tied", **settings: Any) -> Language:
+    """The language task with a small model on a corpus."""
+    return Language(LanguageConfig(**{"sequence": 16, "pad_to_multiple": 4, **settings}), model=model(name), data=data)
+
+
+def overrides(data: Path, runs: Path, **more: Any) -> dict[str, Any]:
+    """Dotted keys for a run of the recipe on this corpus: one process, a small llama, and little else."""
+    return {
+        "layout.world_size": 1,
+        "layout.threads": 1,
+        "model.settings": {**GROUPED, "tie_word_embeddings": True},
+        "data": "corpus",
+        "data.path": str(data),
+        "data.vocab_size": 300,
+        "task.sequence": 16,
+        "task.pad_to_multiple": 4,
+        "train.steps": 2,
+        "train.global_batch": 4,
+        "eval.every": None,
+        "checkpoint.every": None,
+        "observe.tensorboard": False,
+        "run.dir": str(runs),
+        "run.name": "run",
+        **more,
+    }
+
+
+def store_of(folder: Path, lengths: list[int]) -> TokenStore:
+    """A cache entry whose tokens are all different: token `n` is the n-th of the corpus."""
+    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+    total = int(ends[-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    np.arange(total, dtype="<u2").tofile(folder / "tokens.bin")
+    np.save(folder / "ends.npy", ends)
+    unigram = np.ones(total, dtype=np.int64)
+    unigram[ends[:-1][ends[:-1] < total]] = 0
+    unigram[0] = 0
+    np.save(folder / "unigram.npy", unigram)
+    manifest = {"dtype": "<u2", "tokens": total, "documents": len(lengths), "tokenizer": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return TokenStore(folder)

@@ -1,0 +1,415 @@
+"""Documents from files: one order, every format, and errors that say where and what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from tests.recipes.language.corpora import DIFFICULT, write_jsonl
+from unisono.errors import DataError
+from unisono.recipes.language import documents
+
+SEPARATOR = "<|next|>"
+
+
+def texts(*paths: Path, pattern: str = "*", split: str | None = None, **how: str) -> list[str]:
+    found = documents.find(paths, pattern, split)
+    return [text for file in found.files for text in documents.read(file, **how)]
+
+
+def names(*paths: Path, pattern: str = "*") -> list[str]:
+    return [file.name for file in documents.find(paths, pattern).files]
+
+
+# formats ----------------------------------------------------------------------------------------------------------
+
+
+def _text(folder: Path) -> None:
+    for number, text in enumerate(DIFFICULT):
+        (folder / f"{number:03}.txt").write_bytes(text.encode())
+
+
+def _text_gz(folder: Path) -> None:
+    for number, text in enumerate(DIFFICULT):
+        (folder / f"{number:03}.txt.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def _separated(folder: Path) -> None:
+    (folder / "all.text").write_bytes(SEPARATOR.join(DIFFICULT).encode())
+
+
+def _jsonl(folder: Path) -> None:
+    write_jsonl(folder / "1.jsonl", DIFFICULT[:5])
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in DIFFICULT[5:]]
+    (folder / "2.ndjson").write_bytes("\r\n\r\n".join(lines).encode())  # blank lines, and no end of the last one
+
+
+def _jsonl_gz(folder: Path) -> None:
+    write_jsonl(folder / "1.jsonl", DIFFICULT)
+    (folder / "1.jsonl.gz").write_bytes(gzip.compress((folder / "1.jsonl").read_bytes()))
+    (folder / "1.jsonl").unlink()
+
+
+def _table(part: list[str], kind: pa.DataType | None = None) -> pa.Table:
+    return pa.table({"id": list(range(len(part))), "text": pa.array(part, kind or pa.string())})
+
+
+def _parquet(folder: Path) -> None:
+    pq.write_table(_table(DIFFICULT[:4]), folder / "part-0.parquet", compression="zstd")
+    pq.write_table(_table(DIFFICULT[4:], pa.large_string()), folder / "part-1.parquet", row_group_size=3)
+
+
+def _arrow_file(folder: Path) -> None:
+    table = _table(DIFFICULT)
+    with pa.ipc.new_file(folder / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+def _arrow_stream(folder: Path) -> None:
+    table = _table(DIFFICULT, pa.string_view())
+    with pa.ipc.new_stream(folder / "stream.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+def _feather(folder: Path) -> None:
+    pyarrow.feather.write_feather(_table(DIFFICULT), folder / "f.feather", compression="lz4", chunksize=5)
+
+
+def _saved(folder: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": DIFFICULT}).save_to_disk(folder)
+
+
+def _saved_in_shards(folder: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": DIFFICULT}).save_to_disk(folder, num_shards=3)
+
+
+def _saved_splits(folder: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    other = Dataset.from_dict({"text": ["of the other split"]})
+    DatasetDict({"test": other, "train": Dataset.from_dict({"text": DIFFICULT})}).save_to_disk(folder)
+
+
+FORMATS: dict[str, Callable[[Path], None]] = {
+    "text": _text,
+    "text, gzip": _text_gz,
+    "text, separated": _separated,
+    "JSONL": _jsonl,
+    "JSONL, gzip": _jsonl_gz,
+    "Parquet": _parquet,
+    "Arrow file": _arrow_file,
+    "Arrow stream": _arrow_stream,
+    "Feather": _feather,
+    "saved Dataset": _saved,
+    "saved Dataset in shards": _saved_in_shards,
+    "saved DatasetDict": _saved_splits,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_documents_in_the_same_order(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    FORMATS[name](folder)
+    separator = {"separator": SEPARATOR} if name == "text, separated" else {}
+    assert texts(folder, **separator) == DIFFICULT
+
+
+def test_the_column_can_have_any_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "1.jsonl", ["from JSON"], column="the body")
+    pq.write_table(pa.table({"the body": ["from Parquet"], "text": ["not this"]}), tmp_path / "2.parquet")
+    assert texts(tmp_path, column="the body") == ["from JSON", "from Parquet"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "line"}\n')
+    assert texts(tmp_path) == ["text", "line"]
+
+
+def test_a_separator_that_does_not_occur_leaves_the_file_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    assert texts(tmp_path, separator="----") == ["one\n\ntwo"]
+    assert texts(tmp_path, separator="\n\n") == ["one", "two"]
+
+
+def test_a_python_file_may_declare_its_encoding(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'café'\n".encode("latin-1"))
+    assert texts(tmp_path, pattern="*.py") == ["# -*- coding: latin-1 -*-\nname = 'café'\n"]
+
+
+def test_the_standard_library_holds_modules_without_their_tests() -> None:
+    found = documents.standard_library()
+    listed = [file.name for file in found.files]
+    assert {"json/decoder.py", "os.py"} <= set(listed)
+    assert listed == sorted(listed, key=lambda name: Path(name).parts)
+    assert not [name for name in listed if {"test", "tests", "site-packages"} & set(Path(name).parts)]
+
+
+# which files, and in what order -----------------------------------------------------------------------------------
+
+
+def _tree(root: Path, *files: str) -> Path:
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
+def test_folders_are_searched_to_any_depth_and_sorted_by_path(tmp_path: Path) -> None:
+    root = _tree(tmp_path / "root", "b/z.txt", "a/b/c/d.txt", "c.txt", "a/b.txt", "B.txt", "a/b/a.txt")
+    assert texts(root) == ["B.txt", "a/b/a.txt", "a/b/c/d.txt", "a/b.txt", "b/z.txt", "c.txt"]
+
+
+def test_the_order_does_not_depend_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = _tree(tmp_path / "root", *(f"{i:02}.txt" for i in range(20)))
+    search = Path.rglob
+    listed = texts(root)
+    for turned in (1, -1):
+        monkeypatch.setattr(Path, "rglob", lambda self, glob, turned=turned: sorted(search(self, glob))[::turned])
+        assert texts(root) == listed == sorted(listed)
+
+
+def test_several_paths_are_read_in_the_order_in_which_they_are_given(tmp_path: Path) -> None:
+    root = _tree(tmp_path, "x/2.txt", "x/1.txt", "y/1.txt", "single.txt")
+    assert texts(root / "y", root / "single.txt", root / "x") == ["y/1.txt", "single.txt", "x/1.txt", "x/2.txt"]
+
+
+def test_names_do_not_depend_on_where_the_corpus_lies(tmp_path: Path) -> None:
+    here, there = _tree(tmp_path / "a" / "corpus", "x/1.txt"), _tree(tmp_path / "b" / "corpus", "x/1.txt")
+    assert names(here) == names(there) == ["corpus/x/1.txt"]
+
+
+@pytest.mark.parametrize(("ending", "content"), [("json", '{"text": "it"}\n'), ("py", "it"), ("md", "it")])
+def test_other_endings_are_read_only_where_the_pattern_names_them(tmp_path: Path, ending: str, content: str) -> None:
+    (tmp_path / "a.txt").write_text("known")
+    (tmp_path / f"b.{ending}").write_text(content)
+    assert texts(tmp_path) == ["known"]
+    assert texts(tmp_path, pattern=f"*.{ending}") == ["it"]
+
+
+def test_endings_are_known_in_capitals_too(tmp_path: Path) -> None:
+    (tmp_path / "A.TXT").write_text("loud")
+    assert texts(tmp_path) == ["loud"]
+
+
+def test_what_is_passed_over_is_listed(tmp_path: Path) -> None:
+    root = _tree(tmp_path / "root", "a.txt", "sub/README.md", "picture.png")
+    assert documents.find([root]).ignored == ("picture.png", "sub/README.md")
+    assert documents.find([root], "*.md").ignored == ("a.txt", "picture.png")
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+    root = _tree(tmp_path / ".root", "a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "c/.git/d/e.txt")
+    assert texts(root) == ["a.txt"]
+
+
+def test_hidden_files_are_read_if_they_are_named(tmp_path: Path) -> None:
+    assert texts(_tree(tmp_path, ".b.txt") / ".b.txt") == [".b.txt"]
+
+
+# saved data sets --------------------------------------------------------------------------------------------------
+
+
+def _splits(folder: Path, *splits: str) -> Path:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({split: Dataset.from_dict({"text": [split]}) for split in splits}).save_to_disk(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("splits", "chosen", "read"),
+    [
+        (["test", "train"], None, "train"),
+        (["test", "train"], "test", "test"),
+        (["only"], None, "only"),
+        (["one", "other"], "other", "other"),
+    ],
+)
+def test_the_split_is_the_one_chosen_or_train_or_the_only_one(
+    tmp_path: Path, splits: list[str], chosen: str | None, read: str
+) -> None:
+    assert texts(_splits(tmp_path / "saved", *splits), split=chosen) == [read]
+
+
+@pytest.mark.parametrize("chosen", [None, "trian"])
+def test_a_split_that_cannot_be_told_is_refused_with_those_there_are(tmp_path: Path, chosen: str | None) -> None:
+    with pytest.raises(DataError, match=r"saved has the splits one, other; choose one by data\.split"):
+        texts(_splits(tmp_path / "saved", "one", "other"), split=chosen)
+
+
+def test_a_selection_of_a_saved_data_set_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """`datasets` writes the whole table and which of its rows count; reading the table would bring back the others."""
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["kept", "left out"]}).save_to_disk(tmp_path / "saved")
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    (tmp_path / "saved" / "state.json").write_text(json.dumps({**state, "_indices_files": [{"filename": "i.arrow"}]}))
+    with pytest.raises(DataError, match=r"saved was saved with an indices mapping.*dataset\.flatten_indices\(\)"):
+        texts(tmp_path / "saved")
+
+
+def test_a_selection_is_saved_without_a_mapping_today(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["a", "b", "c"]}).select([2, 0]).save_to_disk(tmp_path / "saved")
+    assert texts(tmp_path / "saved") == ["c", "a"]
+
+
+def test_a_missing_shard_of_a_saved_data_set_is_named(tmp_path: Path) -> None:
+    _saved_in_shards(tmp_path / "saved")
+    (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-00001-of-00003\.arrow is missing, which its state\.json lists"):
+        texts(tmp_path / "saved")
+
+
+# errors -----------------------------------------------------------------------------------------------------------
+
+
+def _refused(path: Path, *parts: str, **how: str) -> None:
+    """Reading must fail with a message that holds all parts, the file's name among them."""
+    with pytest.raises(DataError) as caught:
+        texts(path, **how)
+    for part in (path.name, *parts):
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+
+def test_a_missing_path_is_named_with_its_key(tmp_path: Path) -> None:
+    _refused(tmp_path / "nowhere", "data.path", "does not exist")
+
+
+def test_a_folder_without_documents_says_what_was_passed_over_and_what_is_known(tmp_path: Path) -> None:
+    _tree(tmp_path / "root", "a.md", "b.doc")
+    _refused(tmp_path / "root", "no documents", "a.md, b.doc", ".jsonl", "data.pattern")
+
+
+def test_a_pattern_that_matches_nothing_is_named(tmp_path: Path) -> None:
+    _tree(tmp_path / "root", "a.txt")
+    with pytest.raises(DataError, match=r"no documents.*pattern '\*\.tex'"):
+        texts(tmp_path / "root", pattern="*.tex")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_a_missing_column_suggests_the_nearest(tmp_path: Path, ending: str) -> None:
+    path = _with_column(tmp_path, ending, "text", ["it"])
+    where = ["line 1"] if ending == "jsonl" else []
+    _refused(path, *where, "'txt'", "did you mean 'text'?", "data.column", column="txt")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_a_column_that_is_not_text_is_refused_with_its_type(tmp_path: Path, ending: str) -> None:
+    path = _with_column(tmp_path, ending, "text", [3])
+    _refused(path, "'text'", "int", "not text", "data.column")
+
+
+def _with_column(folder: Path, ending: str, column: str, values: list[object]) -> Path:
+    path = folder / f"a.{ending}"
+    table = pa.table({column: values})
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps({column: value}) + "\n" for value in values))
+    elif ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+GOOD = b'{"text": "good"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (b'{"text": "broken\n', ["line 3 is not JSON"]),
+        (b'{"other": "x"}\n', ["line 3 has no key 'text'", "valid here: other", "data.column"]),
+        (b'{"text": ["x"]}\n', ["line 3", "'text' is of type list, not text"]),
+        (b'["x"]\n', ["line 3 is a list", "every line must be a JSON object"]),
+        (b'{"text": "caf\xe9"}\n', ["line 3", "utf-8", "0xe9", "position 13"]),
+        (b'{"text": "ab\\ud800c"}\n', ["line 3", "'text'", "unpaired surrogate \\ud800", "character 2", "repair"]),
+        (b'{"text": "\\udc00"}\n', ["line 3", "unpaired surrogate \\udc00", "character 0"]),
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", ["line 3 is not JSON", "recursion"]),
+    ],
+    ids=["broken", "no key", "not text", "no object", "not UTF-8", "high surrogate", "low surrogate", "too deep"],
+)
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: bytes, parts: list[str], ending: str) -> None:
+    content = GOOD + b"\n" + line + GOOD
+    path = tmp_path / f"lines.{ending}"
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    _refused(path, *parts)
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83c\\udfbb"}\n')
+    assert texts(tmp_path) == ["🎻"]
+
+
+def test_text_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("abc café".encode("latin-1"))
+    _refused(tmp_path / "a.txt", "not UTF-8", "byte 7 is 0xe9")
+
+
+def test_python_that_is_not_utf8_and_does_not_say_so_is_refused_with_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes("# café\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.py is not UTF-8 text: byte 5 is 0xe9"):
+        texts(tmp_path, pattern="*.py")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_row_that_is_not_utf8_is_named(tmp_path: Path, ending: str) -> None:
+    offsets = pa.py_buffer(b"".join(i.to_bytes(4, "little") for i in (0, 1, 2, 4)))
+    bad = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"ab\xff\xfe")])
+    path = _with_column(tmp_path, ending, "text", bad)
+    _refused(path, "row 2", "'text'", "0xff")
+
+
+_BINARY = ["Parquet", "Arrow file", "Arrow stream", "Feather"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [(name, damage) for name in ["text, gzip", "JSONL, gzip", *_BINARY] for damage in ("truncated", "overwritten")]
+    + [(name, "empty") for name in _BINARY],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    FORMATS[name](tmp_path)
+    path = sorted(tmp_path.iterdir())[-1]
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[: -len(content) // 3], "overwritten": b"\xff" * 64, "empty": b""}[damage])
+    _refused(path, "cannot be read as")
+
+
+def test_a_gzip_whose_middle_is_damaged_is_named(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(json.dumps({"text": "x" * 1000}).encode() * 50))
+    content[20:40] = bytes(20)
+    (tmp_path / "a.jsonl.gz").write_bytes(bytes(content))
+    _refused(tmp_path / "a.jsonl.gz", "cannot be read as jsonl")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("secret")
+    (tmp_path / "a.txt").chmod(0)
+    _refused(tmp_path / "a.txt", "Permission denied")
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    found = documents.find([_tree(tmp_path / "root", "a.txt")])
+    (tmp_path / "root" / "a.txt").unlink()
+    with pytest.raises(DataError, match=re.escape("a.txt cannot be read as text")):
+        list(documents.read(found.files[0]))

@@ -1,0 +1,209 @@
+"""The task: rows to batches, what is counted, what is known about the data, and what a run keeps of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.recipes.language.corpora import corpus, model, sentences, store_of, task, write_jsonl
+from tests.runs import configuration, trace
+from unisono.errors import ConfigError, DataError
+from unisono.launch.start import preflight
+from unisono.place import Alone, Place
+from unisono.recipes.language import tokens
+from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
+from unisono.recipes.language.task import IGNORED, Language
+from unisono.recipes.language.tokens import Rows
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_jsonl(folder / "a.jsonl", sentences(40))
+    return corpus(folder)
+
+
+# batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_and_targets_are_the_row_shifted_by_one(data: Corpus) -> None:
+    batch = task(data, pad_to_multiple=3).collate([np.array([7, 8, 9, 10])])
+    assert batch["inputs"].tolist() == [[7, 8, 9]]
+    assert batch["targets"].tolist() == [[8, 9, 10]]
+
+
+def test_rows_are_padded_to_the_longest_rounded_up_with_targets_that_are_ignored(data: Corpus) -> None:
+    batch = task(data, pad_to_multiple=4).collate([np.array([7, 8]), np.arange(1, 7), np.array([5, 6, 7])])
+    assert batch["inputs"].tolist() == [[7] + [0] * 7, [1, 2, 3, 4, 5, 0, 0, 0], [5, 6] + [0] * 6]
+    ignored = [IGNORED] * 8
+    assert batch["targets"].tolist() == [[8, *ignored[1:]], [2, 3, 4, 5, 6, *ignored[5:]], [6, 7, *ignored[2:]]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(2, 70), min_size=1, max_size=6), multiple=st.integers(1, 64))
+def test_a_batch_is_as_wide_as_it_must_be_and_counts_its_real_targets(lengths: list[int], multiple: int) -> None:
+    language = Language(LanguageConfig(pad_to_multiple=multiple), model=model("gpt2"), data=corpus(Path()))
+    batch = language.collate([np.arange(1, length + 1) for length in lengths])
+    assert batch["inputs"].shape == batch["targets"].shape
+    assert batch["inputs"].shape[1] % multiple == 0
+    assert 0 <= batch["inputs"].shape[1] - (max(lengths) - 1) < multiple
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int64
+    assert language.counts(batch) == {"next_token": float(sum(lengths) - len(lengths))}
+
+
+def test_a_token_whose_id_is_the_one_of_the_padding_counts(data: Corpus) -> None:
+    language = task(data)
+    assert language.counts(language.collate([np.array([0, 0, 0])])) == {"next_token": 2.0}
+
+
+def test_an_epoch_counts_every_target_of_the_training_documents_once(data: Corpus) -> None:
+    language = task(data)
+    source = language.data()
+    config = configuration(train={"epochs": 1.0, "global_batch": 7})
+    done = trace(Place(), Alone(), language, config)
+    assert sorted(row for rows in done.rows for row in rows) == list(range(len(source)))
+    documents = tokens.split(language.store, 0.2)[0]
+    assert sum(step["tokens"] for step in done.metrics) == (language.store.lengths[documents] - 1).sum()
+
+
+def test_accuracy_is_the_share_of_tokens_that_the_model_would_have_chosen(data: Corpus) -> None:
+    language = task(data)
+    config = configuration(train={"steps": 20, "global_batch": 16}, optim={"kind": "adamw", "lr": 1e-2})
+    done = trace(Place(), Alone(), language, config)
+    assert set(done.evaluation) == {"loss", "next_token", "accuracy"}
+    assert done.evaluation["loss"] == done.evaluation["next_token"]
+    torch.manual_seed(0)
+    found = language.build().eval()
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            parameter.copy_(torch.from_numpy(done.parameters[name]))
+        held = language.held_out()
+        assert held is not None
+        hits, targets, nats = 0, 0, 0.0
+        for number in range(len(held)):
+            row = torch.from_numpy(held[number])
+            scores = found(input_ids=row[None, :-1]).logits[0].log_softmax(-1)
+            hits += int((scores.argmax(-1) == row[1:]).sum())
+            nats -= float(scores.gather(1, row[1:, None]).sum())
+            targets += len(row) - 1
+    assert 0 < hits < targets
+    assert done.evaluation["accuracy"] == hits / targets
+    assert done.evaluation["loss"] == pytest.approx(nats / targets, rel=1e-5)
+
+
+# the data ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_held_out_rows_share_no_document(data: Corpus) -> None:
+    language = task(data)
+    training, held = language.data(), language.held_out()
+    assert held is not None
+    assert training.targets + held.targets == int((language.store.lengths - 1).sum())
+    assert len(held._chosen) == 8
+    assert not set(held._chosen) & set(training._chosen)
+
+
+def test_nothing_is_held_out_where_the_fraction_is_zero(data: Corpus) -> None:
+    language = task(data.model_copy(update={"held_out": 0.0}))
+    assert language.held_out() is None
+    assert language.data().targets == int((language.store.lengths - 1).sum())
+
+
+def test_the_facts_are_those_of_the_corpus(data: Corpus) -> None:
+    language = task(data)
+    facts, store = language.facts(), language.store
+    assert json.loads(json.dumps(facts)) == facts
+    entropy = facts.pop("unigram_entropy")
+    assert facts == {
+        "files": 1,
+        "documents": 40,
+        "empty": 0,
+        "tokens": int(store.lengths.sum()),
+        "ignored": [],
+        "vocabulary": 300,
+        "fingerprint": store.manifest["sha256"],
+    }
+    assert entropy == pytest.approx(tokens.unigram_entropy(store, tokens.split(store, 0.2)[1]), abs=5e-5)
+
+
+def test_without_held_out_documents_no_entropy_of_them_is_told(data: Corpus) -> None:
+    assert "unigram_entropy" not in task(data.model_copy(update={"held_out": 0.0})).facts()
+
+
+def test_the_fingerprint_follows_the_text_and_not_where_it_lies(tmp_path: Path) -> None:
+    texts = sentences(12)
+    write_jsonl(tmp_path / "one" / "a.jsonl", texts)
+    write_jsonl(tmp_path / "two" / "b.jsonl", texts[:5])
+    write_jsonl(tmp_path / "two" / "c.jsonl", texts[5:])
+    write_jsonl(tmp_path / "other" / "a.jsonl", texts[::-1])
+    one, two, other = (task(corpus(tmp_path / name)).facts()["fingerprint"] for name in ("one", "two", "other"))
+    assert one == two != other
+
+
+def test_a_model_that_knows_the_frequencies_reaches_the_unigram_entropy(data: Corpus) -> None:
+    """The fact is a loss: that of constant logits with the training documents' frequencies, one added to each."""
+    language = task(data)
+    training, held = language.data(), language.held_out()
+    assert held is not None
+    counts = Counter(int(token) for number in range(len(training)) for token in training[number][1:])
+    logits = torch.tensor([counts[token] + 1 for token in range(300)], dtype=torch.float64).log()
+    batch = language.collate([held[number] for number in range(len(held))])
+    targets = torch.from_numpy(batch["targets"]).flatten()
+    loss = torch.nn.functional.cross_entropy(logits.expand(len(targets), -1), targets, ignore_index=IGNORED)
+    assert language.facts()["unigram_entropy"] == pytest.approx(float(loss), abs=5e-5)
+
+
+def test_a_row_of_a_source_is_its_sample(tmp_path: Path) -> None:
+    """Nothing is drawn at random on the way: the loader's rows are the corpus's."""
+    rows = Rows(store_of(tmp_path, [5, 9]), np.arange(2), 4)
+    language = Language(LanguageConfig(), model=model("gpt2"), data=corpus(tmp_path))
+    generator: Any = None
+    assert [language.sample(rows[i], generator).tolist() for i in range(3)] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+        [9, 10, 11, 12, 13],
+    ]
+
+
+# before and after the run -----------------------------------------------------------------------------------------
+
+
+def test_the_check_refuses_settings_of_the_model_before_anything_starts(data: Corpus) -> None:
+    language = task(data)
+    wrong = model("llama").model_copy(update={"settings": {"hiden_size": 3}})
+    with pytest.raises(ConfigError, match=r"did you mean 'model\.settings\.hidden_size'"):
+        Language(language.config, model=wrong, data=data).check()
+
+
+def test_an_attention_that_is_not_there_is_refused_before_processes_start(data: Corpus) -> None:
+    eager_only = model("gemma2, soft cap").model_copy(update={"attention": "sdpa"})
+    language = Language(task(data).config, model=eager_only, data=data)
+    with pytest.raises(ConfigError, match=r"set model\.attention=eager"):
+        preflight(language, configuration())
+
+
+def test_a_pretrained_model_without_tokenizer_says_what_is_needed(tmp_path: Path, data: Corpus) -> None:
+    language = Language(task(data).config, model=Pretrained(kind="pretrained", path=tmp_path), data=data)
+    with pytest.raises(DataError, match=r"no tokenizer at .*: a directory with tokenizer\.json"):
+        language.check()
+
+
+def test_a_run_keeps_the_tokenizer_its_ends_and_the_models_configuration(data: Corpus, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Engine
+    from transformers import AutoConfig
+
+    language = task(data, "qwen3, untied")
+    language.save_assets(tmp_path)
+    kept, mine = Engine.from_file(str(tmp_path / "tokenizer.json")), Engine.from_file(str(language.tokenizer.path))
+    assert kept.get_vocab() == mine.get_vocab()
+    assert json.loads((tmp_path / "special_tokens.json").read_text()) == {"first": 0, "last": 0}
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.model_type, config.vocab_size, config.head_dim) == ("qwen3", 300, 8)
