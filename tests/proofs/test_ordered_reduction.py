@@ -11,6 +11,8 @@ from tests import processes
 from tests.runs import ADAMW, SGD, Trace, configuration, traces
 from tests.tasks import TransformerTask
 
+pytestmark = pytest.mark.slow
+
 ROWS = 5 * 24 + 7
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
 

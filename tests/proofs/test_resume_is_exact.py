@@ -19,6 +19,8 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.engines.torch.engine import TorchEngine
 from unisono.place import Group, Place
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"strategy": "single"}),
     "ddp×2": (2, {"strategy": "ddp"}),

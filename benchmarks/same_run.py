@@ -1,0 +1,75 @@
+"""Writes the README's table: by how much the runs of many processes differ from those of one.
+
+    python benchmarks/same_run.py [--write]
+
+The runs are those of `tests/proofs/test_layouts_compute_the_same.py`: two small models, SGD, ten steps. Differences are
+‖a − b‖ / max(‖b‖, 10⁻³ ‖all gradients‖), the largest over tensors, models, and runs with and without dropout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for the tests' runs
+
+from tests.proofs import matrix  # noqa: E402
+from tests.proofs.matrix import CASES, LAYOUTS, Case  # noqa: E402
+from tests.runs import Trace, distance  # noqa: E402
+
+BEGIN, END = "<!-- same_run: written by benchmarks/same_run.py -->\n", "<!-- end -->"
+KINDS = ("gradients", "norms and losses", "parameters")
+
+
+def differences(mine: Trace, reference: Trace) -> dict[str, float]:
+    """The largest relative difference of each kind."""
+    assert mine.rows == reference.rows
+    scalars = zip(mine.norms + mine.losses, reference.norms + reference.losses, strict=True)
+    return {
+        "gradients": max(distance(mine.gradients, reference.gradients).values()),
+        "norms and losses": max(abs(a - b) / abs(b) for a, b in scalars),
+        "parameters": max(distance(mine.parameters, reference.parameters).values()),
+    }
+
+
+def table(traces: dict[Case, Trace]) -> str:
+    """The rows of the README: strategies, the worst of their micro-batches, in both precisions."""
+    lines = [
+        "| compared with one process | precision | raw gradients, step 1 | norms and losses | parameters, step 10 |",
+        "|---|---|---|---|---|",
+    ]
+    strategies: dict[str, list[str]] = {}
+    for layout in LAYOUTS:
+        strategies.setdefault(layout.split(" m")[0], []).append(layout)
+    for name, layouts in strategies.items():
+        for precision in matrix.TOLERANCE:
+            found = [
+                differences(traces[case], traces[case.reference])
+                for case in traces
+                if case.layout in layouts and case.precision == precision and case.reference != case
+            ]
+            worst = [max(f[kind] for f in found) for kind in KINDS]
+            shown = "one process, other micro-batches" if name == "single" else name
+            lines.append(f"| {shown} | {precision} | " + " | ".join(f"{value:.0e}" for value in worst) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        made = table(matrix.run(Path(folder), CASES))
+    print(made)
+    if arguments.write:
+        readme = ROOT / "README.md"
+        before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        readme.write_text(f"{before}{BEGIN}{made}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The runs that have to be the same: two models, with dropout and without, on every layout; shared with the benchmark.
+
+Target counts are uneven, one row has none, and the last batch does not divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests import processes
+from tests.runs import SGD, Trace, configuration, traces
+from tests.tasks import TransformerTask
+from unisono.config.schema import RunConfig
+from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
+from unisono.recipes.language.task import Language
+from unisono.task import Task
+
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
+ROWS = 9 * 12 + 5  # ten batches of 12 rows, the last one short
+MODELS = ("transformer", "language")
+DROPOUTS = (0.0, 0.25)
+
+# name -> (processes, layout). `m3`: three rows in a pass, and as many passes as a process's share of the batch needs;
+# without it, one pass. A process's share is 12 rows of the batch on one process, 6 on two, 3 on four.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "single m6": (1, {"micro_batch": 6}),
+    "single m3": (1, {"micro_batch": 3}),
+    "single m1": (1, {"micro_batch": 1}),
+    "ddp×2": (2, {"strategy": "ddp"}),
+    "ddp×2 m6": (2, {"strategy": "ddp", "micro_batch": 6}),
+    "ddp×2 m3": (2, {"strategy": "ddp", "micro_batch": 3}),
+    "fsdp×2": (2, {"strategy": "fsdp"}),
+    "fsdp×2 m6": (2, {"strategy": "fsdp", "micro_batch": 6}),
+    "fsdp×2 m3": (2, {"strategy": "fsdp", "micro_batch": 3}),
+    "fsdp×2 m3 deferred": (2, {"strategy": "fsdp", "micro_batch": 3, "defer_reduction": True}),
+    "fsdp×2 m3 recomputed": (2, {"strategy": "fsdp", "micro_batch": 3, "activation_checkpointing": 2}),
+    "ddp×4": (4, {"strategy": "ddp"}),
+    "ddp×4 m3": (4, {"strategy": "ddp", "micro_batch": 3}),
+    "ddp×4 m1": (4, {"strategy": "ddp", "micro_batch": 1}),
+    "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
+    "hsdp 2×2 m3": (4, {"strategy": "hsdp", "shards": 2, "micro_batch": 3}),
+    "hsdp 2×2 m1": (4, {"strategy": "hsdp", "shards": 2, "micro_batch": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the matrix."""
+
+    model: str
+    dropout: float
+    precision: str
+    layout: str
+
+    @property
+    def reference(self) -> Case:
+        """The run on one process that this one must equal.
+
+        Dropout is drawn per micro-batch, which is then part of the mathematics; without it, any split will do.
+        """
+        micro = self.layout.split(" m")[1].split()[0] if " m" in self.layout else ""
+        return Case(self.model, self.dropout, self.precision, f"single m{micro}" if self.dropout else "single")
+
+    def __str__(self) -> str:
+        return f"{self.model}, dropout {self.dropout}, {self.precision}: {self.layout}"
+
+
+CASES = [
+    Case(model, dropout, precision, layout)
+    for model in MODELS
+    for dropout in DROPOUTS
+    for precision in TOLERANCE
+    for layout in LAYOUTS
+    if not dropout or " m" in layout
+]
+
+
+def run(folder: Path, cases: list[Case] = CASES, timeout: float = 900) -> dict[Case, Trace]:
+    """Make the runs, those of one world size in the same processes.
+
+    Args:
+        folder: for the corpus of the language model.
+        cases: which of `CASES`; their references are not added.
+        timeout: seconds for all runs of one world size.
+    """
+    made: dict[tuple[str, float], Task] = {
+        (model, dropout): _task(model, dropout, folder) for model in MODELS for dropout in DROPOUTS
+    }
+    results: dict[Case, Trace] = {}
+    for world in (1, 2, 4):
+        chosen = [case for case in cases if LAYOUTS[case.layout][0] == world]
+        runs = [(made[case.model, case.dropout], _config(case, made[case.model, case.dropout])) for case in chosen]
+        if not runs:
+            continue
+        ranks = [processes.alone(traces, runs)] if world == 1 else processes.run(traces, world, runs, timeout=timeout)
+        for case, *everyone in zip(chosen, *ranks, strict=True):
+            assert all(other.losses == everyone[0].losses for other in everyone), f"{case}: ranks report other losses"
+            results[case] = everyone[0]
+    return results
+
+
+def _config(case: Case, task: Task) -> RunConfig:
+    world, layout = LAYOUTS[case.layout]
+    return configuration(
+        layout={"world_size": world, **layout},
+        train={"epochs": ROWS / len(task.data()), "precision": case.precision, "guard_every": 3, "clip_norm": 0.5},
+        optim=SGD,
+        eval={"micro_batch": 4},
+    )
+
+
+def _task(model: str, dropout: float, folder: Path) -> Task:
+    if model == "transformer":
+        return TransformerTask(TransformerTask.Config(dropout=dropout))
+    if not (folder / "documents.txt").exists():
+        rng = np.random.default_rng(3)
+        words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(1, 6))) for _ in range(50)]
+        documents = [" ".join(rng.choice(words, size=rng.integers(2, 40))) for _ in range(40)]
+        (folder / "documents.txt").write_text("\n\n".join(documents))
+    settings = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "attention_dropout": dropout,
+    }
+    return Language(
+        LanguageConfig(sequence=16, pad_to_multiple=4, loss_chunk=7),
+        model=FromConfig(kind="config", architecture="llama", settings=settings),
+        data=Corpus(kind="corpus", path=folder, separator="\n\n", vocab_size=280, cache=folder / "cache", held_out=0.2),
+    )
+
+
+def without_gradient(reference: Trace) -> set[str]:
+    """Tensors whose true gradient is zero: a key bias adds one number to all scores of a query. They have rounding."""
+    whole = np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in reference.gradients.values()))
+    return {name for name, gradient in reference.gradients.items() if np.linalg.norm(gradient) < 1e-7 * whole}
