@@ -32,7 +32,7 @@ def train(name: str, *overrides: str) -> None:
     steps = [event for event in events if "eval" not in event]
     last = events[-1]
     print(
-        f"| {name} | {facts['documents']} documents, {facts['tokens'] / 1e6:.2f} M tokens | {len(steps)} | "
+        f"| {name} | {facts['documents']} documents, {facts['tokens']:,} tokens | {len(steps)} | "
         f"{steps[0]['loss']:.3f} | {last['loss']:.3f} ({last['rows']} rows) | {facts['unigram_entropy']:.3f} | "
         f"{100 * last['accuracy']:.1f} % |",
         flush=True,
