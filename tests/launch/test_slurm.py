@@ -26,7 +26,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 def srun(slurm: dict[str, str], cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     jobs.task_file(cwd)
-    command = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", jobs.UNISONO]
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", jobs.UNISONO]
     variables = {name: value for name, value in slurm.items() if name in ("SLURM_CONF", "PATH")}
     return jobs.finished([*command, "train", "small.py:Small", "train.global_batch=8", *words], cwd, **variables)
 
