@@ -35,6 +35,10 @@ class Reader(Protocol):
         """Global shape of every saved array by name."""
         ...
 
+    def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether the saved pieces have every element of a piece."""
+        ...
+
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         """The piece of an array that begins at `offset`, as a CPU tensor of its saved dtype."""
         ...

@@ -81,6 +81,8 @@ class Loss:
         taken = (EVENT_NAMES | {"lr"}).intersection(self.metrics)
         if taken:
             raise ConfigError(f"a metric cannot be called {sorted(taken)}: events use the name; choose another")
+        if any(hasattr(weight, "requires_grad") for weight in self.weights.values()):
+            raise ConfigError("weights of a loss are numbers, not tensors: what is to be learnt belongs into the sums")
 
 
 class Task(ABC):

@@ -15,7 +15,7 @@ from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.data.loader import Loader
+from unisono.data.loader import Loader, check_draws
 from unisono.data.order import Order, Plan
 from unisono.engines.base import Engine, StepResult
 from unisono.errors import CheckpointError, DataError, RunError
@@ -159,8 +159,9 @@ class Training:
             self.evaluated = result.values
 
     def _save(self, made: int) -> None:
-        state = {"step": made, "random": self._facts.random, "micro_batch": self._split.micro_batch}
         group, keep = self._engine.group, self._config.checkpoint.keep
+        random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
+        state = {"step": made, "random": random, "micro_batch": self._split.micro_batch}
         commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
 
     def _introduce(self) -> None:
@@ -241,6 +242,7 @@ def rows_of(task: Task) -> Source:
         )
     if len(source) == 0:
         raise DataError(f"{type(task).__name__}.data() has no rows")
+    check_draws(task, source)
     return source
 
 

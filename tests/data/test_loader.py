@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from unisono.config.split import Split
-from unisono.data.loader import Loader, MicroBatch
+from unisono.data.loader import Loader, MicroBatch, check_draws
 from unisono.data.order import Order, Plan
 from unisono.errors import ConfigError, DataError
 from unisono.task import Task
@@ -428,3 +429,33 @@ def test_no_more_is_prepared_ahead_than_asked_for(prefetch: int) -> None:
             time.sleep(0.001)
         time.sleep(0.05)
         assert len(made) == BATCH + prefetch
+
+
+# draws ----------------------------------------------------------------------------------------------------------------
+
+
+class Drawing(Rows):
+    draw: Callable[[np.random.Generator], Any]
+
+    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+        type(self).draw(rng)
+        return record
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda rng: random.random(), "Python's random"),
+        (lambda rng: np.random.rand(), "NumPy's global generator"),
+        (lambda rng: torch.rand(1), "torch's global generator"),
+    ],
+)
+def test_a_task_that_draws_from_a_shared_generator_is_refused(draw: Any, name: str) -> None:
+    task = type("Drawing", (Drawing,), {"draw": staticmethod(draw)})()
+    with pytest.raises(DataError, match=f"drew from {name}"):
+        check_draws(task, task.data())
+
+
+def test_a_task_that_draws_from_its_own_generator_may() -> None:
+    task = type("Drawing", (Drawing,), {"draw": staticmethod(lambda rng: rng.random())})()
+    check_draws(task, task.data())

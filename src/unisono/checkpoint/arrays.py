@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +63,37 @@ class ArrayReader:
         Raises:
             CheckpointError: if the saved pieces do not cover it.
         """
-        array = self._arrays[name]
-        result = torch.empty(shape, dtype=getattr(torch, array["dtype"]))
+        result = torch.empty(shape, dtype=getattr(torch, self._arrays[name]["dtype"]))
         missing = math.prod(shape)
-        for piece in array["pieces"]:
+        for piece, first, last in self._overlaps(name, offset, shape):
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+            view = self._file(piece["file"]).get_slice(piece["entry"])
+            result[here] = view[there] if there else self._file(piece["file"]).get_tensor(piece["entry"])
+            missing -= math.prod(b - a for a, b in zip(first, last, strict=True))
+        if missing:
+            raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
+        return result
+
+    def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether the saved pieces have every element of a piece."""
+        found = (
+            math.prod(b - a for a, b in zip(first, last, strict=True))
+            for _, first, last in self._overlaps(name, offset, shape)
+        )
+        return sum(found) == math.prod(shape)
+
+    def _overlaps(
+        self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Iterator[tuple[dict[str, Any], list[int], list[int]]]:
+        """The saved pieces that overlap a piece, each with the first and the end of what they share."""
+        for piece in self._arrays[name]["pieces"]:
             first = [max(a, b) for a, b in zip(offset, piece["offset"], strict=True)]
             last = [
                 min(a + n, b + m) for a, n, b, m in zip(offset, shape, piece["offset"], piece["shape"], strict=True)
             ]
             if all(a < b for a, b in zip(first, last, strict=True)):
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
-                here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
-                view = self._file(piece["file"]).get_slice(piece["entry"])
-                result[here] = view[there] if there else self._file(piece["file"]).get_tensor(piece["entry"])
-                missing -= math.prod(b - a for a, b in zip(first, last, strict=True))
-        if missing:
-            raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
-        return result
+                yield piece, first, last
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

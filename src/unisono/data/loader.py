@@ -6,6 +6,8 @@ what is in it.
 
 from __future__ import annotations
 
+import random
+import sys
 import sysconfig
 import traceback
 from collections import deque
@@ -133,12 +135,45 @@ class Loader:
         return MicroBatch(order.number, order.rows, arrays, counts, work, order.idle)
 
     def _sample(self, row: int, epoch: int) -> Any:
-        try:
-            return self._task.sample(self._source[row], generator(self._plan.order.seed, self._purpose, epoch, row))
-        except UnisonoError:
-            raise
-        except Exception as error:
-            raise DataError(f"row {row} of the source cannot be made a sample: {_told(error)}") from error
+        return _sampled(self._task, self._source, row, generator(self._plan.order.seed, self._purpose, epoch, row))
+
+
+def check_draws(task: Task, source: Source, rows: int = 8) -> None:
+    """Make a few samples, and refuse a task that draws from a generator that all threads share.
+
+    Such draws would depend on which thread comes first, and disturb those of the model.
+
+    Raises:
+        DataError: naming the generator.
+    """
+    before = _shared_generators()
+    for row in range(min(rows, len(source))):
+        _sampled(task, source, row, generator(0, "check", row))
+    for name, state in _shared_generators().items():
+        if name in before and state != before[name]:
+            raise DataError(
+                f"{type(task).__name__}: data() or sample() drew from {name}, which all threads share, so a run could "
+                "not be repeated. Draw from the rng that sample() is given (a torch.Generator can be seeded from it)."
+            )
+
+
+def _sampled(task: Task, source: Source, row: int, rng: np.random.Generator) -> Any:
+    try:
+        return task.sample(source[row], rng)
+    except UnisonoError:
+        raise
+    except Exception as error:
+        raise DataError(f"row {row} of the source cannot be made a sample: {_told(error)}") from error
+
+
+def _shared_generators() -> dict[str, bytes]:
+    """The state of every generator that a task should not draw from."""
+    states = {"Python's random": repr(random.getstate()).encode()}
+    legacy: Any = np.random.get_state(legacy=False)
+    states["NumPy's global generator"] = legacy["state"]["key"].tobytes() + bytes([legacy["state"]["pos"] % 256])
+    if "torch" in sys.modules:
+        states["torch's global generator"] = sys.modules["torch"].get_rng_state().numpy().tobytes()
+    return states
 
 
 def _told(error: Exception) -> str:

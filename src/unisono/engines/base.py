@@ -43,18 +43,23 @@ class Facts:
     Attributes:
         parameters: number of trainable scalars, over all processes.
         device: what its maker calls it, e.g. `NVIDIA H200`, or `cpu`.
-        random: whether a forward pass draws random numbers; the micro-batch is then part of the mathematics.
     """
 
     parameters: int
     device: str
-    random: bool
 
 
 class Engine(Protocol):
-    """One process's part of the computation. Every method but `state` is collective."""
+    """One process's part of the computation. Every method but `state` is collective.
+
+    Attributes:
+        group: all processes.
+        random: whether a forward pass of this process has drawn random numbers so far, or mixed rows (batch norm); the
+            micro-batch is then part of the mathematics.
+    """
 
     group: Group
+    random: bool
 
     def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
         """Build, lay out, check and warm up, with the `batches` and `scalars` of step 0 even when a run is resumed."""

@@ -18,6 +18,7 @@ from tests.tasks import LinearTask, TransformerTask
 from unisono.config.split import Split
 from unisono.data.loader import Loader
 from unisono.data.order import Order, Plan
+from unisono.engines.torch import precision
 from unisono.errors import ConfigError, GuardError, NonFiniteError
 from unisono.place import Group, Place
 from unisono.task import Context, Loss
@@ -186,7 +187,7 @@ def test_master_weights_stay_fp32_under_bf16_and_are_guarded(monkeypatch: pytest
     config = configuration(train={"global_batch": 8, "precision": "bf16"})
     engine, _ = processes.alone(started, LinearTask(), config)
     assert {parameter.dtype for parameter in engine._step.model.parameters()} == {torch.float32}
-    monkeypatch.setattr(nn.Module, "to", lambda self, *args, **kwargs: self)
+    monkeypatch.setattr(precision, "to_master", lambda model, precision: None)
     half = type("Half", (LinearTask,), {"build": lambda self: nn.Linear(3, 1, dtype=torch.bfloat16)})
     with pytest.raises(GuardError, match=r"should be torch.float32, but these are not: weight \(torch.bfloat16\)"):
         processes.alone(started, half(), config)

@@ -216,7 +216,7 @@ def watched(place: Place, group: Group) -> dict[str, float]:
         torch.manual_seed(0)
         reference = gradients_of(wrap.Step(LinearTask(), Blocks()), place.rank)
         torch.manual_seed(0)
-        step = wrap.wrap(wrap.Step(LinearTask(), Blocks()), layout, "fp32", torch.device("cpu"), 2)
+        step = wrap.wrap(wrap.Step(LinearTask(), Blocks()), layout, "fp32", torch.device("cpu"), 2, 60.0)
         seen = gradients_of(step, place.rank)
         assert seen.keys() == reference.keys()
         result[strategy] = max(float((seen[name] - reference[name]).abs().max()) for name in reference)

@@ -237,14 +237,14 @@ def tensors(weight: float = 1.0, bias: float = 2.0) -> dict[str, torch.Tensor]:
 
 def test_replicas_with_the_same_bits_agree() -> None:
     group = Said(tensors(), tensors(), tensors())
-    guards.replicas_agree(group, tensors(), [range(3)], "after step 7")
+    guards.replicas_agree(group, tensors(), [range(3)], "after step 7", "Because.")
     assert group.asked == "the digests of all ranks after step 7"
 
 
 def test_a_replica_that_differs_is_named_with_the_first_tensor_and_the_ranks() -> None:
     group = Said(tensors(), tensors(bias=2.5), tensors(), tensors(bias=2.5))
     with pytest.raises(GuardError) as refused:
-        guards.replicas_agree(group, tensors(), [range(4)], "after step 7")
+        guards.replicas_agree(group, tensors(), [range(4)], "after step 7", "Because.")
     said = "replicas differ after step 7: 'bias' is not the same on ranks [0, 2] and [1, 3] (1 of 2 tensors differ)"
     assert said in str(refused.value)
 
@@ -252,21 +252,21 @@ def test_a_replica_that_differs_is_named_with_the_first_tensor_and_the_ranks() -
 def test_all_tensors_that_differ_are_counted() -> None:
     group = Said(tensors(), tensors(), tensors(weight=0.0, bias=0.0))
     with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[0, 1\] and \[2\] \(2 of 2"):
-        guards.replicas_agree(group, tensors(), [range(3)], "after step 1")
+        guards.replicas_agree(group, tensors(), [range(3)], "after step 1", "Because.")
 
 
 def test_ranks_that_hold_different_shards_are_not_compared() -> None:
     group = Said(tensors(1), tensors(2), tensors(1), tensors(2))
-    guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1")
+    guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1", "Because.")
 
 
 def test_the_copies_of_every_shard_are_compared_on_every_rank() -> None:
     group = Said(tensors(1), tensors(2), tensors(1), tensors(3))
     with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[1\] and \[3\]"):
-        guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1")
+        guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1", "Because.")
 
 
 def test_a_tensor_that_a_rank_lacks_is_a_difference() -> None:
     group = Said(tensors(), {"weight": tensors()["weight"]})
     with pytest.raises(GuardError, match=r"'bias' is not the same on ranks \[0\] and \[1\]"):
-        guards.replicas_agree(group, tensors(), [range(2)], "after step 1")
+        guards.replicas_agree(group, tensors(), [range(2)], "after step 1", "Because.")

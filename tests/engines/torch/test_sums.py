@@ -62,8 +62,8 @@ def test_metrics_are_sums_over_counts_of_tensors_and_of_numbers() -> None:
 
 
 def test_work_is_added_up() -> None:
-    parts = [(micro({"a": 1}, tokens=5.0, rows=2.0), loss({"a": 0.0})), (micro({"a": 1}, tokens=7.0), loss({"a": 0.0}))]
-    assert reduced(parts).work == {"tokens": 12.0, "rows": 2.0}
+    parts = [(micro({"a": 1}, tokens=n, rows=2.0), loss({"a": 0.0})) for n in (5.0, 7.0)]
+    assert reduced(parts).work == {"tokens": 12.0, "rows": 4.0}
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, 5.0])

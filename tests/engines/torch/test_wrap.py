@@ -253,7 +253,7 @@ def test_a_term_that_is_no_scalar_is_refused_by_name_and_shape(shape: tuple[int,
 
 def test_a_step_that_nothing_wraps_is_its_own_inside() -> None:
     step = wrap.Step(LinearTask(), nn.Linear(3, 1))
-    assert wrap.wrap(step, layout(), "fp32", CPU, 1) is step
+    assert wrap.wrap(step, layout(), "fp32", CPU, 1, 60.0) is step
     assert wrap.unwrapped(step) is step
 
 
@@ -392,7 +392,7 @@ def gradient(step: nn.Module, *ranks: int, factor: float = 1.0) -> torch.Tensor:
 def gathered(kind: str) -> dict[str, Any]:
     """What FSDP shards of a transformer, and in which dtype each leaf finds its weights when it computes."""
     torch.manual_seed(0)
-    step = wrap.wrap(wrap.Step(TransformerTask(), Transformer(0.0)), layout("fsdp", world_size=2), kind, CPU, 2)
+    step = wrap.wrap(wrap.Step(TransformerTask(), Transformer(0.0)), layout("fsdp", world_size=2), kind, CPU, 2, 60.0)
     model = wrap.unwrapped(step).model
     dtypes: dict[str, str] = {}
     beside: list[bool] = []
@@ -427,17 +427,17 @@ def on_two(place: Place, group: Group) -> dict[str, Any]:
     result["own"] = gradient(linear_step(), place.rank)
     for strategy in ("ddp", "fsdp"):
         settings = layout(strategy, world_size=2)
-        step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2)
+        step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2, 60.0)
         result[strategy] = gradient(step, place.rank, factor=wrap.gradient_factor(settings, 2))
         if strategy == "ddp":
             result["wrapper"] = (
                 isinstance(step, DistributedDataParallel),
                 isinstance(wrap.unwrapped(step), wrap.Step),
             )
-            step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2)
+            step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2, 60.0)
             result["round"] = gradient(wrap.unwrapped(step), place.rank)
             result["buckets"] = [
-                wrap.wrap(linear_step(), layout("ddp", world_size=2, **asked), "fp32", CPU, 2).bucket_bytes_cap
+                wrap.wrap(linear_step(), layout("ddp", world_size=2, **asked), "fp32", CPU, 2, 60.0).bucket_bytes_cap
                 for asked in ({}, {"bucket_mb": 3.0})
             ]
         else:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from unisono.recipes.language import linear_loss
 from unisono.recipes.language.linear_loss import IGNORED, summed_cross_entropy, summed_from_logits
 
 TOKENS, WIDTH, VOCABULARY = 45, 24, 83
@@ -75,6 +76,17 @@ def test_no_size_of_chunk_changes_the_result(dtype: torch.dtype, chunk: int) -> 
     given = inputs(dtype)
     whole = with_gradients(chunked, given, chunk=TOKENS)
     assert furthest(with_gradients(chunked, given, chunk=chunk), whole) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("chunk", [8, 1024])
+def test_padding_that_is_masked_counts_as_little_as_padding_that_is_taken_out(
+    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = inputs(dtype, bias=True)
+    taken_out = with_gradients(chunked, given, chunk=chunk)
+    monkeypatch.setattr(linear_loss, "_PADDING_IS_TAKEN_OUT", ())
+    assert furthest(with_gradients(chunked, given, chunk=chunk), taken_out) < TOLERANCE[dtype]
 
 
 def test_a_scaled_loss_has_scaled_gradients() -> None:

@@ -5,6 +5,8 @@ Control messages are JSON over gloo, whatever the device; tensors go by the devi
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
@@ -21,7 +23,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from unisono.errors import DeadlineError
 from unisono.place import Json, Place
 
-_PEER_FAULT = re.compile(r"gloo|Timed out waiting|Connection (closed|reset|refused)|Broken pipe|monitoredBarrier")
+# As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
+_PEER_FAULT = re.compile(r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|monitoredBarrier|by peer")
+
+_starts = itertools.count()
 
 
 def start(place: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchGroup:
@@ -39,20 +44,16 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     own = dist.get_default_backend_for_device(device)
     try:
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            place.world_size,
-            is_master=place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            timeout=timedelta(seconds=start_timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        whole = _meeting_point(host, port, place.world_size, hosts, start_timeout)
     except RuntimeError as error:  # DistNetworkError, DistStoreError: the address is wrong, taken, or nobody is there
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {reason}") from error
-    store = PrefixStore("unisono", store)
+    # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
     store.set(f"here/{place.rank}", "1")
     deadline = time.monotonic() + start_timeout
     with waiting(place, "the other processes to appear", start_timeout):
@@ -73,6 +74,21 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
             device_id=None if device.type == "cpu" else device,
         )
     return TorchGroup(place, timeout)
+
+
+@functools.cache
+def _meeting_point(host: str, port: int, world_size: int, hosts: bool, timeout: float) -> Store:
+    """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        world_size,
+        is_master=hosts,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return store
 
 
 def stop() -> None:
@@ -96,7 +112,7 @@ def waiting(place: Place, what: str, timeout: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
+        if place.world_size == 1 or not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
             raise
         reason = str(error).strip().splitlines()[0]
         raise DeadlineError(

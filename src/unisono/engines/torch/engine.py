@@ -17,16 +17,18 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import collective, gradients, guards, precision, tensors, wrap
+from unisono.engines.torch import collective, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
-from unisono.engines.torch.sums import Sums, count
+from unisono.engines.torch.randomness import Randomness
+from unisono.engines.torch.sums import Names, Sums, count
 from unisono.errors import ConfigError, GuardError, NonFiniteError
 from unisono.keys import key
 from unisono.optim import optimizers
@@ -35,6 +37,15 @@ from unisono.state import Reader, Shard
 from unisono.task import Batch, Context, Loss, Task
 
 log = logging.getLogger(__name__)
+
+_NOT_SYNCHRONISED = (
+    "Gradients were not synchronised (a forward round the wrapper, a parameter changed outside the optimizer), or "
+    "randomness depends on the rank."
+)
+_OWN_BUFFER = (
+    "The model changes this buffer from the rows it sees, and every process sees others: reduce it over processes in "
+    "the model, or leave it out of training."
+)
 
 
 class TorchEngine:
@@ -54,7 +65,11 @@ class TorchEngine:
         self._layout, self._precision = config.layout, config.train.precision
         self._device = device_of(config.layout.device, place)
         self._wide = torch.float32 if self._device.type == "mps" else torch.float64
-        self._carry: dict[int, dict[str, Tensor]] = {}
+        self._carry = Carry(split, place.rank, self._device)
+        self._made_carry: list[tuple[MicroBatch, Mapping[str, Tensor]]] = []
+        self._randomness = Randomness(config.run.seed, self._device)
+        self._names: Names | None = None
+        self.random = False
         self._steps_made = 0
         self._default_dtype = torch.get_default_dtype()
 
@@ -71,26 +86,35 @@ class TorchEngine:
         guards.optimizer_holds(self._optimizer, model)
         guards.master_dtype(model, precision.MASTER[self._precision])
         context = Context(0, training=True, scalars=scalars)
-        wrap.expect_unused(self._wrapped, True)
-        random, unused = self._warm_up(batches[0], context)
-        if unused:
+        left_out = self._warm_up(batches[0], context)
+        if left_out:
             log.warning(
                 "%d parameters got no gradient in the first pass (%s); they stay as they are unless a later batch uses "
                 "them.",
-                len(unused),
-                ", ".join(unused[:4]),
+                len(left_out),
+                ", ".join(left_out[:4]),
             )
             if not self._layout.find_unused_parameters:
-                self._layout = self._layout.model_copy(update={"find_unused_parameters": True})
+                self._find_unused()
                 if isinstance(self._wrapped, DistributedDataParallel):
                     self._lay_out()
                     self._warm_up(batches[0], context)
-        wrap.expect_unused(self._wrapped, self._layout.find_unused_parameters)
-        return Facts(size, name_of(self._device), random)
+        return Facts(size, name_of(self._device))
+
+    def _find_unused(self) -> None:
+        """From now on, see which parameters a step uses."""
+        if self._layout.strategy in ("fsdp", "hsdp") and not wrap.KNOWS_UNUSED:
+            raise ConfigError(
+                "some parameters get no gradient, which FSDP can only do with torch 2.13 or newer; use layout.strategy="
+                "ddp, or freeze them"
+            )
+        self._layout = self._layout.model_copy(update={"find_unused_parameters": True})
 
     def _lay_out(self) -> None:
         """Wrap the step module, and prepare what adds up its gradients."""
-        self._wrapped = wrap.wrap(self._step, self._layout, self._precision, self._device, self._place.world_size)
+        self._wrapped = wrap.wrap(
+            self._step, self._layout, self._precision, self._device, self._place.world_size, self._config.launch.timeout
+        )
         self._trainable = [parameter for parameter in self._step.parameters() if parameter.requires_grad]
         self._ordered = None
         if self._layout.reduction == "ordered":
@@ -108,7 +132,8 @@ class TorchEngine:
             )
         if self._precision == "fp64":  # after the build, so that the initial weights are those of the other precisions
             torch.set_default_dtype(torch.float64)
-        model.to(precision.MASTER[self._precision]).train()
+        precision.to_master(model, self._precision)
+        model.train()
         mine = guards.digests(dict(model.named_parameters()))
         for rank, theirs in enumerate(self.group.gather(mine, "the initial weights of all ranks")):
             differing = [name for name in mine if theirs.get(name) != mine[name]]
@@ -118,6 +143,8 @@ class TorchEngine:
                     f"'{differing[0]}': build() must draw from torch's default generator, which is seeded for it, or "
                     "from a seed of its own"
                 )
+        # What a batch norm computes depends on the rows beside a row, as dropout's draws do.
+        self.random = any(isinstance(module, _BatchNorm) for module in model.modules())
         local_statistics = [name for name, module in model.named_modules() if _has_running_statistics(module)]
         if local_statistics and self._place.world_size > 1:
             log.warning(
@@ -131,8 +158,8 @@ class TorchEngine:
         }
         return model
 
-    def _warm_up(self, first: MicroBatch, context: Context) -> tuple[bool, list[str]]:
-        """One discarded pass, forward and backward: whether it drew random numbers, and the parameters it left out.
+    def _warm_up(self, first: MicroBatch, context: Context) -> list[str]:
+        """One discarded pass, forward and backward; returns the parameters it left out.
 
         DDP orders its buckets, and so its sums, by the first backward pass it sees. After a pass that every process
         makes before its first step, a resumed run adds in the same order as one that was never interrupted.
@@ -146,9 +173,9 @@ class TorchEngine:
         ):
             scales = self._scales(self._count([first]))
             with wrap.synchronising(self._wrapped, self._layout, last=True):
-                seed = self._seed("dropout", 0, first.number)
-                total, _ = self._forward(first, context, scales)
-                random = self._drew(seed)
+                seed = self._randomness.begin("dropout", 0, first.number)
+                total, loss = self._forward(first, context, scales)
+                self.random |= self._randomness.drew(seed)
                 if not total.requires_grad:
                     name = type(self._task).__name__
                     raise ConfigError(f"{name}: the loss does not depend on any trainable parameter")
@@ -164,9 +191,18 @@ class TorchEngine:
                 "outputs() must compute with the model it is given"
             )
         trained = {name for name, parameter in self._step.named_parameters() if parameter.requires_grad}
-        unused = sorted(name.removeprefix("model.") for name in trained - used)
-        everyone = self.group.gather([random, unused], "the others to warm up")
-        return any(drew for drew, _ in everyone), sorted({name for _, names in everyone for name in names})
+        left_out = sorted(name.removeprefix("model.") for name in trained - used)
+        sums = Sums(self._device, self._wide)
+        sums.add(first, loss)
+        self._names = sums.names
+        everyone = self.group.gather([self._names, left_out], "the others to warm up")
+        for rank, (names, _) in enumerate(everyone):
+            if names != self._names:
+                raise ConfigError(
+                    f"terms, metrics and work of rank {self._place.rank} and rank {rank} have other names: "
+                    f"{self._names} and {names}. They may not depend on the rows."
+                )
+        return sorted({name for _, names in everyone for name in names})
 
     # the step ---------------------------------------------------------------------------------------------------
 
@@ -178,31 +214,47 @@ class TorchEngine:
             scales = self._scales(counts)
             with self._forgetting_unused():
                 sums = self._accumulate(batches, context, scales)
+            if not wrap.every_gradient_came(self._wrapped):
+                raise ConfigError(
+                    f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used, "
+                    "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true."
+                )
             whole = self._layout.strategy in ("single", "ddp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
-            result = sums.reduce(counts, self._place.world_size, squares if whole else squares / copies, whole)
+            alive = None
+            if not (whole or self._layout.find_unused_parameters):
+                alive = unused.alive(self._trainable, self._wide, self._device)
+            result = sums.reduce(counts, self._place.world_size, squares if whole else squares / copies, whole, alive)
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
                 self._refuse(batches, context, scales, result)
+            if sums.without_gradient:
+                log.warning("step %d left parameters out; from now on every step looks which ones", step + 1)
+                self._find_unused()
+                unused.forget(self._step, self._used_in(batches, context, scales), self._device)
+            self._carry.keep(self._made_carry)
             gradients.clip(self._gradients(), result.grad_norm, scalars.get("clip_norm"))
             self._update(step, scalars)
         return result
 
     def _accumulate(self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> Sums:
         sums = Sums(self._device, self._wide)
+        sums.names = self._names
+        self._made_carry = []
         self._begin(passes_left=len(batches))
         for micro in batches:
             last = micro is batches[-1]
             undone = self._restoring_buffers() if micro.idle else nullcontext()
             with wrap.synchronising(self._wrapped, self._layout, last), undone:
-                self._seed("dropout", context.step, micro.number)
+                seed = self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales)
+                self.random = self.random or self._randomness.drew(seed)
                 total.backward()
             if self._ordered and not (last and self._place.world_size > 1):
                 self._ordered.take()
             sums.add(micro, loss)
             if loss.carry is not None and not micro.idle:
-                self._keep_carry(micro, loss.carry)
+                self._made_carry.append((micro, loss.carry))
         if self._ordered and self._place.world_size == 1:
             self._ordered.finish()
         return sums
@@ -216,12 +268,21 @@ class TorchEngine:
         used: set[str] = set()
         with gradients.watching(self._step, lambda name, _: used.add(name)):
             yield
-        names = [name for name, _ in self._step.named_parameters()]
-        flags = torch.tensor([name in used for name in names], dtype=torch.uint8).to(self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        for parameter, flag in zip(self._step.parameters(), flags.tolist(), strict=True):
-            if not flag:
-                parameter.grad = None
+        unused.forget(self._step, used, self._device)
+
+    def _used_in(self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> set[str]:
+        """The parameters that this rank's passes of a step use, found out by making them again."""
+        kept = [parameter.grad for parameter in self._trainable]
+        self._optimizer.zero_grad(set_to_none=True)
+        used: set[str] = set()
+        with gradients.watching(self._step, lambda name, _: used.add(name)), self._restoring_buffers():
+            for micro in batches:
+                with wrap.synchronising(self._wrapped, self._layout, last=True):
+                    self._randomness.begin("dropout", context.step, micro.number)
+                    self._forward(micro, context, scales)[0].backward()
+        for parameter, gradient in zip(self._trainable, kept, strict=True):
+            parameter.grad = gradient
+        return used
 
     def _update(self, step: int, scalars: Mapping[str, float]) -> None:
         guarded = self._steps_made == 0 or (step + 1) % self._config.train.guard_every == 0
@@ -239,9 +300,9 @@ class TorchEngine:
             guards.master_dtype(self._step.model, precision.MASTER[self._precision])
             guards.moved(before, guards.digests(parameters), with_gradient, scalars["lr"])
             when = f"after step {step + 1}"
-            guards.replicas_agree(self.group, parameters, self._replicas(), when)
+            guards.replicas_agree(self.group, parameters, self._replicas(), when, _NOT_SYNCHRONISED)
             shared = {n: b for n, b in self._step.model.named_buffers() if n not in self._local_buffers}
-            guards.replicas_agree(self.group, shared, [range(self._place.world_size)], when)
+            guards.replicas_agree(self.group, shared, [range(self._place.world_size)], when, _OWN_BUFFER)
 
     def _count(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         return count(batches, self._place.world_size, self._device, self._wide)
@@ -281,7 +342,7 @@ class TorchEngine:
                 self._restoring_buffers(),
                 gradients.watching(self._step, see),
             ):
-                self._seed("dropout", context.step, micro.number)
+                self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales)
                 self._begin(passes_left=1)
                 total.backward()
@@ -305,17 +366,24 @@ class TorchEngine:
     def _not_finite_alone(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor]) -> list[int]:
         """Rows of a micro-batch whose loss is not finite when they are computed alone, if its arrays can be cut by row.
 
-        Every process makes equally many passes, since under FSDP each of them is collective.
+        Every process makes equally many passes, since under FSDP each of them is collective. A row is nothing by itself
+        where rows are normalised together or carry a state along.
         """
         rows = len(micro.rows)
-        if any(len(array) != rows for array in micro.arrays.values() if hasattr(array, "__len__")):
+        together = any(isinstance(module, _BatchNorm) for module in self._step.modules())
+        if (
+            together
+            or self._carry
+            or self._made_carry
+            or any(len(array) != rows for array in micro.arrays.values() if hasattr(array, "__len__"))
+        ):
             return []
         wrong = set()
         for row in (turn % rows for turn in range(self._split.micro_batch)):
             arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in micro.arrays.items()}
             one = replace(micro, arrays=arrays, rows=micro.rows[row : row + 1])
             with self._restoring_buffers():
-                self._seed("dropout", context.step, micro.number)
+                self._randomness.begin("dropout", context.step, micro.number)
                 _, loss = self._forward(one, context, scales)
             if not all(bool(torch.isfinite(term)) for term in loss.sums.values()):
                 wrong.add(row)
@@ -332,15 +400,18 @@ class TorchEngine:
         context = Context(step, training=False, scalars=scalars)
         with (
             self._restoring_buffers(),
-            self._restoring_randomness(),
+            self._randomness.kept(),
             self._waiting("the other processes in the evaluation"),
             precision.promoting(self._precision),
             torch.no_grad(),
         ):
             module.eval()
+            buffers = dict(self._step.model.named_buffers())
+            for name in sorted(self._local_buffers) if self._place.world_size > 1 else ():
+                dist.broadcast(buffers[name], 0)  # the ones that a checkpoint has
             try:
                 for micro in (micro for batches in steps for micro in batches):
-                    self._seed("eval", micro.number)
+                    self._randomness.begin("eval", micro.number)
                     batch = self._on_device(micro.arrays)
                     ones = dict.fromkeys(micro.counts, torch.ones((), device=self._device))
                     with precision.casting(self._precision, self._device):
@@ -351,30 +422,32 @@ class TorchEngine:
                 wrap.shard_again(self._wrapped)
                 for part, mode in training.items():
                     part.training = mode
+            told = self.group.gather(sums.names, "the names of what is evaluated")
+            if any(names != told[0] for names in told):
+                raise ConfigError(f"in evaluation ranks report other names: {told}. They may not depend on the rows.")
             return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
 
     # state ------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[Shard]:
         """The pieces this process has to save; see `Engine.state`."""
-        pieces = tensors.shards(self._named(), self._place)
-        for number, carry in self._carry.items():
-            first = number * self._split.micro_batch
-            for name, rows in carry.items():
-                shape = (self._split.global_batch, *rows.shape[1:])
-                pieces.append(Shard(f"carry/{name}", shape, (first,) + (0,) * (rows.dim() - 1), rows.cpu()))
+        alike = {name: value for name, value in self._named().items() if name not in self._saved_by_first}
+        pieces = tensors.shards(alike, self._place)
+        own = self._own_statistics()
+        if self._place.is_first:
+            own |= {name: value for name, value in self._named().items() if name in self._saved_by_first}
+        pieces += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
+        pieces += self._carry.shards()
         return pieces
 
     def load(self, reader: Reader) -> None:
         """Take over a saved state; see `Engine.load`."""
         tensors.make_optimizer_state(self._optimizer, self._step.model, reader)
         tensors.load(self._named(), reader)
-        for full, shape in reader.shapes.items():
-            if full.startswith("carry/"):
-                for number in self._split.micro_batches(self._place.rank):
-                    size = (self._split.micro_batch, *shape[1:])
-                    rows = reader.read(full, (number * size[0],) + (0,) * (len(shape) - 1), size)
-                    self._carry.setdefault(number, {})[full.removeprefix("carry/")] = rows.to(self._device)
+        own = self._own_statistics()
+        if all(name in reader.shapes for name in own):  # of as many processes, or more
+            tensors.load(own, reader, kinds=(f"rank-{self._place.rank}/",))
+        self._carry.load(reader)
 
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
@@ -384,6 +457,18 @@ class TorchEngine:
         gc.collect()
 
     # small things -----------------------------------------------------------------------------------------------
+
+    @property
+    def _saved_by_first(self) -> set[str]:
+        """Names in a checkpoint of statistics that every process has of its own: all from one, they belong together."""
+        return {f"model/{name}" for name in self._local_buffers} if self._place.world_size > 1 else set()
+
+    def _own_statistics(self) -> dict[str, Tensor]:
+        """The same, as this process has them, so that it can go on with them."""
+        buffers = dict(self._step.model.named_buffers())
+        if self._place.world_size == 1:
+            return {}
+        return {f"rank-{self._place.rank}/{name}": buffers[name] for name in sorted(self._local_buffers)}
 
     def _named(self) -> dict[str, Tensor]:
         return tensors.of_model(self._step.model) | tensors.of_optimizer(self._step.model, self._optimizer)
@@ -407,33 +492,6 @@ class TorchEngine:
             return [range(first, world, shards) for first in range(shards)]
         return [range(world)] if self._layout.strategy == "ddp" else []
 
-    def _seed(self, *address: int | str) -> int:
-        seed = key(self._config.run.seed, *address)
-        torch.manual_seed(seed)
-        return seed
-
-    def _drew(self, seed: int) -> bool:
-        """Whether a random number was drawn since the generators got this seed."""
-        now = self._random_state()
-        torch.manual_seed(seed)
-        return any(not torch.equal(a, b) for a, b in zip(now, self._random_state(), strict=True))
-
-    def _random_state(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state())
-        return states
-
-    @contextmanager
-    def _restoring_randomness(self) -> Iterator[None]:
-        states = self._random_state()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(states[0])
-            if self._device.type != "cpu":
-                torch.get_device_module(self._device).set_rng_state(states[1])
-
     @contextmanager
     def _restoring_buffers(self) -> Iterator[None]:
         kept = [buffer.clone() for buffer in self._step.buffers()]
@@ -444,16 +502,9 @@ class TorchEngine:
                 buffer.copy_(value)
 
     def _with_carry(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
-        kept = self._carry.get(micro.number) if context.training and not micro.idle else None
-        carry = {n: rows[: len(micro.rows)] for n, rows in kept.items()} if kept else self._task.first_carry(batch)
+        kept = self._carry.of(micro) if context.training and not micro.idle else None
+        carry = kept or self._task.first_carry(batch)
         return context if carry is None else Context(context.step, context.training, context.scalars, carry)
-
-    def _keep_carry(self, micro: MicroBatch, carry: Mapping[str, Tensor]) -> None:
-        kept = self._carry.setdefault(micro.number, {})
-        for name, rows in carry.items():
-            rows = rows.detach()
-            beyond = kept[name][len(rows) :] if name in kept else rows[:0]
-            kept[name] = torch.cat([rows, beyond]) if len(beyond) else rows
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

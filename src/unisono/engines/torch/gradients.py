@@ -58,14 +58,11 @@ def watching(step: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[No
                 if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
                     handles.append(parameter.register_hook(partial(see, path + name)))
 
-    for unit in units:
-        inner = {
-            module
-            for other in units
-            if other is not unit and other in set(unit.modules())
-            for module in other.modules()
-        }
-        paths = {m: f"{p}." for p, m in step.named_modules() if m in set(unit.modules()) and m not in inner}
+    members = {unit: set(unit.modules()) for unit in units}
+    names = [(module, f"{path}.") for path, module in step.named_modules()]
+    for unit, own in members.items():
+        inner = set().union(*(members[other] for other in units if other is not unit and other in own))
+        paths = {module: path for module, path in names if module in own and module not in inner}
         handles.append(unit.register_forward_pre_hook(partial(gathered, paths=paths)))
     try:
         yield

@@ -73,7 +73,12 @@ def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         GuardError: naming the parameters of another dtype.
     """
-    wrong = [f"{n} ({p.dtype})" for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != dtype]
+    kept = (dtype, dtype.to_complex())
+    wrong = [
+        f"{name} ({p.dtype})"
+        for name, p in model.named_parameters()
+        if (p.is_floating_point() or p.is_complex()) and p.dtype not in kept
+    ]
     if wrong:
         raise GuardError(f"the master weights should be {dtype}, but these are not: {_some(wrong)}")
 
@@ -98,7 +103,9 @@ def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Se
         )
 
 
-def replicas_agree(group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], when: str) -> None:
+def replicas_agree(
+    group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], when: str, cause: str
+) -> None:
     """Ranks that hold copies of the same tensors hold the same bits.
 
     Args:
@@ -106,6 +113,7 @@ def replicas_agree(group: Group, tensors: Mapping[str, Tensor], replicas: Sequen
         tensors: this rank's tensors by name.
         replicas: groups of ranks that hold copies of each other.
         when: e.g. `after step 100`.
+        cause: a sentence: what makes such tensors differ.
 
     Raises:
         GuardError: on every rank, naming the first tensor that differs and the ranks.
@@ -121,8 +129,7 @@ def replicas_agree(group: Group, tensors: Mapping[str, Tensor], replicas: Sequen
                 sides = " and ".join(map(str, groups.values()))
                 raise GuardError(
                     f"replicas differ {when}: '{name}' is not the same on ranks {sides} ({differing} of "
-                    f"{len(tensors)} tensors differ). Gradients were not synchronised (a forward round the wrapper, a "
-                    "parameter changed outside the optimizer), or randomness depends on the rank."
+                    f"{len(tensors)} tensors differ). {cause}"
                 )
 
 

@@ -43,6 +43,19 @@ def _promoted(value: Any) -> Any:
     return _PROMOTED.get(value, value) if isinstance(value, torch.dtype) else value
 
 
+def to_master(model: torch.nn.Module, precision: str) -> None:
+    """Give parameters and buffers the dtype in which they are kept, in place; complex ones stay complex.
+
+    `Module.to(dtype)` would throw imaginary parts away.
+    """
+    real = MASTER[precision]
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(real)
+        elif tensor.is_complex():
+            tensor.data = tensor.data.to(real.to_complex())
+
+
 def promoting(precision: str) -> AbstractContextManager[Any]:
     """The context of a step.
 
@@ -60,7 +73,7 @@ def casting(precision: str, device: torch.device) -> AbstractContextManager[Any]
 def to_device(array: Any, device: torch.device, precision: str) -> Any:
     """An array of a batch as a tensor on the device, in float64 under fp64; other values pass as they are."""
     if hasattr(array, "__array_interface__"):
-        array = torch.from_numpy(array)
+        array = torch.as_tensor(array)
     if not isinstance(array, torch.Tensor):
         return array
     if precision == "fp64" and array.is_floating_point():

@@ -10,12 +10,14 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +28,7 @@ from unisono.errors import ConfigError
 from unisono.task import Batch, Context, Loss, Task
 
 Wrapped = nn.Module
+KNOWS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
 
 # torch 2.13 renamed the switch; buffers are not broadcast before each forward pass.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -89,8 +92,11 @@ def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
             )
 
 
-def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> Wrapped:
+def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> Wrapped:
     """The step module in the wrapper of the strategy, on the device."""
+    if layout.strategy in ("fsdp", "hsdp"):  # moves one unit at a time: the whole model need not fit
+        _shard(step, layout, precision, device, world_size, timeout)
+        return step
     step.to(device)
     if layout.strategy == "ddp":
         return DistributedDataParallel(
@@ -100,15 +106,15 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
             find_unused_parameters=layout.find_unused_parameters,
             **_NO_BUFFERS,
         )
-    if layout.strategy in ("fsdp", "hsdp"):
-        _shard(step, layout, precision, device, world_size)
     return step
 
 
-def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int) -> None:
+def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> None:
     shards = layout.shards or world_size
     if layout.strategy == "hsdp":
         mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():  # they begin with torch's own deadline
+            _set_pg_timeout(timedelta(seconds=timeout), group)
     else:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     # Inputs are not cast: a float label has to stay what it is, and autocast casts where arithmetic wants it.
@@ -127,17 +133,22 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a factor is a PREMUL_SUM, which gloo does not have
+            if KNOWS_UNUSED:  # zeros for what a process did not use; else it would reduce other parameters than others
+                module.set_reduce_scatter_unused_params(True)
 
 
-def expect_unused(wrapped: Wrapped, expected: bool) -> None:
-    """Tell FSDP whether a process may lack the gradients of some parameters; then it reduces zeros in their place.
+def every_gradient_came(wrapped: Wrapped) -> bool:
+    """Whether DDP has reduced all gradients of the pass that was to synchronise them.
 
-    Not told, processes that use different parameters reduce different ones, and hang or abort. DDP is told when it
-    wraps.
+    It has not if the pass left out a parameter that DDP counts on: what it then leaves in `.grad` is not reduced.
     """
-    for module in wrapped.modules():
-        if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-            module.set_reduce_scatter_unused_params(expected)
+    if not isinstance(wrapped, DistributedDataParallel):
+        return True
+    try:
+        wrapped._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _has_vectors_only(module: nn.Module) -> bool:

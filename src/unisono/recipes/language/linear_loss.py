@@ -1,10 +1,9 @@
 """Next-token cross-entropy straight from hidden states, without the logits of a whole micro-batch.
 
 Logits exist for one chunk of tokens at a time. Their gradient is formed at once, in the forward pass, because the loss
-is a
-sum: its gradient is the chunk's softmax minus its targets, whatever scalar it is multiplied with later. So nothing is
-recomputed, and memory is one chunk of logits and one gradient of the head. torch's own `linear_cross_entropy` (2.13)
-does the same but returns bf16 losses under bf16 and carries 1e-12 of error under fp64 (`benchmarks/linear_loss.py`).
+is a sum: its gradient is the chunk's softmax minus its targets, whatever scalar it is multiplied with later. So nothing
+is recomputed, and memory is one chunk of logits and one gradient of the head. torch's own `linear_cross_entropy` (2.13)
+does the same but returns the loss in bf16 under bf16 (`benchmarks/linear_loss.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
+# Where padding shall cost no arithmetic. On other devices it is masked: to find it, the CPU would wait for the device.
+_PADDING_IS_TAKEN_OUT = ("cpu",)
 
 
 def summed_cross_entropy(
@@ -34,8 +35,9 @@ def summed_cross_entropy(
         Two scalars: the sum (float32, or float64 if the inputs are), and the count of right predictions, which is only
         taken where no gradient is wanted and is zero otherwise.
     """
-    kept = targets != IGNORED
-    hidden, targets = hidden[kept], targets[kept]  # padding costs no arithmetic
+    if hidden.device.type in _PADDING_IS_TAKEN_OUT:
+        kept = targets != IGNORED
+        hidden, targets = hidden[kept], targets[kept]
     arguments = (hidden, weight, bias, targets, chunk, torch.is_grad_enabled())
     total, right = _SummedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, right
@@ -55,6 +57,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needed else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needed else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needed and bias is not None else None
+        masked = device not in _PADDING_IS_TAKEN_OUT
         with torch.autocast(device, enabled=False):
             matrix = weight.to(low)
             for first in range(0, hidden.shape[0], chunk):
@@ -64,12 +67,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     logits += bias.to(wide)
                 normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-                total += (normaliser - logits.gather(1, wanted)).sum()
+                losses = normaliser - logits.gather(1, wanted.clamp_min(0))
+                total += torch.where(wanted == IGNORED, 0.0, losses).sum() if masked else losses.sum()
                 if grad_hidden is None or grad_weight is None:
                     right += (logits.argmax(dim=-1, keepdim=True) == wanted).sum()
                     continue
                 errors = logits.sub_(normaliser).exp_()  # softmax, in place of the logits
-                errors.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=wide))
+                errors.scatter_add_(1, wanted.clamp_min(0), torch.full_like(wanted, -1, dtype=wide))
+                if masked:
+                    errors.masked_fill_(wanted == IGNORED, 0.0)
                 if grad_bias is not None:
                     grad_bias += errors.sum(0)
                 errors = errors.to(low)

@@ -164,6 +164,13 @@ class Language(Task):
     def _split(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return tokens.split(self.store, self.data_config.held_out)
 
+    @cached_property
+    def _chunked(self) -> bool:
+        """Whether the head can be applied chunk by chunk; `build` has asked its model already."""
+        from unisono.recipes.language import model as models
+
+        return models.head_is_linear(models.untrained(self.model_config, self.tokenizer.size))
+
     def _given_tokenizer(self) -> Tokenizer | None:
         path = self.data_config.tokenizer
         if path is None and isinstance(self.model_config, settings.Pretrained):

@@ -1,0 +1,36 @@
+"""Parameters that a step leaves out. On one process they have no gradient; under FSDP they have zeros in its place.
+
+Zeros are not absence: an optimizer decays what has a gradient of zero, and moves it by what it remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.engines.torch.gradients import local
+
+
+def alive(parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For every parameter 1 if this rank's part of its gradient has an element that is not zero, else 0."""
+    parts = [None if p.grad is None else local(p.grad) for p in parameters]
+    flags = [torch.zeros((), device=device) if p is None or not p.numel() else p.any() for p in parts]
+    return torch.stack([flag.to(dtype) for flag in flags])
+
+
+def forget(step: nn.Module, used: Container[str], device: torch.device) -> None:
+    """Take away the gradients of parameters that no rank used; collective.
+
+    Args:
+        step: the module whose parameters they are.
+        used: names that this rank used.
+        device: of this process.
+    """
+    flags = torch.tensor([name in used for name, _ in step.named_parameters()], dtype=torch.uint8).to(device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    for parameter, flag in zip(step.parameters(), flags.tolist(), strict=True):
+        if not flag:
+            parameter.grad = None

@@ -1,0 +1,272 @@
+"""What tasks and models do only later, or only on some ranks: it is made right, or refused; never trained on in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import processes
+from tests.engines.torch.test_engine import layout, outcome, started
+from tests.runs import configuration, distance, trace, whole
+from tests.tasks import LinearTask
+from unisono import trainer
+from unisono.checkpoint import commit
+from unisono.checkpoint.arrays import ArrayReader
+from unisono.engines.torch import wrap
+from unisono.errors import ConfigError
+from unisono.place import Alone, Group, Place
+from unisono.task import Context, Loss
+
+# parameters that only later steps leave out ---------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.up, self.down = (nn.Linear(3, 1) for _ in range(3))
+
+
+class Routed(LinearTask):
+    """Every expert is used in the first step; then each row chooses one. In the fourth step all choose the same."""
+
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        x = batch["x"]
+        shared = model.all(x)
+        if context.step == 0 and context.training:
+            return shared + model.up(x) + model.down(x)
+        expert = model.up if bool(x[0, 0] > 0) or context.step == 3 else model.down
+        return shared + expert(x)
+
+    def build(self) -> nn.Module:
+        return Experts()
+
+
+ROUTED = {"train": {"steps": 6, "global_batch": 8, "precision": "fp64"}}
+
+
+def test_fsdp_trains_parameters_that_later_steps_leave_out_as_one_process_does() -> None:
+    one = processes.alone(trace, Routed(), configuration(layout={"micro_batch": 1}, **ROUTED))
+    many = processes.run(trace, 2, Routed(), configuration(layout=layout("fsdp", micro_batch=1), **ROUTED))[0]
+    assert max(distance(many.parameters, one.parameters).values()) < 1e-12
+    assert many.losses == pytest.approx(one.losses, rel=1e-12)
+
+
+def test_ddp_that_was_not_told_refuses_them_before_an_update() -> None:
+    config = configuration(layout=layout("ddp", micro_batch=1), launch={"timeout": 20}, **ROUTED)
+    with pytest.raises(AssertionError, match="left parameters out that the first pass used"):
+        processes.run(trace, 2, Routed(), config)
+
+
+def test_ddp_that_was_told_trains_them_as_one_process_does() -> None:
+    one = processes.alone(trace, Routed(), configuration(layout={"micro_batch": 1}, **ROUTED))
+    config = configuration(layout=layout("ddp", micro_batch=1, find_unused_parameters=True), **ROUTED)
+    many = processes.run(trace, 2, Routed(), config)[0]
+    assert max(distance(many.parameters, one.parameters).values()) < 1e-12
+
+
+# names, weights and counts --------------------------------------------------------------------------------------------
+
+
+class NamesByRows(LinearTask):
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"up" if batch["x"][0, 0] > 0 else "down": float(len(batch["x"]))}
+
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        (name,) = self.counts(batch)
+        return Loss({name: (outputs - batch["y"]).square().sum()})
+
+
+class MetricsByRows(LinearTask):
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        name = "up" if batch["x"][0, 0] > 0 else "down"
+        return Loss({"square": (outputs - batch["y"]).square().sum()}, metrics={name: (1.0, 1.0)})
+
+
+class WeightsByRows(LinearTask):
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        return Loss({"square": (outputs - batch["y"]).square().sum()}, weights={"square": float(batch["x"][0, 0])})
+
+
+class NegativeCount(LinearTask):
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"square": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (NamesByRows, "every batch must count the terms"),
+        (MetricsByRows, "They may not depend on the rows"),
+        (WeightsByRows, "They may not depend on the rows"),
+        (NegativeCount, "none below zero"),
+    ],
+)
+def test_what_depends_on_the_rows_and_must_not_is_refused(task: type[LinearTask], message: str) -> None:
+    config = configuration(layout={"micro_batch": 1}, train={"steps": 2, "global_batch": 8})
+    with pytest.raises(ConfigError, match=message):
+        processes.alone(outcome, task(), config)
+
+
+def test_ranks_that_report_other_metrics_are_refused() -> None:
+    config = configuration(layout=layout("ddp", micro_batch=1), train={"steps": 2, "global_batch": 8})
+    with pytest.raises(AssertionError, match="They may not depend on the rows"):
+        processes.run(outcome, 2, MetricsByRows(), config)
+
+
+def test_a_weight_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="weights of a loss are numbers, not tensors"):
+        Loss({"x": torch.tensor(1.0)}, weights={"x": torch.tensor(2.0)})  # type: ignore[dict-item]
+
+
+# complex numbers ------------------------------------------------------------------------------------------------------
+
+
+class Rotating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.phase = nn.Parameter(torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0) + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear((x * self.turn * self.phase).imag)
+
+
+class RotatingTask(LinearTask):
+    def build(self) -> nn.Module:
+        return Rotating()
+
+
+def rotated(place: Place, group: Group, config: Any) -> tuple[torch.dtype, torch.dtype, float, bool]:
+    engine, steps = started(place, group, RotatingTask(), config)
+    before = whole(engine._step.model.phase)
+    for number, batches in enumerate(steps):
+        engine.step(batches, number, {"lr": 0.01})
+    model = engine._step.model
+    imaginary = float(model.turn.imag.abs().max())
+    return model.turn.dtype, model.phase.dtype, imaginary, bool(np.any(whole(model.phase) != before))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.complex64), ("fp64", torch.complex128)])
+def test_complex_parameters_and_buffers_stay_complex(precision: str, dtype: torch.dtype) -> None:
+    config = configuration(train={"steps": 2, "global_batch": 8, "precision": precision})
+    assert processes.alone(rotated, config) == (dtype, dtype, pytest.approx(0.909, abs=1e-3), True)
+
+
+# batch norm -----------------------------------------------------------------------------------------------------------
+
+
+class NormedTask(LinearTask):
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def held_out(self) -> Any:
+        return self.data()[:7]
+
+
+class NormedNan(NormedTask):
+    def data(self) -> Any:
+        rows = super().data()
+        rows[17] = {**rows[17], "x": np.full(3, np.nan, np.float32)}
+        return rows
+
+    def held_out(self) -> Any:
+        return None
+
+
+def normed(place: Place, group: Group, folder: Path, steps: list[int]) -> list[Any]:
+    """The evaluation of a run that is made in one go, or continued; and the statistics in its checkpoint."""
+    told: list[Any] = []
+    folder.mkdir(exist_ok=True)
+    for until in steps:
+        config = configuration(
+            layout=layout("ddp", micro_batch=2),
+            train={"steps": 6, "global_batch": 8},
+            checkpoint={"every": 3},
+            observe={"progress": False},
+        )
+        with trainer.Training(NormedTask(), config, place, group, folder) as training:
+            for result in training.steps():
+                if training.record is not None and until == 3 and result is not None:
+                    told.append(result.loss)
+                    if len(told) == 3:
+                        break
+            told.append(dict(training.evaluated))
+    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    names = [name for name in reader.shapes if "running" in name]
+    return [told[-1], checkpoint.state["random"], {n: reader.read(n, (0,), (3,)).tolist() for n in names}]
+
+
+def test_a_run_with_batch_norm_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole_run = processes.run(normed, 2, tmp_path / "whole", [6])[0]
+    continued = processes.run(normed, 2, tmp_path / "cut", [3, 6])[0]
+    assert whole_run[0]["loss"] > 0
+    assert continued == whole_run
+    _, random, saved = whole_run
+    assert random, "the micro-batch is part of what a batch norm computes"
+    for kind in ("running_mean", "running_var"):
+        assert saved[f"model/0.{kind}"] == saved[f"rank-0/0.{kind}"] != saved[f"rank-1/0.{kind}"]
+
+
+def test_a_row_that_is_not_a_number_is_told_beside_a_batch_norm() -> None:
+    config = configuration(layout={"micro_batch": 4}, train={"epochs": 1, "global_batch": 8})
+    kind, text, _, _ = processes.alone(outcome, NormedNan(), config)
+    assert kind == "NonFiniteError"
+    assert "17" in text
+
+
+# carries --------------------------------------------------------------------------------------------------------------
+
+
+class Counting(LinearTask):
+    """Each row of the batch carries the number of steps it has seen."""
+
+    def first_carry(self, batch: Any) -> Any:
+        return {"seen": torch.zeros(len(batch["x"]))}
+
+    def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:
+        assert context.carry is not None
+        return Loss({"square": (outputs - batch["y"]).square().sum()}, carry={"seen": context.carry["seen"] + 1})
+
+    def held_out(self) -> Any:
+        return self.data()[:4]
+
+
+def test_a_run_shorter_than_a_batch_can_be_read_again(tmp_path: Path) -> None:
+    config = configuration(
+        layout={"micro_batch": 4}, train={"epochs": 0.15, "global_batch": 16}, observe={"progress": False}
+    )
+    done = trainer.run(Counting(), config, Place(), Alone(), tmp_path)
+    assert done.step == 1
+    again = trainer.evaluate(Counting(), config, Place(), Alone(), tmp_path)
+    assert again["loss"] == pytest.approx(done.evaluation["loss"])
+
+
+# deadlines ------------------------------------------------------------------------------------------------------------
+
+
+def deadlines(place: Place, group: Group) -> list[float]:
+    step = wrap.Step(LinearTask(), nn.Linear(3, 1))
+    made = []
+    original = init_device_mesh
+
+    def remembered(*arguments: Any, **named: Any) -> Any:
+        made.append(original(*arguments, **named))
+        return made[-1]
+
+    wrap.init_device_mesh = remembered  # type: ignore[assignment]
+    config = configuration(layout={"strategy": "hsdp", "shards": 2, "world_size": 4})
+    wrap.wrap(step, config.layout, "fp32", torch.device("cpu"), 4, 33.0)
+    groups = made[0].get_all_groups()
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def test_the_deadline_reaches_the_groups_of_hsdp() -> None:
+    assert processes.run(deadlines, 4)[0] == [33.0, 33.0]
