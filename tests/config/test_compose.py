@@ -111,6 +111,28 @@ def test_a_value_may_refer_to_another_key():
     assert values("task.x=${train.steps}")["task"]["x"] == 1000
 
 
+def test_a_dictionary_is_merged_into_what_is_there():
+    assert values("schedules.lr={warmup: 10}")["schedules"]["lr"] == {"kind": "cosine", "warmup": 10, "floor": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "found"),
+    [
+        ("schedules.lr={kind: cosine, warmup: 10}", "schedules", {"lr": {"kind": "cosine", "warmup": 10}}),
+        ("schedules={lr: {kind: constant}}", "schedules", {"lr": {"kind": "constant"}}),
+        ("model={kind: config, architecture: gpt2}", "model", {"kind": "config", "architecture": "gpt2"}),
+        ("optim={kind: sgd}", "optim", {"kind": "sgd"}),
+    ],
+)
+def test_a_dictionary_that_says_its_kind_replaces_what_is_there(override: str, key: str, found: object):
+    assert values(override, recipe="language")[key] == found
+
+
+def test_overrides_count_in_their_order_after_a_dictionary_that_replaces():
+    found = values("schedules.lr={kind: linear}", "schedules.lr.floor=0.5", "schedules.lr={warmup: 3}")
+    assert found["schedules"]["lr"] == {"kind": "linear", "floor": 0.5, "warmup": 3}
+
+
 # what a user brings along ----------------------------------------------------------------------------------------
 
 
@@ -302,6 +324,19 @@ def test_an_override_is_the_origin_of_what_it_sets():
 def test_an_override_of_a_whole_group_is_the_origin_of_all_keys_in_it():
     found = compose(OWN, ["task={a: 1, b: {c: 2}}"])
     assert found.origin("task.b.c") == "override 'task={a: 1, b: {c: 2}}'"
+
+
+def test_a_dictionary_is_the_origin_of_the_keys_that_it_has_and_of_no_others():
+    found = compose("language", ["schedules.lr={warmup: 3}", "optim={lr: 1}"])
+    assert found.origin("schedules.lr.warmup") == "override 'schedules.lr={warmup: 3}'"
+    assert found.origin("optim.lr") == "override 'optim={lr: 1}'"
+    assert ".yaml:" in found.origin("schedules.lr.decay")
+
+
+def test_what_a_dictionary_with_a_kind_leaves_out_comes_from_the_schema_s_default():
+    found = compose("language", ["schedules.lr={kind: wsd}"])
+    assert found.origin("schedules.lr.kind") == "override 'schedules.lr={kind: wsd}'"
+    assert found.origin("schedules.lr.decay") == "default"
 
 
 def test_a_chosen_group_is_said_to_come_from_its_file_not_from_the_override():

@@ -126,7 +126,17 @@ def test_a_mathematical_key_makes_another_run_and_is_named(base: RunConfig, key:
 
 
 def test_the_place_of_the_task_s_file_makes_no_other_run(base: RunConfig):
-    assert fingerprint.changes(base, base.model_copy(update={"recipe": "moved.py:TransformerTask"}), random=False) == {}
+    for recipe in ("moved/tasks.py:TransformerTask", "/moved/tasks.py:TransformerTask", "tests.tasks:TransformerTask"):
+        moved = base.model_copy(update={"recipe": recipe})
+        assert fingerprint.changes(base, moved, random=False) == {}
+        assert fingerprint.digest(moved) == fingerprint.digest(base)
+
+
+@pytest.mark.parametrize("recipe", ["tasks.py:Other", "other.py:TransformerTask", "tests.other:TransformerTask"])
+def test_another_task_makes_another_run(base: RunConfig, recipe: str):
+    other = base.model_copy(update={"recipe": recipe})
+    assert fingerprint.changes(base, other, random=False).keys() == {"recipe"}
+    assert fingerprint.digest(other) != fingerprint.digest(base)
 
 
 def test_the_micro_batch_makes_another_run_where_a_forward_pass_is_random(base: RunConfig):
@@ -136,6 +146,10 @@ def test_the_micro_batch_makes_another_run_where_a_forward_pass_is_random(base: 
 
 def test_two_layouts_of_one_run_have_one_digest(base: RunConfig):
     assert fingerprint.digest(base) == fingerprint.digest(config("layout.strategy=ddp", "layout.world_size=4"))
+
+
+def test_the_micro_batch_that_a_layout_brings_about_leaves_the_digest_alone(base: RunConfig):
+    assert fingerprint.digest(base) == fingerprint.digest(config("layout.micro_batch=2"))
 
 
 def test_a_key_that_only_one_configuration_has_is_a_change():

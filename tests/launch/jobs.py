@@ -32,7 +32,8 @@ class Small(unisono.Task):
         rows: int = 40
         marks: Path | None = None  # a folder in which every process leaves its number, once it trains
         sleep: float = 0.0
-        raises: int | None = None  # the rank that raises in step 3
+        raises: int | None = None  # the rank that raises in step 3, on its first attempt
+        hangs: int | None = None  # the rank that never ends step 3
         nan: int | None = None  # the row whose loss is not a number
         dropout: float = 0.0
 
@@ -56,8 +57,11 @@ class Small(unisono.Task):
         rank = int(os.environ.get("RANK", "0"))
         if context.step == 1 and self.config.marks:
             (self.config.marks / f"rank-{rank}").write_text(str(os.getpid()))
-        if context.step == 2 and rank == self.config.raises:
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if context.step == 2 and rank == self.config.raises and not again:
             raise RuntimeError("the sky fell")
+        if context.step == 2 and context.training and rank == self.config.hangs:
+            time.sleep(600)
         time.sleep(self.config.sleep)
         return model(batch["x"])
 

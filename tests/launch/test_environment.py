@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
-from unisono.launch.environment import complete, place
+from unisono.launch.environment import OURS, complete, place
 from unisono.place import Place
 
 TORCHRUN = {
@@ -53,8 +53,19 @@ def test_all_missing_variables_of_torchrun_are_named_at_once():
 
 
 def test_processes_of_our_own_launcher_are_told_from_those_of_torchrun():
-    assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == Place(3, 4, 1, 2, "unisono")
+    ours = {**TORCHRUN, OURS: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-77"}
+    assert place(ours) == Place(3, 4, 1, 2, "unisono")
     assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == Place(3, 4, 1, 2, "torchrun")
+
+
+def test_a_run_id_of_torchrun_may_begin_as_it_likes():
+    assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
+
+
+def test_torchrun_inside_of_a_process_of_a_run_is_torchrun():
+    inner = {**TORCHRUN, OURS: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-78"}
+    assert place(inner) == Place(3, 4, 1, 2, "torchrun")
+    assert place({**TORCHRUN, OURS: "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
 
 
 def test_torchrun_inside_of_slurm_is_torchrun():

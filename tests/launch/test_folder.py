@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import tasks
+from tests.launch import jobs
 from unisono.checkpoint import commit
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
@@ -68,6 +72,19 @@ def test_two_runs_without_a_name_never_share_a_folder():
         folder.path_of(told).mkdir(parents=True)
         names.append(told.run.name)
     assert len(set(names)) == 5
+
+
+def test_two_starts_that_found_the_same_free_name_never_share_a_folder():
+    told = folder.named(config(name=None))
+    first, second, third = (folder.claim(told) for _ in range(3))
+    assert first == told
+    assert len({folder.path_of(c) for c in (first, second, third) if folder.path_of(c).is_dir()}) == 3
+
+
+def test_a_place_that_cannot_be_claimed_is_refused_by_name(here: Path):
+    (here / "file").write_text("no folder")
+    with pytest.raises(RunError, match=r"file/tasks-.* cannot be written: Not a directory"):
+        folder.claim(folder.named(config("run.dir=file", name=None)))
 
 
 def test_a_job_that_is_queued_again_finds_its_run_by_its_number():
@@ -210,6 +227,72 @@ def test_a_configuration_of_the_run_that_cannot_be_read_is_named():
     (make() / "config.yaml").write_text("a: [1")
     with pytest.raises(ValueError, match=r"runs/a/config\.yaml cannot be read as a configuration"):
         folder.check(config())
+
+
+def test_a_task_whose_file_was_moved_goes_on_with_its_run(here: Path):
+    first = jobs.task_file(here)
+    told = resolve.load(f"{first}:Small", ["run.name=a", "layout.world_size=1"])[0]
+    folder.make(told, {}, tasks.LinearTask())
+    (here / "later").mkdir()
+    moved = told.model_copy(update={"recipe": f"{first.rename(here / 'later' / 'small.py')}:Small"})
+    assert folder.check(moved).recipe == moved.recipe
+
+
+def test_another_task_does_not_go_on_with_the_run():
+    make()
+    other = resolve.load(f"{tasks.__file__}:TransformerTask", ["run.name=a", "layout.world_size=1"])[0]
+    assert "  recipe: 'tasks.py:LinearTask' there, 'tasks.py:TransformerTask' here\n" in refusal(other)
+
+
+def test_the_place_of_a_task_is_written_down_for_other_working_directories(here: Path):
+    jobs.task_file(here)
+    told = resolve.load("small.py:Small", ["run.name=a", "layout.world_size=1"])[0]
+    path = folder.make(told, {}, tasks.LinearTask())
+    assert resolve.read(path / "config.yaml").recipe == f"{here.resolve()}/small.py:Small"
+    assert folder.check(told).recipe == told.recipe
+
+
+# a run that is under way --------------------------------------------------------------------------------------------
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from unisono.launch import folder
+with folder.held(Path("runs/a")):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_is_held_by_one_start_at_a_time():
+    with (
+        folder.held(Path("runs/a")),
+        pytest.raises(
+            RunError, match=f"runs/a is held by process {os.getpid()} on {platform.node()}, which trains this run; "
+        ),
+        folder.held(Path("runs/a")),
+    ):
+        pass
+    with folder.held(Path("runs/a")), folder.held(Path("runs/b")):
+        pass
+
+
+def test_a_run_is_let_go_of_when_its_process_is_killed(here: Path):
+    with subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, cwd=here) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(RunError, match=f"runs/a is held by process {process.pid} on "), folder.held(Path("runs/a")):
+            pass
+        process.kill()
+        process.wait()
+    with folder.held(Path("runs/a")):
+        pass
+
+
+def test_a_start_that_ended_before_it_wrote_anything_leaves_a_folder_that_can_be_used():
+    with folder.held(Path("runs/a")):
+        pass
+    assert folder.check(config("run.resume=never")).run.name == "a"
 
 
 # micro-batches ------------------------------------------------------------------------------------------------------

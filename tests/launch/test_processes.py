@@ -142,6 +142,19 @@ def test_a_script_without_a_guard_is_told_so_instead_of_starting_itself_over_and
     assert len(list((here / "runs").iterdir())) == 1
 
 
+def test_a_script_can_train_a_task_of_a_package_beside_it_from_anywhere(here: Path):
+    package, elsewhere = here / "project" / "bare" / "deep", here / "elsewhere"
+    package.mkdir(parents=True)
+    elsewhere.mkdir()
+    (package.parent / "helper.py").write_text(jobs.SMALL)
+    (package / "task.py").write_text("from ..helper import Small\n\n\nclass Mine(Small):\n    pass\n")
+    script = SCRIPT.replace("Small(Small.Config", "Mine(Mine.Config")
+    (here / "project" / "script.py").write_text(f"import unisono\nfrom bare.deep.task import Mine\n{script}")
+    done = jobs.finished([sys.executable, str(here / "project" / "script.py")], elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert written(elsewhere)["recipe"] == "bare.deep.task:Mine"
+
+
 # a process that fails -----------------------------------------------------------------------------------------------
 
 
@@ -176,6 +189,33 @@ def test_a_process_that_was_killed_is_named_and_takes_all_others_with_it(here: P
         assert jobs.working_in(here) == []
     assert process.returncode == 1
     assert errors.startswith("unisono: error: rank 1 died without a message (killed by signal 9; out of memory?)")
+
+
+def test_those_who_waited_for_a_process_that_hangs_say_so_and_the_process_is_named(here: Path):
+    words = ("train.steps=6", "layout.world_size=2", "task.hangs=1", "launch.timeout=4")
+    done = jobs.unisono(*TRAIN, *words, cwd=here)
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.startswith("unisono: error: rank 0 waited for ")
+    assert "\nRanks that said nothing until the launcher ended them: 1\n" in done.stderr
+    assert "rank 0 ERROR: rank 0 waited for " in (here / "runs" / "a" / "logs" / "rank-00000.log").read_text()
+
+
+# a run that is started twice ----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_refused_while_it_trains_and_goes_on_once_it_was_killed(here: Path):
+    words = [*TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"]
+    with jobs.started([jobs.UNISONO, *words], here) as process:
+        jobs.training(here / "marks", 2)
+        second = jobs.unisono(*words, cwd=here)
+        assert second.returncode == 2
+        assert second.stderr.startswith(f"unisono: error: runs/a is held by process {process.pid} on ")
+        process.kill()
+        process.wait()
+        for mark in (here / "marks").iterdir():
+            mark.unlink()
+        with jobs.started([jobs.UNISONO, *words], here):
+            jobs.training(here / "marks", 2)
 
 
 # a launcher that is stopped -----------------------------------------------------------------------------------------
@@ -215,6 +255,57 @@ def test_torchrun_can_start_the_processes(here: Path, two: tuple[Path, subproces
     mine, theirs = jobs.events(here / "runs" / "a"), jobs.events(two[0] / "runs" / "a")
     assert [event["loss"] for event in mine] == [event["loss"] for event in theirs]
     assert layout_of(here) == (2, "ddp")
+
+
+def torchrun(here: Path, *words: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("torchrun")), "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+    return jobs.finished([*command, f"127.0.0.1:{free_port()}", *options, *words], here)
+
+
+def test_torchrun_may_start_a_single_process(here: Path):
+    done = torchrun(here, "--no-python", jobs.UNISONO, *TRAIN, "train.steps=3", options=["--nproc-per-node", "1"])
+    assert done.returncode == 0, done.stderr
+    assert layout_of(here) == (1, "single")
+
+
+def test_torchrun_may_start_the_processes_again_under_any_run_id(here: Path):
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-id", "unisono-77"]
+    words = [*TRAIN, "train.steps=4", "task.raises=1", "launch.timeout=20"]
+    done = torchrun(here, "--no-python", jobs.UNISONO, *words, options=options)
+    assert done.returncode == 0, done.stderr
+    assert layout_of(here) == (2, "ddp")
+    assert [event["step"] for event in jobs.events(here / "runs" / "a")] == [1, 2, 3, 4, 4]
+    log = (here / "runs" / "a" / "logs" / "rank-00001.log").read_text()
+    assert log.count("rank 1 ERROR: Traceback (most recent call last):") == 1
+    assert "RuntimeError: the sky fell" in log
+
+
+TWICE = """
+if __name__ == "__main__":
+    words = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "launch.timeout": 20}
+    task = Small(Small.Config(rows=24))
+    task.shown = []
+    task.loss = lambda *arguments: task.shown.append(1) or Small.loss(task, *arguments)
+    for name in "ab":
+        step = unisono.train(task, {**words, "run.name": name}).step
+        (Path("marks") / f"{name}-{os.environ['RANK']}").write_text(f"{step} {bool(task.shown)}")
+"""
+
+
+def test_a_script_of_torchrun_can_train_its_own_object_twice(here: Path):
+    (here / "script.py").write_text(jobs.SMALL + TWICE)
+    done = torchrun(here, "script.py", options=["--nproc-per-node", "2"])
+    assert done.returncode == 0, done.stderr
+    told = {mark.name: mark.read_text() for mark in (here / "marks").iterdir()}
+    assert told == dict.fromkeys(["a-0", "a-1", "b-0", "b-1"], "3 True")
+
+
+def test_a_mistake_of_one_rank_alone_is_told_by_that_rank(here: Path):
+    missing = ["train", "other.py:Small", *TRAIN[2:]]
+    first, second = by_hand([[*TRAIN, "launch.start_timeout=6"], missing], here, (0, 1), 2)
+    assert (first.returncode, second.returncode) == (5, 2)
+    assert second.stderr.startswith("unisono: error on rank 1: ")
+    assert "other.py: no such file" in second.stderr
 
 
 def test_ranks_with_different_configurations_are_refused_with_the_key(here: Path):

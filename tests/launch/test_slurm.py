@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield environment
 
 
-def srun(slurm: dict[str, str], cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+FOUR = ("--nodes=2", "--ntasks-per-node=2")
+
+
+def srun(
+    slurm: dict[str, str], cwd: Path, *words: str, tasks: Sequence[str] = FOUR
+) -> subprocess.CompletedProcess[str]:
     jobs.task_file(cwd)
-    command = ["srun", "--nodes=2", "--ntasks-per-node=2", jobs.UNISONO]
+    command = ["srun", *tasks, jobs.UNISONO]
     variables = {name: value for name, value in slurm.items() if name in ("SLURM_CONF", "PATH")}
     return jobs.finished([*command, "train", "small.py:Small", "train.global_batch=8", *words], cwd, **variables)
 
@@ -70,7 +75,16 @@ def test_a_job_computes_what_one_process_computes(job: tuple[Path, subprocess.Co
     assert [event["loss"] for event in theirs] == pytest.approx([event["loss"] for event in mine], rel=1e-5)
 
 
-def test_a_mistake_ends_the_job_and_is_told_once(slurm: dict[str, str], tmp_path: Path):
+def test_a_mistake_ends_the_job_and_is_told_by_every_task(slurm: dict[str, str], tmp_path: Path):
     done = srun(slurm, tmp_path, "optim.lrr=3")
     assert done.returncode == 2
-    assert done.stderr.count("unknown key 'optim.lrr' (override 'optim.lrr=3'), did you mean 'optim.lr'?") == 1
+    mistake = "unknown key 'optim.lrr' (override 'optim.lrr=3'), did you mean 'optim.lr'?"
+    assert {rank for rank in range(4) if f"unisono: error on rank {rank}: {mistake}" in done.stderr} == {0, 1, 2, 3}
+
+
+def test_a_job_of_one_task_is_a_single_process(slurm: dict[str, str], tmp_path: Path):
+    done = srun(slurm, tmp_path, "train.steps=3", tasks=("--nodes=1", "--ntasks=1"))
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    layout: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text())["layout"]
+    assert (layout["world_size"], layout["strategy"]) == (1, "single")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from unisono.config import resolve
 from unisono.config.schema import RunConfig
 from unisono.engines.torch import devices
 from unisono.errors import ConfigError, DataError, RunError, UnisonoError
-from unisono.launch import local, start
+from unisono.launch import folder, local, reload, start
+from unisono.launch.environment import OURS
 from unisono.observe import events
 from unisono.place import Place
 
@@ -331,7 +333,8 @@ def test_a_process_of_a_run_cannot_start_a_run_while_it_imports_its_task(monkeyp
     torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in torchrun:
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "unisono-1")
+    for name in (OURS, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "unisono-1")
     monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started by a process of a run"))
     with pytest.raises(ConfigError, match="Put the call under `if __name__ == '__main__':`"):
         unisono.train(LinearTask, {**SHORT, "layout.world_size": 2})
@@ -345,6 +348,188 @@ def test_a_script_that_trains_its_own_task_runs_once(here: Path, guard: str):
     told = jobs.finished([sys.executable, "script.py"], here)
     assert (told.returncode, told.stdout) == (0, "trained 3\n"), told.stderr
     assert len(list((here / "runs").iterdir())) == 1
+
+
+# one process of a launcher -------------------------------------------------------------------------------------------
+
+ALONE = {
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1",
+}  # fmt: skip
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "77"}
+
+
+@pytest.mark.parametrize("variables", [ALONE, SLURM])
+def test_the_only_process_of_a_launcher_is_a_single_process(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, host: Any
+):
+    host("cpu", 0)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = unisono.train(LinearTask, {**SHORT, "layout.world_size": 3})
+    layout = resolve.read(result.folder / "config.yaml").layout
+    assert (result.step, layout.strategy, layout.world_size) == (3, "single", 1)
+
+
+@pytest.mark.parametrize(("shell", "name"), [(False, "tasks-job77"), (True, "tasks-2")])
+def test_a_run_is_named_after_its_job_unless_a_person_sits_in_it(
+    shell: bool, name: str, monkeypatch: pytest.MonkeyPatch, host: Any
+):
+    host("cpu", 0)
+    for variable, value in {**SLURM, **({"SLURM_PTY_PORT": "1"} if shell else {})}.items():
+        monkeypatch.setenv(variable, value)
+    assert unisono.train(LinearTask, SHORT).folder.name.startswith(name)
+
+
+# a task object that is more than its settings -----------------------------------------------------------------------
+
+
+class Remembering(LinearTask):
+    @cached_property
+    def answer(self) -> int:
+        return 42
+
+
+def remembering() -> Remembering:
+    task = Remembering()
+    assert task.answer == 42
+    return task
+
+
+def test_a_task_object_with_state_of_its_own_is_refused_where_other_processes_make_it_anew(here: Path):
+    task = remembering()
+    task.more = 16
+    with pytest.raises(ConfigError, match="the Remembering object has more besides its settings, but other processes"):
+        unisono.train(task, {**SHORT, "layout.world_size": 2})
+    assert not (here / "runs").exists()
+    assert unisono.train(task, SHORT).step == 3
+
+
+def test_a_task_object_with_state_of_its_own_is_refused_where_the_configuration_changes_its_settings():
+    task = remembering()
+    task.more = 16
+    with pytest.raises(ConfigError, match="has more besides its settings, but the configuration changes its settings"):
+        unisono.train(task, {**SHORT, "task.rows": 9})
+
+
+def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
+    started = []
+    monkeypatch.setattr(local, "launch", lambda config, path, threads: started.append(config.layout.world_size))
+    monkeypatch.setattr(start, "outcome", lambda path: None)
+    unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
+    assert started == [2]
+
+
+# one start at a time ------------------------------------------------------------------------------------------------
+
+
+def test_a_start_in_the_same_second_takes_another_folder(monkeypatch: pytest.MonkeyPatch):
+    preflight, taken = start.preflight, []
+
+    def meanwhile(*arguments: Any) -> Any:
+        name = folder.named(config()).run.name
+        assert name is not None
+        taken.append(Path("runs", name))
+        taken[0].mkdir(parents=True)
+        return preflight(*arguments)
+
+    monkeypatch.setattr(folder.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(start, "preflight", meanwhile)
+    result = unisono.train(LinearTask, SHORT)
+    assert (taken, result.folder) == ([Path("runs/tasks-now")], Path("runs/tasks-now-2"))
+    assert list(taken[0].iterdir()) == []
+
+
+def test_a_run_that_trains_is_not_started_again():
+    with folder.held(Path("runs/a")), pytest.raises(RunError, match="runs/a is held by process"):
+        unisono.train(LinearTask, {**SHORT, "run.name": "a"})
+    assert not Path("runs/a/config.yaml").exists()
+    assert unisono.train(LinearTask, {**SHORT, "run.name": "a"}).step == 3
+
+
+def test_a_run_that_another_start_has_finished_in_between_is_looked_at_again(monkeypatch: pytest.MonkeyPatch):
+    preflight = start.preflight
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(start, "preflight", preflight)
+        unisono.train(LinearTask, {**SHORT, "run.name": "a", "optim.lr": 0.5})
+        return preflight(*arguments)
+
+    monkeypatch.setattr(start, "preflight", meanwhile)
+    with pytest.raises(RunError, match=r"runs/a already holds another run:\n  optim\.lr: 0\.5 there, 0\.0003 here"):
+        unisono.train(LinearTask, {**SHORT, "run.name": "a"})
+
+
+# accelerators that nobody uses --------------------------------------------------------------------------------------
+
+
+def test_a_run_on_the_cpu_of_a_host_with_accelerators_is_told_so(host: Any, capsys: pytest.CaptureFixture[str]):
+    host("mps", 1)
+    unisono.train(LinearTask, {**SHORT, "train.precision": "fp64"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("unisono: WARNING: this run (1 × fp64) goes to the CPU, though this host has 1 × mps")
+
+
+@pytest.mark.parametrize(("kind", "count", "device"), [("mps", 1, "cpu"), ("cpu", 0, "auto")])
+def test_a_run_that_is_meant_for_the_cpu_is_not_warned(
+    kind: str, count: int, device: str, host: Any, capsys: pytest.CaptureFixture[str]
+):
+    host(kind, count)
+    unisono.train(LinearTask, {**SHORT, "train.precision": "fp64", "layout.device": device})
+    assert capsys.readouterr().err == ""
+
+
+# how a task is called -----------------------------------------------------------------------------------------------
+
+PACKAGED = """
+from .. import helper
+from tests.tasks import LinearTask
+
+
+class Mine(LinearTask):
+    answer = helper.ANSWER
+"""
+
+
+def package(here: Path, name: str, init: bool) -> Path:
+    """A task whose module imports from the package above it."""
+    path = here / name / "deep" / "task.py"
+    path.parent.mkdir(parents=True)
+    (here / name / "helper.py").write_text("ANSWER = 42\n")
+    path.write_text(PACKAGED)
+    for parent in (path.parent, path.parent.parent) if init else ():
+        (parent / "__init__.py").touch()
+    return path
+
+
+def test_a_task_of_a_package_is_called_by_its_file_and_imported_with_its_package(here: Path):
+    path = package(here, "packaged", init=True)
+    found = resolve.task_class(f"{path}:Mine")
+    assert (found.__module__, vars(found)["answer"]) == ("packaged.deep.task", 42)
+    assert start.reference_to(found) == f"{path}:Mine"
+    assert unisono.train(found, SHORT).step == 3
+
+
+def test_a_task_of_a_package_without_init_files_is_called_by_its_name(here: Path, monkeypatch: pytest.MonkeyPatch):
+    package(here, "bare", init=False)
+    monkeypatch.syspath_prepend(str(here))
+    found = resolve.task_class("bare.deep.task:Mine")
+    assert start.reference_to(found) == "bare.deep.task:Mine"
+    assert unisono.train(found, SHORT).step == 3
+
+
+def test_a_package_of_the_same_name_elsewhere_is_not_taken_for_it(here: Path):
+    first, second = package(here / "a", "twice", init=True), package(here / "b", "twice", init=True)
+    assert resolve.task_class(f"{first}:Mine").__module__ == "twice.deep.task"
+    second.write_text("from tests.tasks import LinearTask\n\n\nclass Mine(LinearTask):\n    pass\n")
+    assert "answer" not in vars(resolve.task_class(f"{second}:Mine"))
+
+
+def test_a_finished_run_is_evaluated_from_anywhere(here: Path, monkeypatch: pytest.MonkeyPatch):
+    jobs.task_file(here)
+    result = unisono.train("small.py:Small", {**SHORT, "run.name": "a"})
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert reload.evaluate(here / "runs" / "a")["loss"] == result.evaluation["loss"]
 
 
 # Python values as overrides -----------------------------------------------------------------------------------------

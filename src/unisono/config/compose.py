@@ -1,14 +1,15 @@
 """From YAML groups and `key=value` overrides to one dictionary that knows where every value comes from.
 
-Hydra composes (defaults lists, `group=choice`, `key=value`); it is not used to instantiate anything, and keys such as
-`_target_` are refused. Overrides are forced in (`++`), because unknown keys are the schema's to refuse: it knows all
-names and can suggest the nearest.
+Hydra composes (defaults lists, `group=choice`); it is not used to instantiate anything, and keys such as `_target_` are
+refused. Values (`key=value`) are put in afterwards: unknown keys too, because they are the schema's to refuse, which
+knows all names and can suggest the nearest; and a dictionary that says its `kind` replaces what was there, where Hydra
+would mix the keys of two kinds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,10 @@ def _is_primary(path: Path) -> bool:
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Composed:
-    """Compose a recipe, a file task (`path/to/file.py:Class`) or a config of the user's own folder.
+    """Compose a recipe, a task of the user's own (`path/to/file.py:Class`) or a config of the user's own folder.
 
     Args:
-        recipe: a packaged recipe, `file.py:Class`, or the name of a YAML file in `config_dir`.
+        recipe: a packaged recipe, `file.py:Class`, `package.module:Class`, or the name of a YAML file in `config_dir`.
         overrides: `group=choice` and `key=value`, in Hydra's grammar.
         config_dir: folder with the user's own groups and configs.
 
@@ -77,19 +78,22 @@ def compose(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None 
     for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
         if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
             raise ConfigError(f"'{override}' is not an override: write key=value or group=choice")
-    values, files = _hydra(primary, folders, list(overrides))
+    read = [_read(override, folders) for override in overrides]
+    values, files = _hydra(primary, folders, read)
     origins: dict[str, str] = {}
     for path, package in files:
         for dotted, line in _written(path):
             full = f"{package}.{dotted}" if package else dotted
             _forget_below(origins, full)
             origins[full] = f"{_short(path)}:{line}"
-    for override in overrides:
-        dotted = override.split("=")[0].lstrip("+~")
-        if not any((folder / dotted).is_dir() for folder in folders):
+    for given in read:
+        for dotted in given.replaces:
             _forget_below(origins, dotted)
-            origins[dotted] = f"override '{override}'"
-    if ".py:" in recipe:
+            origins.pop(dotted, None)
+        for dotted in given.sets:
+            _forget_below(origins, dotted)
+            origins[dotted] = f"override '{given.text}'"
+    if ":" in recipe:
         values["recipe"] = recipe
         origins["recipe"] = "command line"
     composed = Composed(values, origins)
@@ -103,7 +107,7 @@ def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     own = [config_dir.resolve()] if config_dir else []
     packaged = recipes()
-    if ".py:" in recipe:
+    if ":" in recipe:
         _refuse_shadows(own[0] if own else None, [GROUPS])
         return "task", [GROUPS, *own]
     if own and (own[0] / f"{recipe}.yaml").is_file():
@@ -129,7 +133,41 @@ def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:
                 )
 
 
-def _hydra(primary: str, folders: list[Path], overrides: list[str]) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
+@dataclass(frozen=True)
+class _Override:
+    """One override, read: a choice, which is Hydra's, or a value."""
+
+    text: str
+    key: str
+    value: Any
+    is_choice: bool
+
+    @property
+    def sets(self) -> list[str]:
+        """Dotted keys of all values in it."""
+        return [] if self.is_choice else [key for key, value in _parts(self.key, self.value) if not _holds_keys(value)]
+
+    @property
+    def replaces(self) -> list[str]:
+        """Dotted keys of the dictionaries that say their `kind`: what was there may be of another, with other keys."""
+        parts = [] if self.is_choice else _parts(self.key, self.value)
+        return [key for key, value in parts if isinstance(value, dict) and "kind" in value]
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value and everything in its dictionaries, from the outside to the inside."""
+    yield key, value
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _parts(f"{key}.{name}", inner)
+
+
+def _holds_keys(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
+
+
+def _hydra(
+    primary: str, folders: list[Path], overrides: list[_Override]
+) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
     """The composed values, and the files they came from with the package each was put under, in order."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -144,10 +182,14 @@ def _hydra(primary: str, folders: list[Path], overrides: list[str]) -> tuple[dic
         search = f"hydra.searchpath=[{','.join(repr('file://' + str(folder)) for folder in folders[1:])}]"
         try:
             listed = loader.compute_defaults_list(primary, [search], RunMode.RUN).overrides.known_choices
-            forced = [search, *(_force(override, folders, listed) for override in overrides)]
-            config = hydra_compose(primary, overrides=forced)
+            chosen = [f"{'' if o.key in listed else '+'}{o.text.lstrip('+')}" for o in overrides if o.is_choice]
+            config = hydra_compose(primary, overrides=[search, *chosen])
+            for override in (o for o in overrides if not o.is_choice):
+                for key in override.replaces:
+                    OmegaConf.update(config, key, {}, merge=False, force_add=True)
+                OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
             values = OmegaConf.to_container(config, resolve=True)
-            defaults = loader.compute_defaults_list(primary, forced, RunMode.RUN).defaults
+            defaults = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError(_first_lines(str(error))) from error
     files = []
@@ -159,8 +201,8 @@ def _hydra(primary: str, folders: list[Path], overrides: list[str]) -> tuple[dic
     return {str(name): value for name, value in values.items()}, files
 
 
-def _force(override: str, folders: list[Path], listed: Container[str]) -> str:
-    """An override as Hydra shall see it: a choice, added if its group is not `listed` yet; a value, forced in."""
+def _read(override: str, folders: list[Path]) -> _Override:
+    """An override in Hydra's grammar, unless it asks for what is not done here."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
 
@@ -181,13 +223,14 @@ def _force(override: str, folders: list[Path], listed: Container[str]) -> str:
         raise ConfigError(f"override '{override}': '{name}' is a group, choose one of {', '.join(choices)}")
     if parsed.type == OverrideType.DEL:
         raise ConfigError(f"override '{override}': keys cannot be taken away; set {name}=null")
-    if choices and isinstance(parsed.value(), str):
-        if parsed.value() not in choices:
-            raise ConfigError(
-                f"override '{override}': '{name}' has no choice '{parsed.value()}', {nearest(parsed.value(), choices)}"
-            )
-        return ("" if name in listed else "+") + override.lstrip("+")
-    return "++" + override.lstrip("+")
+    if parsed.package is not None and not choices:
+        raise ConfigError(f"override '{override}': '{name}' is no group, so it cannot be put under {parsed.package}")
+    is_choice = bool(choices) and isinstance(parsed.value(), str)
+    if is_choice and parsed.value() not in choices:
+        raise ConfigError(
+            f"override '{override}': '{name}' has no choice '{parsed.value()}', {nearest(parsed.value(), choices)}"
+        )
+    return _Override(override, name, parsed.value(), is_choice)
 
 
 def _written(path: Path) -> Iterator[tuple[str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from unisono.config.schema import RunConfig
@@ -15,7 +16,7 @@ from unisono.config.schema import RunConfig
 # Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.
 _HARMLESS = (
     "layout", "eval", "checkpoint", "observe", "launch", "run.name", "run.dir", "run.resume", "run.allow_change",
-    "train.guard_every", "optim.implementation", "data.workers", "data.prefetch", "data.cache", "recipe",
+    "train.guard_every", "optim.implementation", "data.workers", "data.prefetch", "data.cache",
 )  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def mathematics(config: RunConfig, random: bool) -> dict[str, Any]:
     kept = {
         key: value for key, value in values.items() if not any(key == h or key.startswith(h + ".") for h in _HARMLESS)
     }
+    kept["recipe"] = task(config.recipe)
     if random:
         kept["layout.micro_batch"] = values["layout.micro_batch"]
     return kept
@@ -60,5 +62,19 @@ def changes(old: RunConfig, new: RunConfig, random: bool) -> dict[str, tuple[Any
 
 
 def digest(config: RunConfig) -> str:
-    """A hash of the mathematics, equal for equal runs on any layout."""
-    return hashlib.sha256(json.dumps(mathematics(config, random=True), sort_keys=True).encode()).hexdigest()
+    """A hash of the mathematics, equal for equal runs on any layout.
+
+    The micro-batch is not in it: only a run that is under way knows whether its forward passes draw random numbers.
+    """
+    return hashlib.sha256(json.dumps(mathematics(config, random=False), sort_keys=True).encode()).hexdigest()
+
+
+def task(recipe: str) -> str:
+    """Which task it is, wherever its file lies.
+
+    >>> task("language"), task("/home/me/tasks.py:Mine"), task("mine.tasks:Mine")
+    ('language', 'tasks.py:Mine', 'tasks.py:Mine')
+    """
+    place, _, name = recipe.rpartition(":")
+    file = Path(place).name if place.endswith(".py") else f"{place.rpartition('.')[2]}.py"
+    return f"{file}:{name}" if place else recipe

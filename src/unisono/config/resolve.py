@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from unisono.config import fingerprint
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import Data, RunConfig
 from unisono.errors import ConfigError, nearest
@@ -35,8 +36,12 @@ def load(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     return validate(composed), composed
 
 
-def read(path: Path) -> RunConfig:
+def read(path: Path, moved: str | None = None) -> RunConfig:
     """The configuration of a run, from its `config.yaml`.
+
+    Args:
+        path: of the file.
+        moved: how the same task is called now, where its file may have been moved since.
 
     Raises:
         ConfigError: where the file is missing or is not a configuration.
@@ -47,6 +52,8 @@ def read(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a configuration: it holds a {type(values).__name__}, not keys and values")
+    if moved is not None and fingerprint.task(str(values.get("recipe"))) == fingerprint.task(moved):
+        values["recipe"] = moved
     return validate(Composed(values, {name: str(path) for name in values}))
 
 
@@ -100,6 +107,12 @@ def task_class(reference: str) -> type[Task]:
     return found
 
 
+def lasting(reference: str) -> str:
+    """The same reference, such that it holds in any working directory."""
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+
+
 def _from_package(module: str, reference: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
@@ -111,15 +124,24 @@ def _from_package(module: str, reference: str) -> types.ModuleType:
 
 
 def _from_file(path: Path) -> types.ModuleType:
-    """A module from a file. Its name is derived from the path, so importing it twice gives the same module.
+    """A module from a file: of its package, if it lies in one, so that its relative imports work; else on its own.
 
-    A script that trains a task of its own is that module already: it must not run a second time.
+    Its name is derived from the path, so importing it twice gives the same module. A script that trains a task of its
+    own is that module already: it must not run a second time.
     """
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
     if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
         return sys.modules["__main__"]
+    root, packaged = in_package(path)
+    if packaged:
+        for position, folder in ((0, root), (len(sys.path), path.parent)):  # the latter as below, but after all others
+            if str(folder) not in sys.path:
+                sys.path.insert(position, str(folder))
+        found = importlib.import_module(packaged)
+        if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
+            return found
     name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
@@ -136,6 +158,14 @@ def _from_file(path: Path) -> types.ModuleType:
         del sys.modules[name]  # half a module must not be found by the next attempt
         raise
     return module
+
+
+def in_package(path: Path) -> tuple[Path, str]:
+    """The folder from which a file is imported, and its dotted name there; no name if it lies in no package."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    return root, ".".join(parts) if len(parts) > 1 else ""
 
 
 # mistakes, in the user's words ------------------------------------------------------------------------------------

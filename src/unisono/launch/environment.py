@@ -9,6 +9,8 @@ from collections.abc import Mapping, MutableMapping
 from unisono.errors import ConfigError
 from unisono.place import Place
 
+OURS = "UNISONO_RUN_ID"  # what `unisono.launch.local` gives the processes that it starts: the run id of their launcher
+
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that a launcher gave this process, or None if nobody launched it.
@@ -24,7 +26,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
                 f"RANK and WORLD_SIZE are set, as by torchrun, but not {', '.join(missing)}; unset them or set all"
             )
         rank, world, local, local_world = (int(environment[name]) for name in wanted[:4])
-        launcher = "unisono" if environment.get("TORCHELASTIC_RUN_ID", "").startswith("unisono") else "torchrun"
+        run_id = environment.get("TORCHELASTIC_RUN_ID")  # of the nearest launcher, which may be inside of ours
+        launcher = "unisono" if run_id is not None and run_id == environment.get(OURS) else "torchrun"
         return Place(rank, world, local, local_world, launcher)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         world = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))

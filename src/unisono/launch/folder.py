@@ -1,20 +1,24 @@
 """The run directory: made, checked and described before anything expensive starts.
 
 A directory belongs to one run. It is continued only by a configuration with the same mathematics, and nothing in it is
-ever overwritten by another run.
+ever overwritten by another run, nor by the same one started twice: it is locked as long as the run lives.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from unisono.checkpoint import commit
 from unisono.config import fingerprint, resolve
@@ -22,6 +26,9 @@ from unisono.config.schema import RunConfig
 from unisono.errors import RunError
 from unisono.task import Task
 from unisono.version import __version__
+
+CERTIFICATE = "certificate.json"  # of a proof, which may come before the run
+LOCK, HOLDER = "run.lock", "run.lock.json"  # who holds the lock stands beside it: older filelocks empty the lock's file
 
 
 def named(config: RunConfig, job: str | None = None) -> RunConfig:
@@ -51,7 +58,8 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
+    others = {path.name for path in folder.iterdir()} - {LOCK, HOLDER, CERTIFICATE} if folder.exists() else set()
+    if others and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
     newest = commit.find(folder / "checkpoints")[-1:]
     if config.run.resume == "must" and not newest:
@@ -62,7 +70,7 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
         )
-    old = resolve.read(folder / "config.yaml")
+    old = resolve.read(folder / "config.yaml", moved=config.recipe)
     random = any(commit.read(path).state["random"] for path in newest)
     if config.layout.micro_batch is None and (random or _divides(old.layout.micro_batch, config)):
         config = config.model_copy(
@@ -82,6 +90,44 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
+def claim(config: RunConfig) -> RunConfig:
+    """The same configuration with a name that no other start can have taken: the folder is made here."""
+    while True:
+        try:
+            path_of(config).mkdir(parents=True)
+        except FileExistsError:  # a start in the same second
+            config = named(config.model_copy(update={"run": config.run.model_copy(update={"name": None})}))
+        except OSError as error:
+            raise _unwritable(path_of(config), error) from error
+        else:
+            return config
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make a folder and hold it against other starts; the kernel lets go of it when this process ends, however it does.
+
+    Raises:
+        RunError: naming the process that holds it.
+    """
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        _replace(folder / HOLDER, json.dumps({"host": platform.node(), "pid": os.getpid()}) + "\n")
+    except Timeout as error:
+        raise RunError(
+            f"{folder} is held by {_holder(folder / HOLDER)}, which trains this run; wait until it has ended, end it, "
+            "or choose another run.name"
+        ) from error
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
     """Make the directory and write what the run is: `config.yaml`, `fingerprint.json` and the task's `assets/`.
 
@@ -93,7 +139,8 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
     try:
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
-        _replace(folder / "config.yaml", yaml.safe_dump(fingerprint.plain(config), sort_keys=False))
+        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        _replace(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
@@ -102,9 +149,7 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
         }
         _replace(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
     except OSError as error:
-        raise RunError(
-            f"{folder} cannot be written: {error.strerror} ({error.filename}); choose another run.dir"
-        ) from error
+        raise _unwritable(folder, error) from error
     return folder
 
 
@@ -124,6 +169,18 @@ def path_of(config: RunConfig) -> Path:
     """Where a named run lies."""
     assert config.run.name is not None
     return config.run.dir / config.run.name
+
+
+def _holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {found['pid']} on {found['host']}"
+    except (OSError, ValueError, KeyError):  # it has the lock, and is about to say so
+        return "another process"
+
+
+def _unwritable(folder: Path, error: OSError) -> RunError:
+    return RunError(f"{folder} cannot be written: {error.strerror} ({error.filename}); choose another run.dir")
 
 
 def _divides(micro_batch: int | None, config: RunConfig) -> bool:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unisono.config.schema import RunConfig
 from unisono.errors import UnisonoError
+from unisono.launch.environment import OURS
+
+_GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
 class WorkerError(UnisonoError):
@@ -21,13 +28,14 @@ class WorkerError(UnisonoError):
         self.exit_code = code
 
 
-def launch(config: RunConfig, folder: Path, threads: int) -> None:
+def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono.launch.worker") -> None:
     """Start `layout.world_size` processes and wait for them.
 
     Args:
         config: concrete.
         folder: of the run; the processes read its `config.yaml`.
         threads: CPU threads per process, unless the user's environment says otherwise.
+        module: what each process runs, with the folder as its argument.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -40,14 +48,17 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
     for name in list(logging.root.manager.loggerDict):  # its loggers have levels of their own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # A later attempt must not read the addresses of the earlier one (pytorch/pytorch#135712).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    run_id = f"unisono-{os.getpid()}"
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        # A later attempt must not read the addresses of the earlier one (pytorch/pytorch#135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback and config.layout.device == "cpu":
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", loopback
-        )  # all processes are on this host, whatever its name resolves to
+        defaults["GLOO_SOCKET_IFNAME"] = loopback  # all processes are on this host, whatever its name resolves to
+    variables = {name: value for name, value in defaults.items() if name not in os.environ}
+    variables |= {OURS: run_id, "PYTHONPATH": _import_path(config.recipe)}
     assert isinstance(config.layout.world_size, int)
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
@@ -57,27 +68,56 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=config.layout.world_size,
-        run_id=f"unisono-{os.getpid()}",
+        run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
         local_addr="127.0.0.1",
-        shutdown_timeout=5,
+        shutdown_timeout=_GRACE,
     )
     try:
-        elastic_launch(settings, sys.executable)("-m", "unisono.launch.worker", str(folder))
+        with _environment(variables):
+            elastic_launch(settings, sys.executable)("-m", module, str(folder))
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
         raise _headline(logs, error) from None
 
 
+def _import_path(recipe: str) -> str:
+    """`PYTHONPATH`, and before it where this process finds the package of a task that is given as `module:Class`."""
+    package = Path(recipe.partition(":")[0].partition(".")[0])
+    by_name = ":" in recipe and ".py:" not in recipe
+    found = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
+    return os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment changed for the processes that it starts, and then as it was."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _headline(logs: Path, error: Any) -> WorkerError:
     """The fault to show: a process that died, or the first fault that is not somebody waiting in vain for another."""
+    ended = time.time()
     faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
     faults.sort(key=lambda fault: (fault["kind"] == "DeadlineError", fault["time"]))
     told = {fault["rank"] for fault in faults}
-    deaths = [(rank, failure.exitcode) for rank, failure in error.failures.items() if rank not in told]
+    silent = {rank: failure.exitcode for rank, failure in error.failures.items() if rank not in told}
+    # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
+    late = bool(faults) and ended - min(fault["time"] for fault in faults) >= _GRACE
+    by_launcher = {-signal.SIGTERM, *([-signal.SIGKILL] if late else [])} if faults else set()
+    deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
     if deaths and (not faults or faults[0]["kind"] == "DeadlineError"):
         rank, code = deaths[0]
         return WorkerError(f"rank {rank} died without a message ({_death(code)}); see {logs}", 1)
@@ -87,7 +127,9 @@ def _headline(logs: Path, error: Any) -> WorkerError:
     if fault["text"].startswith("Traceback"):
         others = f" ({len(faults) - 1} other processes report a fault too; see {logs})" if len(faults) > 1 else ""
         return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"])
-    return WorkerError(fault["text"], fault["code"])
+    ranks = ", ".join(map(str, sorted(silent)))
+    stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
+    return WorkerError(fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else ""), fault["code"])
 
 
 def _death(exitcode: int) -> str:

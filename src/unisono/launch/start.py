@@ -6,7 +6,11 @@ import inspect
 import numbers
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,8 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
 
     Args:
         task: a `Task`, its class, or what the command line takes: a recipe's name or `path/to/file.py:Class`. With
-            several processes the others import the task from its file, so it has to be defined at the top level of one.
+            several processes the others import the task from its file, so it has to be defined at the top level of one,
+            and make it of its settings, so an object must have no other state.
         config: a `RunConfig`; or overrides, as `key=value` texts or as a dictionary of dotted keys.
 
     Returns:
@@ -58,28 +63,32 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
         composed = _with_settings(composed, instance)
     typed = resolve.validate(composed)
     if instance is not None and _settings(instance) != _settings(typed):
-        instance = None  # the configuration changes its settings, so it is made anew, here as in other processes
+        _refuse_state(instance, "the configuration changes its settings, and it is made anew")
+        instance = None  # here as in other processes
     return start(typed, instance)
 
 
 def start(config: RunConfig, task: Task | None = None) -> Any:
     """Check a typed configuration and run it, here or on processes of its own."""
-    place = environment.place()
-    config = concrete(config, place)
-    if place is not None and place.launcher != "unisono":
-        return _as_launched(config, place)
-    config = folder.check(folder.named(config))
-    task = task or worker.task_of(config)
-    facts = preflight(task, config)
-    path = folder.make(_with_micro_batch(config), facts, task)
-    config = resolve.read(path / "config.yaml")
-    if config.layout.strategy == "single":
-        from unisono import trainer
+    from unisono import trainer
 
-        return trainer.run(task, config, Place(), worker.join(config, Place()), path)
-    assert isinstance(config.layout.world_size, int)
-    local.launch(config, path, threads_per_process(config.layout.world_size))
-    return outcome(path)
+    place = environment.place()
+    asked, config = config, concrete(config, place)
+    if place is None or place.is_first:
+        _warn_of_idle_accelerators(asked, config)
+    alone = config.layout.strategy == "single"
+    if place is not None and place.launcher != "unisono" and not alone:
+        return _as_launched(config, place, task)
+    if task is not None and not alone:
+        _refuse_state(task, "other processes make it anew")
+    task = task or worker.task_of(config)
+    with _opened(config, task, _job(place)) as path:
+        config = resolve.read(path / "config.yaml")
+        if alone:
+            return trainer.run(task, config, Place(), worker.join(config, Place()), path)
+        assert isinstance(config.layout.world_size, int)
+        local.launch(config, path, threads_per_process(config.layout.world_size))
+        return outcome(path)
 
 
 def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
@@ -157,7 +166,7 @@ def outcome(path: Path) -> Any:
 
 
 def reference_to(kind: type[Task]) -> str:
-    """`path/to/file.py:Class` for a task class.
+    """`path/to/file.py:Class` for a task class, or `module:Class` where only that name makes its relative imports work.
 
     Raises:
         ConfigError: for a class that another process could not import.
@@ -173,36 +182,91 @@ def reference_to(kind: type[Task]) -> str:
             f"{kind.__qualname__} is defined inside a function or class; move it to the top level of its file"
         )
     known = f"{kind.__module__}:{kind.__name__}"
-    return next((name for name, place in resolve.TASKS.items() if place == known), f"{path}:{kind.__name__}")
+    file = f"{path}:{kind.__name__}"
+    packaged = next((name for name, place in resolve.TASKS.items() if place == known), None)
+    return packaged or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
 
 
-def _as_launched(config: RunConfig, place: Place) -> Any:
+def _in_folder_without_init(module: str, path: Path) -> bool:
+    """Whether a file is a part of a package that its place does not show, but that can be imported by name."""
+    if "." not in module or resolve.in_package(path.resolve())[1]:
+        return False
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()
+
+
+def _as_launched(config: RunConfig, place: Place, task: Task | None) -> Any:
     """Run as one of the processes that torchrun or srun started: agree on the run, then train."""
     from unisono import trainer
 
-    if config.layout.strategy == "single":
-        raise (
-            ConfigError(f"{place.launcher} started {place.world_size} processes, but layout.strategy=single is one")
-            if (place.world_size > 1)
-            else ConfigError("layout.strategy=single needs no launcher: start it without one")
-        )
     group = worker.join(config, place)
-    told, path = None, None
-    if place.is_first:
-        try:
-            config = folder.check(folder.named(config, os.environ.get("SLURM_JOB_ID")))
-            task = worker.task_of(config)
-            path = folder.make(_with_micro_batch(config), preflight(task, config), task)
-        except (ConfigError, RunError, ValueError) as error:
-            told = str(error)
-    told, path = group.gather(
-        [told, str(path.resolve()) if path else None], "rank 0 to check the run and prepare its data"
-    )[0]
-    if told:
-        raise RunError(told)
-    path = Path(path)
-    config = resolve.read(path / "config.yaml")
-    return trainer.run(worker.task_of(config), config, place, group, path)
+    with ExitStack() as opened:
+        told, path = None, None
+        if place.is_first:
+            try:
+                task = task or worker.task_of(config)
+                path = opened.enter_context(_opened(config, task, _job(place)))
+            except (ConfigError, RunError, ValueError) as error:
+                told = str(error)
+        told, path = group.gather(
+            [told, str(path.resolve()) if path else None], "rank 0 to check the run and prepare its data"
+        )[0]
+        if told:
+            worker.part()
+            raise RunError(told)
+        path = Path(path)
+        with worker.logged(path, place):
+            config = resolve.read(path / "config.yaml")
+            result = trainer.run(task or worker.task_of(config), config, place, group, path)
+    worker.part()
+    return result
+
+
+@contextmanager
+def _opened(config: RunConfig, task: Task, job: str | None) -> Iterator[Path]:
+    """Refuse what can be refused without touching anything, then make the run's directory and hold it."""
+    new = config.run.name is None and job is None
+    config = folder.check(folder.named(config, job))
+    facts = preflight(task, config)
+    if new:
+        config = folder.claim(config)
+    with folder.held(folder.path_of(config)):
+        config = folder.check(config)  # another start may have been here since
+        yield folder.make(_with_micro_batch(config), facts, task)
+
+
+def _job(place: Place | None) -> str | None:
+    """The job after which a run is named, so that it is found again when the job is; a shell in a job starts many."""
+    return None if place is None or "SLURM_PTY_PORT" in os.environ else os.environ.get("SLURM_JOB_ID")
+
+
+def _warn_of_idle_accelerators(asked: RunConfig, config: RunConfig) -> None:
+    from unisono.engines.torch import devices
+
+    kind, count = devices.accelerators()
+    if count and asked.layout.device == "auto" and config.layout.device == "cpu":
+        run = f"{config.layout.world_size} × {config.train.precision}"
+        print(  # noqa: T201 - before there is a log
+            f"unisono: WARNING: this run ({run}) goes to the CPU, though this host has {count} × {kind}: there must be "
+            f"one for each process, and it must have the precision. layout.device={kind} tells what is amiss; "
+            "layout.device=cpu says that the CPU is meant",
+            file=sys.stderr,
+        )
+
+
+def _refuse_state(task: Task, why: str) -> None:
+    """Refuse a task object that has more than its settings where another one takes its place.
+
+    Raises:
+        ConfigError: naming the attributes; what a `cached_property` keeps is no state.
+    """
+    kept = {name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)}
+    own = sorted(vars(task).keys() - kept - {"config", "model_config", "data_config"})
+    if own:
+        raise ConfigError(
+            f"the {type(task).__name__} object has {', '.join(own)} besides its settings, but {why}, from its class "
+            "and its settings alone. Make settings of what it needs, and a cached_property of what follows from them"
+        )
 
 
 def _with_micro_batch(config: RunConfig) -> RunConfig:

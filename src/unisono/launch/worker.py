@@ -10,13 +10,16 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, UnisonoError
+from unisono.errors import ConfigError, NonFiniteError, RunError, UnisonoError
 from unisono.launch import environment
+from unisono.observe import logs
 from unisono.place import Alone, Group, Place
 from unisono.task import Task
 
@@ -62,22 +65,36 @@ def leave(code: int) -> NoReturn:
     The interpreter's own way out is not safe: a gloo thread that drops a tensor while the interpreter goes down aborts
     the process (pytorch/pytorch#179291), and a run that trained correctly would be reported as failed.
     """
-    if "torch.distributed" in sys.modules:
-        from unisono.engines.torch import collective
-
-        gc.collect()
-        if code == 0:
-            collective.stop()
+    if code == 0 and "torch.distributed" in sys.modules:
+        part()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
+def part() -> None:
+    """Leave the process group, so that this process may join another."""
+    from unisono.engines.torch import collective
+
+    gc.collect()  # what was reduced in it must be gone
+    collective.stop()
+
+
+@contextmanager
+def logged(folder: Path, place: Place) -> Iterator[None]:
+    """Write whatever goes wrong into the rank's log, which is there even where nobody sees its stderr."""
+    try:
+        yield
+    except Exception as error:
+        logs.fault(folder, place, str(error) if isinstance(error, UnisonoError) else traceback.format_exc())
+        raise
+
+
 def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
     """Run a whole process's work and end the process with the right code.
 
-    A fault is written to `report` where a launcher reads it; without one, it goes to stderr: once, if it is a fault
-    that every rank raises.
+    A fault is written to `report` where a launcher reads it; without one, it goes to stderr: from every rank, unless
+    the ranks have agreed on it.
     """
     try:
         act()
@@ -90,7 +107,7 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
         if report is not None:
             fault = {"rank": place.rank, "kind": type(error).__name__, "text": text, "code": code, "time": time.time()}
             report.write_text(json.dumps(fault), encoding="utf-8")
-        elif place.is_first or not (told and _on_every_rank(error)):
+        elif place.is_first or not (told and _agreed(error)):
             print(f"unisono: error on rank {place.rank}: {text}", file=sys.stderr)
         leave_now(code)
     leave(0)
@@ -103,10 +120,9 @@ def leave_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _on_every_rank(error: BaseException) -> bool:
-    from unisono.errors import CheckpointError, GuardError, NonFiniteError, RunError
-
-    return isinstance(error, ConfigError | RunError | NonFiniteError | GuardError | CheckpointError)
+def _agreed(error: BaseException) -> bool:
+    """Whether rank 0 says the same: it told this rank so, or the ranks found out together."""
+    return isinstance(error, RunError | NonFiniteError)
 
 
 def die_with_parent() -> None:
@@ -124,9 +140,10 @@ def main(folder: Path) -> NoReturn:
     def work() -> None:
         from unisono import trainer
 
-        config = resolve.read(folder / "config.yaml")
-        group = join(config, place)
-        trainer.run(task_of(config), config, place, group, folder)
+        with logged(folder, place):
+            config = resolve.read(folder / "config.yaml")
+            group = join(config, place)
+            trainer.run(task_of(config), config, place, group, folder)
 
     guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,15 +14,13 @@ _undo = ExitStack()
 
 def start(run: Path, place: Place) -> None:
     """Send the `unisono` logger of this process to its file; warnings of rank 0 go to the console too."""
-    folder = run / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
     stop()
     logger = logging.getLogger("unisono")
     _undo.callback(logger.setLevel, logger.level)
     _undo.callback(setattr, logger, "propagate", logger.propagate)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    file = logging.FileHandler(folder / f"rank-{place.rank:05d}.log", encoding="utf-8")
+    file = logging.FileHandler(_file(run, place), encoding="utf-8")
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
     _add(logger, file)
     if place.is_first:
@@ -34,6 +33,18 @@ def start(run: Path, place: Place) -> None:
 def stop() -> None:
     """Flush and close what `start` opened, and leave the logger as it was before."""
     _undo.close()
+
+
+def fault(run: Path, place: Place, text: str) -> None:
+    """Write what ended this process into its file, whether `start` was called or is over."""
+    with _file(run, place).open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {text.rstrip()}\n")
+
+
+def _file(run: Path, place: Place) -> Path:
+    folder = run / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"rank-{place.rank:05d}.log"
 
 
 def _add(logger: logging.Logger, handler: logging.Handler) -> None:

@@ -1,4 +1,4 @@
-"""What tasks and models do only later, or only on some ranks: it is made right, or refused; never trained on in silence."""
+"""What tasks and models do only later, or only on some ranks: it is made right, or it is refused."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""The launcher of several processes: what it leaves behind in this one, and which of many faults it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.launcher import api
+
+from tests import tasks
+from unisono.config import resolve
+from unisono.launch import local
+from unisono.launch.environment import OURS
+
+TASK = f"{tasks.__file__}:LinearTask"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The environments in which processes would have been started."""
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(api, "elastic_launch", lambda settings, _: lambda *words: found.append(dict(os.environ)))
+    return found
+
+
+def launch(folder: Path, threads: int) -> None:
+    local.launch(resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu"])[0], folder, threads)
+
+
+def test_a_launch_leaves_the_environment_as_it_was(
+    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    launch(tmp_path, 3)
+    assert dict(os.environ) == before
+    launch(tmp_path, 2)
+    assert [(found["OMP_NUM_THREADS"], found[OURS]) for found in seen] == [
+        ("3", f"unisono-{os.getpid()}"), ("2", f"unisono-{os.getpid()}"),
+    ]  # fmt: skip
+    assert dict(os.environ) == before
+
+
+def test_a_launch_leaves_what_the_user_has_set(
+    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    launch(tmp_path, 3)
+    assert (seen[0]["OMP_NUM_THREADS"], seen[0]["GLOO_SOCKET_IFNAME"]) == ("7", "mine")
+
+
+# which fault is shown -----------------------------------------------------------------------------------------------
+
+
+def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float]) -> tuple[str, int]:
+    """What is told of processes that ended so, of which some had written a fault so many seconds ago."""
+    for rank, kind, ago in faults:
+        code = 5 if kind == "DeadlineError" else 1
+        fault = {"rank": rank, "kind": kind, "text": f"{kind} of {rank}", "code": code, "time": time.time() - ago}
+        (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
+    error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=code) for rank, code in exits.items()})
+    told = local._headline(folder, error)
+    return str(told), told.exit_code
+
+
+def test_a_process_that_the_launcher_ended_does_not_hide_who_waited_for_it(tmp_path: Path):
+    told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.2))
+    assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 1", 5)
+
+
+def test_a_process_that_did_not_listen_to_the_launcher_does_not_hide_who_waited_for_it(tmp_path: Path):
+    told, code = headline(tmp_path, {0: 5, 1: -9, 2: 5}, (0, "DeadlineError", 5.3), (2, "DeadlineError", 5.1))
+    assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 1", 5)
+
+
+def test_a_process_that_was_killed_from_outside_is_named_before_those_that_waited_for_it(tmp_path: Path):
+    told, code = headline(tmp_path, {0: 5, 1: -9, 2: -15}, (0, "DeadlineError", 0.2))
+    assert told.startswith("rank 1 died without a message (killed by signal 9; out of memory?)")
+    assert code == 1
+
+
+@pytest.mark.parametrize("signal", [9, 15])
+def test_a_process_that_died_where_nobody_waited_is_named(tmp_path: Path, signal: int):
+    told, _ = headline(tmp_path, {1: -signal})
+    assert told.startswith(f"rank 1 died without a message (killed by signal {signal}")
+
+
+def test_a_fault_of_the_task_is_told_before_a_wait_for_it(tmp_path: Path):
+    told, code = headline(tmp_path, {0: 5, 1: 2, 2: -15}, (0, "DeadlineError", 0.3), (1, "DataError", 0.2))
+    assert (told, code) == ("DataError of 1", 1)

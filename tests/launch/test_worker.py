@@ -1,0 +1,70 @@
+"""What a process says when its work fails, and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError
+from unisono.launch import worker
+from unisono.place import Place
+
+
+class Left(BaseException):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture(autouse=True)
+def stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> Any:
+        raise Left(code)
+
+    monkeypatch.setattr(worker, "leave_now", leave)
+
+
+def ended(error: Exception, rank: int, report: Path | None = None) -> int:
+    """The exit code of a process of two whose work raises."""
+
+    def work() -> None:
+        raise error
+
+    with pytest.raises(Left) as caught:
+        worker.guarded(work, Place(rank, 2, rank, 2, "torchrun"), report)
+    code: int = caught.value.args[0]
+    return code
+
+
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, GuardError, RuntimeError])
+def test_a_fault_that_may_be_of_one_rank_alone_is_told_by_that_rank(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+):
+    ended(kind("the sky fell"), 1)
+    told = capsys.readouterr().err
+    assert told.startswith("unisono: error on rank 1: ")
+    assert told.rstrip().endswith("the sky fell")
+
+
+@pytest.mark.parametrize("kind", [RunError, NonFiniteError])
+def test_what_the_ranks_agreed_on_is_told_by_the_first_alone(kind: type[Exception], capsys: pytest.CaptureFixture[str]):
+    codes = {ended(kind("the sky fell"), rank) for rank in (0, 1)}
+    assert capsys.readouterr().err == "unisono: error on rank 0: the sky fell\n"
+    assert len(codes) == 1
+
+
+def test_a_fault_is_left_to_the_launcher_that_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert ended(CheckpointError("the sky fell"), 1, tmp_path / "fault.json") == 2
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / "fault.json").read_text())["text"] == "the sky fell"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(CheckpointError("the sky fell"), " rank 3 ERROR: the sky fell"), (KeyError("x"), "KeyError: 'x'")],
+)
+def test_a_fault_is_in_the_rank_s_log(tmp_path: Path, error: Exception, line: str):
+    with pytest.raises(type(error)), worker.logged(tmp_path, Place(3, 4, 1, 2, "slurm")):
+        raise error
+    assert (tmp_path / "logs" / "rank-00003.log").read_text().splitlines()[-1].endswith(line)
