@@ -15,6 +15,7 @@ import unisono
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
     ("cli", "__main__"),
+    ("proof",),
     ("launch",),
     ("trainer",),
     ("evaluation", "observe", "checkpoint"),

@@ -75,6 +75,19 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="group=choice or key=value")
         verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
         verb.set_defaults(run=run)
+    text = "show, on your own model and data, that many processes compute what one computes"
+    verb = verbs.add_parser("prove", help=text, description=text)
+    verb.add_argument("recipe", metavar="RECIPE", help="as for train")
+    verb.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2], "
+        "vary=[accumulate,workers,resume,recompute,compile,ordered], steps=3, global_batch=8, precisions=[fp64]",
+    )
+    verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+    verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
+    verb.set_defaults(run=_prove)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
@@ -139,6 +152,32 @@ def _config(parsed: argparse.Namespace) -> int:
     for text, origin in lines:
         print(f"{text:<{width}}  # {origin}")
     return 0
+
+
+def _prove(parsed: argparse.Namespace) -> int:
+    from pydantic import ValidationError
+
+    from unisono.errors import ConfigError
+    from unisono.launch import folder
+    from unisono.proof import prove, verdict
+    from unisono.proof.cases import Proof
+
+    own, parsed.overrides = prove.split_words(parsed.overrides)
+    try:
+        proof = Proof.model_validate(own)
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        ) from error
+    config = folder.check(folder.named(_load(parsed)))
+    verdicts, alone, about = prove.prove(config, proof)
+    path = folder.path_of(config)
+    path.mkdir(parents=True, exist_ok=True)
+    file = verdict.certificate(path, verdicts, alone, about)
+    print(file.read_text(encoding="utf-8") if parsed.json else "\n".join(verdict.lines(verdicts, alone)))
+    code = verdict.exit_code([*verdicts, *alone])
+    print(f"{ {0: 'PASS', 1: 'FAIL', 2: 'ABSTAIN'}[code] }; certificate: {file}", file=sys.stderr)
+    return code
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Numerical evidence that many processes compute what one computes, from running a task under several layouts."""

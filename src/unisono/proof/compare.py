@@ -1,0 +1,278 @@
+"""Two runs that have to be the same, compared quantity by quantity in causal order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from unisono.proof.trace import QUANTITIES, Array, StepFacts, Trace
+
+Mark = Literal["PASS", "FAIL", "ABSTAIN"]
+_ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing
+_SMALL = 1e-3  # a tensor much smaller than all of them together is measured against those
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two runs differ most in a quantity.
+
+    Attributes:
+        size: relative; infinite where something is there on one side only.
+        step: from 1; 0 for what has no step.
+        name: of the tensor or scalar.
+        mine: the value, or the norm of the tensor.
+        reference: the same on the other side.
+        ranks: that report it, where not all do.
+    """
+
+    size: float
+    step: int = 0
+    name: str = ""
+    mine: Any = None
+    reference: Any = None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass
+class Compared:
+    """What was found for one quantity.
+
+    Attributes:
+        quantity: one of `QUANTITIES`.
+        mark: PASS, FAIL or ABSTAIN.
+        worst: the largest difference; for FAIL the first that is too large, at the earliest step.
+        why: the reason of an ABSTAIN.
+        left_out: tensors whose true gradient is zero, where an adaptive optimizer makes steps of their rounding.
+    """
+
+    quantity: str
+    mark: Mark
+    worst: Difference = field(default_factory=lambda: Difference(0.0))
+    why: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+def compare(mine: Trace, reference: Trace, tolerance: Mapping[str, float], adaptive: bool) -> list[Compared]:
+    """Compare two traces.
+
+    Args:
+        mine: of the run in question.
+        reference: of the run that it must equal.
+        tolerance: the largest relative difference of each quantity; 0 for equality in every bit.
+        adaptive: whether the optimizer divides by the size of gradients.
+    """
+    result = []
+    names = without_gradient(reference, tolerance["raw gradients"] or 1e-12) if adaptive else frozenset()
+    for quantity in QUANTITIES:
+        left_out = names if quantity in ("optimizer state", "parameters") else frozenset()
+        found = list(_differences(quantity, mine, reference, left_out))
+        if not found:
+            result.append(Compared(quantity, "ABSTAIN", why="there is none"))
+            continue
+        over = [difference for difference in found if not difference.size <= tolerance[quantity]]
+        earliest = [difference for difference in over if difference.step == over[0].step]
+        worst = max(earliest or found, key=lambda difference: difference.size)
+        own = _of_one_process(quantity, over, mine, reference)
+        if own:
+            result.append(Compared(quantity, "ABSTAIN", worst, why=own))
+        else:
+            result.append(Compared(quantity, "FAIL" if over else "PASS", worst, left_out=tuple(sorted(left_out))))
+    return result
+
+
+def first_failed(compared: Sequence[Compared]) -> Compared | None:
+    """The fault that comes first: at the earliest step, and there in causal order; what has no step comes last."""
+    failed = [c for c in compared if c.mark == "FAIL"]
+    order = {quantity: number for number, quantity in enumerate(QUANTITIES)}
+
+    def place(one: Compared) -> tuple[float, int]:
+        begins = one.quantity == "initial parameters"
+        return (0 if begins else one.worst.step or math.inf, order.get(one.quantity, len(order)))
+
+    return min(failed, key=place, default=None)
+
+
+def _of_one_process(quantity: str, over: list[Difference], mine: Trace, reference: Trace) -> str:
+    """Why a difference says nothing: statistics that each process keeps of its own rows, and what is made with them."""
+    names = {*mine.facts.per_process, *reference.facts.per_process}
+    if not over or not names:
+        return ""
+    if quantity == "evaluation" or (quantity == "buffers" and all(d.name in names for d in over)):
+        return f"statistics of one process: {_some(sorted(names))}"
+    return ""
+
+
+def without_gradient(reference: Trace, floor: float) -> frozenset[str]:
+    """Parameters whose true gradient is zero in all steps (a key bias in attention): what they have is rounding."""
+    silent: set[str] = set(reference.facts.trainable)
+    for step in range(len(reference.facts.steps)):
+        gradients = reference.tensors("raw gradients", step)
+        whole = _norm(gradients.values())
+        silent -= {name for name, value in gradients.items() if _norm([value]) > 0.1 * floor * whole}
+        silent &= set(gradients) or silent
+    return frozenset(silent)
+
+
+def distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict[str, float]:
+    """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖) per tensor; infinite where it is on one side only or of another shape."""
+    whole = _norm(reference.values())
+    result = {}
+    for name in sorted({*mine, *reference}):
+        a, b = mine.get(name), reference.get(name)
+        if a is None or b is None or a.shape != b.shape:
+            result[name] = math.inf
+        elif np.array_equal(a, b):
+            result[name] = 0.0
+        else:
+            size = _norm([np.float64(a) - np.float64(b)]) / max(_norm([b]), _SMALL * whole, 1e-300)
+            result[name] = size if math.isfinite(size) else math.inf
+    return result
+
+
+def _differences(quantity: str, mine: Trace, reference: Trace, left_out: frozenset[str]) -> Iterator[Difference]:
+    """Differences of one quantity, step by step; those of the steps before a checkpoint was taken over are left out."""
+    pairs = [
+        (number, m, r)
+        for number, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False))
+        if m.rows and r.rows
+    ]
+    match quantity:
+        case "initial parameters":
+            yield from _tensors(mine, reference, quantity, None, frozenset())
+        case "evaluation":
+            yield from _reported(0, mine.facts.evaluation, reference.facts.evaluation)
+        case "sample ids":
+            counts = len(mine.facts.steps), len(reference.facts.steps)
+            if counts[0] != counts[1]:
+                yield Difference(math.inf, min(counts) + 1, "steps of the run", *counts)
+            for number, m, r in pairs:
+                same = m.rows == r.rows
+                repeated = len({*m.rows}) < len({*r.rows})
+                text = "repeated" if repeated else "rows of the global batch"
+                yield Difference(0.0 if same else math.inf, number + 1, text, m.rows, r.rows)
+        case "samples":
+            for number, m, r in pairs:
+                if len(m.samples) == len(r.samples) and m.rows == r.rows and m.samples:
+                    wrong = [n for n, (a, b) in enumerate(zip(m.samples, r.samples, strict=True)) if a != b]
+                    yield Difference(math.inf if wrong else 0.0, number + 1, f"micro-batches {wrong}" if wrong else "")
+        case "replicas":
+            for number, m, _ in pairs:
+                yield Difference(math.inf if m.replicas else 0.0, number + 1, _some(m.replicas))
+        case "loss":
+            for number, m, r in pairs:
+                yield from _scalars(number + 1, {"loss": m.loss, **m.terms}, {"loss": r.loss, **r.terms})
+        case "gradient norm":
+            for number, m, r in pairs:
+                if m.grad_norm is not None and r.grad_norm is not None:
+                    yield from _scalars(number + 1, {"norm": m.grad_norm}, {"norm": r.grad_norm})
+        case "learning rate":
+            for number, m, r in pairs:
+                for rank, rates in enumerate(m.lr):
+                    for group, (a, b) in enumerate(zip(rates, r.lr[0], strict=False)):
+                        yield Difference(_relative(a, b), number + 1, f"group {group}", a, b, (rank,))
+        case "metrics":
+            for number, m, r in pairs:
+                yield from _reported(number + 1, m.metrics, r.metrics)
+        case _:
+            for number, _, _ in pairs:
+                yield from _tensors(mine, reference, quantity, number, left_out)
+
+
+def _tensors(
+    mine: Trace, reference: Trace, moment: str, step: int | None, left_out: frozenset[str]
+) -> Iterator[Difference]:
+    ours, theirs = mine.tensors(moment, step), reference.tensors(moment, step)
+    for name, size in distances(ours, theirs).items():
+        if name.removeprefix("optimizer/").rpartition("/")[0] in left_out or name in left_out:
+            continue
+        a, b = (_norm([values[name]]) if name in values else None for values in (ours, theirs))
+        yield Difference(size, 0 if step is None else step + 1, name, a, b)
+
+
+def _reported(step: int, mine: list[dict[str, float]], reference: list[dict[str, float]]) -> Iterator[Difference]:
+    for rank, values in enumerate(mine if reference else []):
+        for difference in _scalars(step, values, reference[0]):
+            yield Difference(difference.size, step, difference.name, difference.mine, difference.reference, (rank,))
+
+
+def _scalars(step: int, mine: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Difference]:
+    for name in {**reference, **mine}:
+        a, b = mine.get(name), reference.get(name)
+        yield Difference(_relative(a, b), step, name, a, b)
+
+
+def _relative(a: float | None, b: float | None) -> float:
+    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+
+
+def _norm(values: Any) -> float:
+    return math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values))
+
+
+def invariants(trace: Trace) -> list[Compared]:
+    """What must hold of a single run, because two runs can agree on nothing."""
+    facts = trace.facts
+    steps = [step for step in facts.steps if step.rows]
+    result = [
+        _invariant("the loss moved", len({step.loss for step in steps}) > 1, f"losses {[s.loss for s in steps]}"),
+        _invariant("there is a gradient", all(step.grad_norm != 0 for step in steps), "the norm of the gradient is 0"),
+        _invariant("steps begin without gradients", all(step.clean for step in steps), "gradients of the step before"),
+        _invariant(
+            "evaluation repeats",
+            facts.evaluation == facts.evaluation_again,
+            f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}",
+        ),
+        _invariant(
+            "evaluation leaves things as they were", not facts.evaluation_left, ", ".join(facts.evaluation_left)
+        ),
+    ]
+    if any(len(step.by_rank) > 1 for step in steps):
+        shared = next((s for s in steps if _overlap(s)), None)
+        told = f"{shared.by_rank}" if shared else ""
+        result.append(_invariant("ranks computed different rows", shared is None, told))
+    return [*result, *_movement(trace)]
+
+
+def _overlap(step: StepFacts) -> bool:
+    """Whether all ranks had the same rows. Some rows in common may be right, where a batch straddles epochs."""
+    return len(step.rows) > 1 and all(rank == step.by_rank[0] for rank in step.by_rank)
+
+
+def _movement(trace: Trace) -> Iterator[Compared]:
+    facts = trace.facts
+    begun = trace.tensors("initial parameters")
+    last = trace.tensors("parameters", len(facts.steps) - 1)
+    if not begun or not last:
+        return
+    with_gradient: set[str] = set()
+    for step in range(len(facts.steps)):
+        gradients = trace.tensors("raw gradients", step)
+        whole = _norm(gradients.values())
+        with_gradient |= {n for n, value in gradients.items() if _norm([value]) > _ROUNDING * whole}
+    silent = [name for name in facts.trainable if name not in with_gradient]
+    name = "every trainable parameter got a gradient"
+    if silent:
+        yield Compared(name, "ABSTAIN", why=f"none in these steps: {_some(silent)}; no layout can differ there")
+    else:
+        yield Compared(name, "PASS")
+    moved = {n for n in begun if n in last and not np.array_equal(begun[n], last[n])}
+    still = [n for n in facts.trainable if n in with_gradient and n not in moved]
+    yield _invariant("trained parameters moved", not still, f"did not: {_some(still)}")
+    thawed = [n for n in facts.frozen if n in moved]
+    yield _invariant("frozen parameters did not move", not thawed, f"did: {_some(thawed)}")
+
+
+def _invariant(name: str, holds: bool, otherwise: str) -> Compared:
+    if holds:
+        return Compared(name, "PASS")
+    return Compared(name, "FAIL", Difference(math.inf, name=otherwise))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,126 @@
+"""What a run did, on disk: a JSON file of facts, and a safetensors file of tensors for every moment that is compared.
+
+A trace is written by `record` and read by `compare`; nothing in it says which framework made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+Array = NDArray[Any]
+
+# In causal order: what is wrong first explains what is wrong after it.
+QUANTITIES = (
+    "initial parameters",
+    "sample ids",
+    "samples",
+    "loss",
+    "raw gradients",
+    "gradient norm",
+    "clipped gradients",
+    "learning rate",
+    "optimizer state",
+    "parameters",
+    "replicas",
+    "buffers",
+    "metrics",
+    "evaluation",
+)
+
+
+@dataclass
+class StepFacts:
+    """What one step came to, beside its tensors.
+
+    Attributes:
+        rows: source rows of the global batch, in the order of the micro-batches.
+        by_rank: source rows that each rank computed.
+        loss: over the global batch.
+        terms: of the loss.
+        grad_norm: before clipping.
+        lr: of every parameter group, as the optimizer used it, rank by rank.
+        metrics: over the global batch, as every rank reports them.
+        clean: whether the step began without gradients.
+        samples: a digest of the arrays of every micro-batch, in the order of the global batch.
+        replicas: names of parameters that ranks which hold copies have with other bits.
+    """
+
+    rows: list[int]
+    by_rank: list[list[int]]
+    loss: float
+    terms: dict[str, float]
+    grad_norm: float | None
+    lr: list[list[float]]
+    metrics: list[dict[str, float]]
+    clean: bool = True
+    samples: list[str] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Facts:
+    """What is known of a whole run.
+
+    Attributes:
+        trainable: names of the parameters that are to be trained.
+        frozen: names of the others.
+        random: whether a forward pass draws random numbers.
+        per_process: names of layers whose statistics are those of one process.
+        steps: in order.
+        evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
+        evaluation_again: the same a second time.
+        evaluation_left: what it did not leave as it was, e.g. `training mode`.
+        fault: the error that ended the run, if one did.
+    """
+
+    trainable: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    random: bool = False
+    per_process: list[str] = field(default_factory=list)
+    steps: list[StepFacts] = field(default_factory=list)
+    evaluation: list[dict[str, float]] = field(default_factory=list)
+    evaluation_again: list[dict[str, float]] = field(default_factory=list)
+    evaluation_left: list[str] = field(default_factory=list)
+    fault: str = ""
+
+
+class Trace:
+    """A run's facts and tensors.
+
+    Args:
+        folder: where they lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        values = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        values["steps"] = [StepFacts(**step) for step in values["steps"]]
+        self.facts = Facts(**values)
+
+    def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
+        """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
+        file = _file(self.folder, moment, step)
+        return load_file(file) if file.is_file() else {}
+
+
+def write_tensors(folder: Path, moment: str, step: int | None, tensors: Mapping[str, Array]) -> None:
+    """Write the tensors of one moment."""
+    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, _file(folder, moment, step))
+
+
+def write_facts(folder: Path, facts: Facts) -> None:
+    """Write what is known beside the tensors; it is written last, so a trace with facts is a whole one."""
+    (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+
+def _file(folder: Path, moment: str, step: int | None) -> Path:
+    where = "start" if step is None else f"step-{step}"
+    return folder / f"{where} {moment}.safetensors".replace(" ", "-")

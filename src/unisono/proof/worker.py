@@ -1,0 +1,80 @@
+"""One process of a proof: joins the others once, and runs every case of its world size."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from unisono.config import resolve
+from unisono.config.schema import RunConfig
+from unisono.launch import environment, start, worker
+from unisono.place import Place
+from unisono.proof.cases import Case, Proof
+
+
+def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None) -> RunConfig:
+    """The configuration of a case: its layout, and a small global batch."""
+    layout = {
+        **config.layout.model_dump(),
+        "shards": None, "reduction": "fast", "compile": False, "activation_checkpointing": 0, "defer_reduction": False,
+        **case.layout, "world_size": case.world_size,
+    }  # fmt: skip
+    train = {"precision": case.precision, "global_batch": proof.global_batch, "guard_every": 10**9}
+    rows = {"rows": 2 * proof.global_batch + 3, "micro_batch": None}
+    changed = config.model_copy(
+        update={
+            "layout": type(config.layout).model_validate(layout),
+            "train": config.train.model_copy(update=train),
+            "eval": config.eval.model_copy(update=rows),
+            "data": config.data.model_copy(update=case.data),
+        }
+    )
+    return start.concrete(changed, place)
+
+
+def write(folder: Path, cases: list[Case], proof: Proof) -> None:
+    """Write what the processes have to run."""
+    described = {"proof": proof.model_dump(), "cases": [asdict(case) for case in cases]}
+    (folder / "proof.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def _has_fault(root: Path, case: str) -> bool:
+    """Whether a case that was run before ended with an error; what would be compared with it need not be run."""
+    from unisono.proof.record import folder_of
+    from unisono.proof.trace import Trace
+
+    folder = folder_of(root, case)
+    return (folder / "facts.json").is_file() and bool(Trace(folder).facts.fault)
+
+
+def main(folder: Path) -> NoReturn:
+    """Entry of a process that `unisono.launch.local` started for a proof."""
+    worker.die_with_parent()
+    place = environment.place()
+    assert place is not None
+
+    def work() -> None:
+        from unisono.proof import record
+
+        config = resolve.read(folder / "config.yaml")
+        described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
+        proof = Proof.model_validate(described["proof"])
+        cases = [case for case in (Case(**c) for c in described["cases"]) if case.world_size == place.world_size]
+        cases = [case for case in cases if not _has_fault(folder, case.reference)]
+        group = worker.join(configured(config, cases[0], proof, place), place)
+        for case in cases:
+            began = time.perf_counter()
+            settled = configured(config, case, proof, place)
+            record.record(worker.task_of(settled), settled, place, group, case, proof, folder)
+            if place.is_first:
+                print(f"  {case.name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+
+    worker.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""Which runs a proof makes, and what each has to equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runs import configuration
+from unisono.errors import ConfigError
+from unisono.proof.cases import Case, Proof, cases, layout_of
+
+
+def made(precision: str = "fp32", **settings: Any) -> dict[str, Case]:
+    proof = Proof.model_validate(settings)
+    return {case.name: case for case in cases(proof, configuration(train={"precision": precision}))}
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "keys"),
+    [
+        ("ddp:2", 2, {"strategy": "ddp"}),
+        ("fsdp:4", 4, {"strategy": "fsdp"}),
+        ("hsdp:2x3", 6, {"strategy": "hsdp", "shards": 3}),
+    ],
+)
+def test_a_layout_is_read(text: str, world: int, keys: dict[str, Any]) -> None:
+    assert layout_of(text) == (world, keys)
+
+
+@pytest.mark.parametrize("text", ["ddp", "ddp:x", "hsdp:4", "tp:2", "ddp:2x2", ""])
+def test_what_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2 or hsdp:2x2"):
+        layout_of(text)
+
+
+@pytest.mark.parametrize("layout", ["ddp:3", "ddp:1"])
+def test_processes_that_do_not_share_the_batch_evenly_are_refused(layout: str) -> None:
+    with pytest.raises(ConfigError, match="at least 2 and divide global_batch=8"):
+        made(layouts=[layout])
+
+
+def test_references_come_before_what_is_compared_with_them() -> None:
+    seen: set[str] = set()
+    for case in made(vary=["accumulate", "workers", "resume", "recompute", "compile", "ordered"]).values():
+        assert case.reference == "" or case.reference in seen
+        assert case.starts_from in (*seen, case.name, "")
+        seen.add(case.name)
+
+
+def test_every_run_of_many_processes_has_a_reference_of_its_precision() -> None:
+    for case in made("bf16").values():
+        assert case.world_size == 1 or case.reference
+        assert case.reference == "" or case.reference.endswith(case.precision)
+
+
+def test_runs_with_another_number_of_processes_are_compared_with_one_process_of_their_micro_batch() -> None:
+    every = made()
+    for case in every.values():
+        if case.world_size > 1 and not case.bitwise:
+            reference = every[case.reference]
+            assert (reference.world_size, reference.micro_batch) == (1, case.micro_batch)
+
+
+def test_what_must_be_equal_in_every_bit_is_the_same_layout() -> None:
+    every = made()
+    found = [case for case in every.values() if case.bitwise]
+    assert {case.name.split(" ")[2] for case in found} == {"workers", "resumed"}
+    assert all(case.layout == every[case.reference].layout for case in found)
+
+
+def test_fp64_is_varied_and_what_the_run_is_trained_in_is_not() -> None:
+    every = made("bf16").values()
+    assert {case.precision for case in every} == {"fp64", "fp32", "bf16"}
+    assert {case.precision for case in every if case.bitwise} == {"fp64"}
+    assert {case.precision for case in every if case.perturbed} == {"fp64", "fp32", "bf16"}
+
+
+def test_the_micro_batch_is_one_row_where_accumulation_is_varied() -> None:
+    assert {case.micro_batch for case in made().values()} == {4, 1}
+    assert {case.micro_batch for case in made(vary=[]).values()} == {4}
+    assert {case.micro_batch for case in made(layouts=["ddp:4", "ddp:2"], vary=[]).values()} == {2}
+
+
+def test_the_last_batch_is_short_and_the_others_are_full() -> None:
+    for batch in (2, 4, 8, 12):
+        rows = Proof(global_batch=batch).rows
+        assert 0 < rows - 2 * batch < batch or batch == 2

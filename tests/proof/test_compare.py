@@ -1,0 +1,250 @@
+"""What a comparison of two traces finds, and what it calls the first difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unisono.proof.compare import Compared, Difference, compare, distances, first_failed, invariants
+from unisono.proof.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
+
+EXACT = {"sample ids": 0.0, "samples": 0.0, "initial parameters": 0.0, "learning rate": 0.0, "replicas": 0.0}
+TOLERANCE = {**dict.fromkeys(QUANTITIES, 1e-12), **EXACT}
+Change = Callable[[Facts, dict[tuple[str, int | None], dict[str, np.ndarray]]], Any]
+
+
+def step(number: int, world: int) -> StepFacts:
+    rows = list(range(4 * number, 4 * number + 4))
+    by_rank = [rows[: 4 // world], rows[4 // world :]] if world > 1 else [rows]
+    return StepFacts(
+        rows, by_rank, 2.0 - number, {"a": 2.0 - number}, 1.5, [[0.1]] * world, [{"m": 0.5}] * world, samples=["x", "y"]
+    )
+
+
+def trace(folder: Path, world: int = 1, change: Change | None = None) -> Trace:
+    """Two steps of a model with two parameters, one of which has no true gradient."""
+    facts = Facts(
+        ["w", "silent"], ["still"], steps=[step(0, world), step(1, world)],
+        evaluation=[{"loss": 1.0}] * world, evaluation_again=[{"loss": 1.0}] * world,
+    )  # fmt: skip
+    begun = {"w": np.ones(3), "silent": np.ones(2), "still": np.ones(2)}
+    tensors: dict[tuple[str, int | None], dict[str, np.ndarray]] = {("initial parameters", None): begun}
+    for number in (0, 1):
+        gradient = {"w": np.arange(1.0, 4.0), "silent": np.full(2, 1e-17)}
+        moved = {"w": np.ones(3) - 0.1 * (number + 1), "silent": np.full(2, 1.0), "still": np.ones(2)}
+        tensors |= {
+            ("raw gradients", number): gradient,
+            ("clipped gradients", number): {name: value / 3 for name, value in gradient.items()},
+            ("optimizer state", number): {f"optimizer/{name}/m": value for name, value in gradient.items()},
+            ("parameters", number): moved,
+            ("buffers", number): {"b": np.ones(1)},
+        }
+    if change:
+        change(facts, tensors)
+    folder.mkdir()
+    for (moment, number), values in tensors.items():
+        write_tensors(folder, moment, number, values)
+    write_facts(folder, facts)
+    return Trace(folder)
+
+
+def compared(tmp_path: Path, change: Change | None = None, adaptive: bool = False) -> dict[str, Compared]:
+    found = compare(trace(tmp_path / "mine", 2, change), trace(tmp_path / "one"), TOLERANCE, adaptive)
+    return {one.quantity: one for one in found}
+
+
+def test_equal_runs_pass_in_every_quantity(tmp_path: Path) -> None:
+    found = compared(tmp_path)
+    assert list(found) == list(QUANTITIES)
+    assert {one.mark for one in found.values()} == {"PASS"}
+    assert {one.worst.size for one in found.values()} == {0.0}
+
+
+def set_rows(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].rows = [0, 1, 2, 3]
+
+
+def set_loss(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].loss *= 1 + 1e-9
+
+
+def set_lr(facts: Facts, tensors: Any) -> None:
+    facts.steps[0].lr[1] = [0.2]
+
+
+def set_metric(facts: Facts, tensors: Any) -> None:
+    facts.steps[0].metrics[1] = {"m": 0.4}
+
+
+def set_evaluation(facts: Facts, tensors: Any) -> None:
+    facts.evaluation[1] = {"loss": 1.1}
+
+
+def set_replicas(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].replicas = ["w"]
+
+
+def set_samples(facts: Facts, tensors: Any) -> None:
+    facts.steps[0].samples = ["x", "z"]
+
+
+def tensor(moment: str, number: int | None, name: str) -> Change:
+    def change(facts: Facts, tensors: Any) -> None:
+        tensors[moment, number][name] = tensors[moment, number][name] * (1 + 1e-9)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "quantity", "at", "name"),
+    [
+        (set_rows, "sample ids", 2, "repeated"),
+        (set_samples, "samples", 1, "micro-batches [1]"),
+        (set_loss, "loss", 2, "loss"),
+        (set_lr, "learning rate", 1, "group 0"),
+        (set_metric, "metrics", 1, "m"),
+        (set_evaluation, "evaluation", 0, "loss"),
+        (set_replicas, "replicas", 2, "w"),
+        (tensor("initial parameters", None, "w"), "initial parameters", 0, "w"),
+        (tensor("raw gradients", 1, "w"), "raw gradients", 2, "w"),
+        (tensor("clipped gradients", 0, "w"), "clipped gradients", 1, "w"),
+        (tensor("optimizer state", 0, "optimizer/w/m"), "optimizer state", 1, "optimizer/w/m"),
+        (tensor("parameters", 1, "w"), "parameters", 2, "w"),
+        (tensor("buffers", 0, "b"), "buffers", 1, "b"),
+    ],
+)
+def test_one_difference_fails_one_quantity_at_its_step(
+    tmp_path: Path, change: Change, quantity: str, at: int, name: str
+) -> None:
+    found = compared(tmp_path, change)
+    assert [one.quantity for one in found.values() if one.mark == "FAIL"] == [quantity]
+    worst = found[quantity].worst
+    if quantity != "sample ids":
+        assert (worst.step, worst.name) == (at, name)
+    assert worst.step == at
+
+
+def test_a_run_with_fewer_steps_fails(tmp_path: Path) -> None:
+    def shorter(facts: Facts, tensors: Any) -> None:
+        facts.steps.pop()
+
+    assert compared(tmp_path, shorter)["sample ids"].mark == "FAIL"
+
+
+def test_a_tensor_on_one_side_only_fails(tmp_path: Path) -> None:
+    def more(facts: Facts, tensors: Any) -> None:
+        tensors["parameters", 0]["another"] = np.ones(1)
+
+    worst = compared(tmp_path, more)["parameters"].worst
+    assert (worst.name, worst.size) == ("another", math.inf)
+
+
+def test_what_is_not_a_number_fails(tmp_path: Path) -> None:
+    def nan(facts: Facts, tensors: Any) -> None:
+        tensors["raw gradients", 0]["w"] = np.full(3, np.nan)
+
+    assert compared(tmp_path, nan)["raw gradients"].mark == "FAIL"
+
+
+def test_parameters_without_a_true_gradient_are_left_out_under_adaptive_optimizers_only(tmp_path: Path) -> None:
+    change = tensor("parameters", 0, "silent")
+    found = compared(tmp_path, change, adaptive=True)
+    assert found["parameters"].mark == "PASS"
+    assert found["parameters"].left_out == ("silent",)
+    (tmp_path / "plain").mkdir()
+    assert compared(tmp_path / "plain", change)["parameters"].mark == "FAIL"
+
+
+def test_statistics_of_one_process_are_not_compared(tmp_path: Path) -> None:
+    def statistics(facts: Facts, tensors: Any) -> None:
+        facts.per_process = ["b"]
+        facts.evaluation[0] = {"loss": 1.3}
+        tensors["buffers", 0]["b"] = np.zeros(1)
+
+    found = compared(tmp_path, statistics)
+    for quantity in ("buffers", "evaluation"):
+        assert found[quantity].mark == "ABSTAIN"
+        assert found[quantity].why == "statistics of one process: b"
+
+
+def test_a_small_tensor_is_measured_against_all_of_them() -> None:
+    reference = {"large": np.full(4, 100.0), "small": np.full(4, 1e-9)}
+    mine = {"large": np.full(4, 100.0), "small": np.full(4, 2e-9)}
+    assert distances(mine, reference) == {"large": 0.0, "small": pytest.approx(2e-9 / 0.2)}
+
+
+def test_the_first_fault_is_that_of_the_earliest_step() -> None:
+    late = Compared("loss", "FAIL", Difference(1.0, 2))
+    early = Compared("parameters", "FAIL", Difference(1.0, 1))
+    end = Compared("evaluation", "FAIL", Difference(1.0))
+    assert first_failed([late, early, end]) is early
+    assert first_failed([late, end]) is late
+    assert first_failed([end, Compared("loss", "PASS")]) is end
+    assert first_failed([Compared("loss", "PASS")]) is None
+    begun = Compared("initial parameters", "FAIL", Difference(1.0))
+    assert first_failed([early, begun]) is begun
+
+
+def unmoved(facts: Facts, tensors: Any) -> None:
+    tensors["parameters", 1]["w"] = np.ones(3)
+
+
+def thawed(facts: Facts, tensors: Any) -> None:
+    tensors["parameters", 1]["still"] = np.zeros(2)
+
+
+def same_rows(facts: Facts, tensors: Any) -> None:
+    facts.steps[0].by_rank = [[0, 1], [0, 1]]
+
+
+def flat_loss(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].loss = facts.steps[0].loss
+
+
+def no_norm(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].grad_norm = 0.0
+
+
+def unclean(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].clean = False
+
+
+def drawn_evaluation(facts: Facts, tensors: Any) -> None:
+    facts.evaluation_again[0] = {"loss": 0.9}
+
+
+def left_mode(facts: Facts, tensors: Any) -> None:
+    facts.evaluation_left = ["training mode"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (unmoved, "trained parameters moved"),
+        (thawed, "frozen parameters did not move"),
+        (same_rows, "ranks computed different rows"),
+        (flat_loss, "the loss moved"),
+        (no_norm, "there is a gradient"),
+        (unclean, "steps begin without gradients"),
+        (drawn_evaluation, "evaluation repeats"),
+        (left_mode, "evaluation leaves things as they were"),
+    ],
+)
+def test_what_must_hold_of_a_single_run(tmp_path: Path, change: Change, name: str) -> None:
+    good = invariants(trace(tmp_path / "good", 2))
+    assert name in {one.quantity for one in good}
+    assert all(one.mark != "FAIL" for one in good)
+    bad = invariants(trace(tmp_path / "bad", 2, change))
+    assert [one.quantity for one in bad if one.mark == "FAIL"] == [name]
+
+
+def test_a_parameter_without_gradient_is_named_and_nothing_is_said_of_it(tmp_path: Path) -> None:
+    found = {one.quantity: one for one in invariants(trace(tmp_path / "mine"))}
+    one = found["every trainable parameter got a gradient"]
+    assert one.mark == "ABSTAIN"
+    assert "silent" in one.why

@@ -1,0 +1,461 @@
+"""Faults as they are made: each a small change of a correct task, engine or data path, with what a proof must call it.
+
+A fault is a context manager that is entered on every rank of the run in question, and never by the run on one process
+that it is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.tasks import LinearTask, TransformerTask
+from unisono import trainer
+from unisono.data import loader
+from unisono.data.loader import Loader
+from unisono.data.order import Order, Plan
+from unisono.engines.torch import engine as engines
+from unisono.engines.torch import gradients, tensors, wrap
+from unisono.engines.torch.engine import TorchEngine
+from unisono.engines.torch.randomness import Randomness
+from unisono.engines.torch.sums import Sums
+from unisono.optim import optimizers
+from unisono.task import Task
+
+# the tasks that they are made in --------------------------------------------------------------------------------------
+
+
+class Normed(LinearTask):
+    """A batch norm, whose running statistics are those of one process."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+class Frozen(LinearTask):
+    """Its first layer is not trained."""
+
+    def build(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        model[0].requires_grad_(False)
+        return model
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "transformer": TransformerTask,
+    "dropout": lambda: TransformerTask(TransformerTask.Config(dropout=0.25)),
+    "few rows": lambda: TransformerTask(TransformerTask.Config(rows=9)),
+    "batch norm": Normed,
+    "frozen": Frozen,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        made: the context in which a run has it.
+        named: what the diagnosis must say.
+        task: of `TASKS`.
+        strategy: of the run.
+        resumed: whether the run is interrupted and goes on.
+        mark: FAIL, or ABSTAIN where no more can be said.
+    """
+
+    made: Callable[[], AbstractContextManager[Any]]
+    named: str
+    task: str = "transformer"
+    strategy: str = "ddp"
+    resumed: bool = False
+    mark: str = "FAIL"
+
+    @property
+    def clean(self) -> Fault:
+        """The same run without the fault."""
+        return replace(self, made=nothing, named="", mark="PASS")
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(name: str, named: str, **more: Any) -> Callable[[Callable[[], Iterator[Any]]], Any]:
+    """Put a generator into `FAULTS` as a fault."""
+
+    def add(made: Callable[[], Iterator[Any]]) -> Any:
+        FAULTS[name] = Fault(contextmanager(made), named, **more)
+        return made
+
+    return add
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def wrapping(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace a function by one that is given it as its first argument."""
+    original = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *arguments, **named: around(original, *arguments, **named))
+
+
+# sums and means -------------------------------------------------------------------------------------------------------
+
+
+@fault("mean of means over ranks", "a mean of means")
+def mean_of_means() -> Iterator[None]:
+    def local(original: Any, batches: Any, world_size: int, *rest: Any) -> Any:
+        return original(batches, 1, *rest)
+
+    def scales(original: Any, self: TorchEngine, counts: Any) -> Any:
+        return {name: 1 / number for name, number in counts.items()}  # DDP then takes the mean of them
+
+    with wrapping(engines, "count", local), wrapping(TorchEngine, "_scales", scales):
+        yield
+
+
+@fault("mean over micro-batches", "a mean of means")
+def mean_over_micro_batches() -> Iterator[None]:
+    true = TransformerTask.counts
+
+    def counts(original: Any, self: TransformerTask, batch: Any) -> Any:
+        return {name: float(count > 0) for name, count in original(self, batch).items()}
+
+    def loss(original: Any, self: TransformerTask, outputs: Any, batch: Any, context: Any) -> Any:
+        done, own = original(self, outputs, batch, context), true(self, {n: v.numpy() for n, v in batch.items()})
+        return replace(done, sums={name: total / max(1.0, own[name]) for name, total in done.sums.items()})
+
+    with wrapping(TransformerTask, "counts", counts), wrapping(TransformerTask, "loss", loss):
+        yield
+
+
+@fault("gradient × N", "all gradients are scaled by 2, the number of processes")
+def gradient_times_n() -> Iterator[None]:
+    with wrapping(wrap, "gradient_factor", lambda original, *a: 2 * original(*a)):
+        yield
+
+
+@fault("gradient ÷ N, then clip", "all gradients are scaled by 1/2, the number of processes")
+def gradient_by_n() -> Iterator[None]:
+    with wrapping(wrap, "gradient_factor", lambda original, *a: original(*a) / 2):
+        yield
+
+
+@fault("bf16 all-reduce", "gradients are reduced in a lower precision")
+def bf16_reduction() -> Iterator[None]:
+    def reduced(bucket: Any) -> Any:
+        rounded = bucket.buffer().bfloat16().to(bucket.buffer().dtype) / dist.get_world_size()
+        work = dist.all_reduce(rounded, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def lay_out(original: Any, self: TorchEngine) -> None:
+        original(self)
+        self._wrapped.register_comm_hook(None, lambda _, bucket: reduced(bucket))
+
+    with wrapping(TorchEngine, "_lay_out", lay_out):
+        yield
+
+
+# synchronisation ------------------------------------------------------------------------------------------------------
+
+
+@fault("synchronise with the first micro-batch", "gradients are those of a part of the batch")
+def first_micro_batch() -> Iterator[None]:
+    seen: list[Any] = []
+
+    def synchronising(original: Any, wrapped: Any, layout: Any, last: bool) -> Any:
+        seen.append(last)
+        return original(wrapped, layout, True if len(seen) == 1 else not last)  # the first is the warm-up
+
+    with wrapping(wrap, "synchronising", synchronising):
+        yield
+
+
+@fault("forward round the wrapper", "gradients are those of a part of the batch")
+def round_the_wrapper() -> Iterator[None]:
+    def forward(original: Any, self: TorchEngine, *arguments: Any) -> Any:
+        with mock.patch.object(self, "_wrapped", self._step):
+            return original(self, *arguments)
+
+    with wrapping(TorchEngine, "_forward", forward):
+        yield
+
+
+@fault("parameter ignored by DDP", "some parameters are not synchronised")
+def ignored_parameter() -> Iterator[None]:
+    def lay_out(original: Any, self: TorchEngine) -> None:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            self._step, ["model.blocks.0.attention.query.weight"]
+        )
+        original(self)
+
+    with wrapping(TorchEngine, "_lay_out", lay_out):
+        yield
+
+
+@fault("optimizer built before sharding", "optimizer built before wrapping", strategy="fsdp")
+def stale_optimizer() -> Iterator[None]:
+    def build(original: Any, config: Any, model: nn.Module) -> Any:
+        copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
+        for (_, parameter), module in zip(model.named_parameters(), copied.values(), strict=True):
+            module.weight = nn.Parameter(gradients.local(parameter.detach()).clone())
+        return original(config, copied)
+
+    with wrapping(optimizers, "build", build):
+        yield
+
+
+# clipping -------------------------------------------------------------------------------------------------------------
+
+
+@fault("clip before synchronisation", "clipped before synchronisation")
+def clip_first() -> Iterator[None]:
+    def accumulate(original: Any, self: TorchEngine, batches: Any, context: Any, scales: Any) -> Any:
+        with mock.patch.object(self, "_wrapped", self._step):
+            sums = original(self, batches, context, scales)
+        parts = self._gradients()
+        norm = float(gradients.squared_norm(parts, torch.float64).sqrt())
+        gradients.clip(parts, norm, 0.05)
+        for part in parts:
+            dist.all_reduce(part, dist.ReduceOp.AVG if part.is_cuda else dist.ReduceOp.SUM)
+            part /= 2
+        return sums
+
+    with wrapping(TorchEngine, "_accumulate", accumulate):
+        yield
+
+
+@fault("clip by the norm of the local shards", "clipping by a local norm", strategy="fsdp")
+def local_norm() -> Iterator[None]:
+    def clip(original: Any, parts: Any, norm: float, largest: Any) -> None:
+        original(parts, float(gradients.squared_norm(parts, torch.float64).sqrt()), largest)
+
+    with wrapping(gradients, "clip", clip):
+        yield
+
+
+@fault("norm of one rank's shards", "the norm is that of a part of the gradient", strategy="fsdp")
+def norm_of_shards() -> Iterator[None]:
+    def reduce(original: Any, self: Sums, *arguments: Any, **named: Any) -> Any:
+        result = original(self, *arguments, **named)
+        return replace(result, grad_norm=float(arguments[2].sqrt())) if len(arguments) > 2 else result
+
+    with wrapping(Sums, "reduce", reduce):
+        yield
+
+
+# the learning rate ----------------------------------------------------------------------------------------------------
+
+
+@fault("schedule stepped × N", "the schedule is stepped once per process")
+def schedule_times_n() -> Iterator[None]:
+    with wrapping(trainer.Scalars, "__call__", lambda original, self, step: original(self, 2 * step)):
+        yield
+
+
+@fault("learning rate differs on one rank", "the learning rate differs between ranks")
+def other_rate() -> Iterator[None]:
+    def scalars(original: Any, self: Any, step: int) -> Any:
+        values = original(self, step)
+        return {**values, "lr": values["lr"] * (1.1 if dist.get_rank() else 1.0)}
+
+    with wrapping(trainer.Scalars, "__call__", scalars):
+        yield
+
+
+# data -----------------------------------------------------------------------------------------------------------------
+
+
+@fault("the same data on all ranks", "every rank reads the same rows")
+def same_data() -> Iterator[None]:
+    def init(
+        original: Any, self: Loader, task: Any, source: Any, plan: Any, split: Any, rank: int, **more: Any
+    ) -> None:
+        original(self, task, source, plan, split, 0 if more.get("purpose", "train") == "train" else rank, **more)
+
+    with wrapping(Loader, "__init__", init):
+        yield
+
+
+@fault("padded with duplicates", "rows are repeated to fill the batch")
+def padded() -> Iterator[None]:
+    def batch(original: Any, self: Plan, step: int) -> Any:
+        rows = original(self, step)
+        return np.resize(rows, self.global_batch)
+
+    with wrapping(Plan, "batch", batch):
+        yield
+
+
+@fault("last batch dropped", "the last batch is dropped")
+def dropped() -> Iterator[None]:
+    def init(original: Any, self: Plan, order: Any, global_batch: int, length: int) -> None:
+        original(self, order, global_batch, length // global_batch * global_batch if order.shuffle else length)
+
+    with wrapping(Plan, "__init__", init):
+        yield
+
+
+@fault("set_epoch is missing", "every epoch has the same order", task="few rows")
+def same_epoch() -> Iterator[None]:
+    def call(original: Any, self: Order, positions: Any) -> Any:
+        return original(self, np.asarray(positions) % self.size)
+
+    with wrapping(Order, "__call__", call):
+        yield
+
+
+@fault("order depends on the world size", "the order of samples depends on the world size")
+def other_order() -> Iterator[None]:
+    def call(original: Any, self: Order, positions: Any) -> Any:
+        return original(replace(self, seed=self.seed + dist.get_world_size()), positions)
+
+    with wrapping(Order, "__call__", call):
+        yield
+
+
+@fault("worker generators identical", "augmentation depends on rank or worker")
+def worker_generators() -> Iterator[None]:
+    def generator(original: Any, seed: int, *address: Any) -> Any:
+        return original(seed, "worker 0")
+
+    with wrapping(loader, "generator", generator):
+        yield
+
+
+# randomness and initial weights ---------------------------------------------------------------------------------------
+
+
+@fault("dropout keyed by rank", "randomness depends on the rank", task="dropout")
+def dropout_by_rank() -> Iterator[None]:
+    def begin(original: Any, self: Randomness, *address: Any) -> int:
+        return original(self, *address, dist.get_rank() + 1)
+
+    with wrapping(Randomness, "begin", begin):
+        yield
+
+
+@fault("initialisation keyed by rank", "initialisation depends on the rank")
+def init_by_rank() -> Iterator[None]:
+    def build(original: Any, self: Any) -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        return original(self)
+
+    with wrapping(TransformerTask, "build", build):
+        yield
+
+
+@fault("initial weights 1e-3 off on one rank", "initialisation depends on the layout", strategy="fsdp")
+def init_off() -> Iterator[None]:
+    def lay_out(original: Any, self: TorchEngine) -> None:
+        with torch.no_grad():
+            for parameter in self._step.parameters():
+                parameter.mul_(1.001 if dist.get_rank() else 1.0)
+        original(self)
+
+    with wrapping(TorchEngine, "_lay_out", lay_out):
+        yield
+
+
+@fault("tied head untied", "tied weights were untied", strategy="fsdp")
+def untied() -> Iterator[None]:
+    def lay_out(original: Any, self: TorchEngine) -> None:
+        self._step.model.head.weight = nn.Parameter(self._step.model.head.weight.detach().clone())
+        original(self)
+
+    with wrapping(TorchEngine, "_lay_out", lay_out):
+        yield
+
+
+# buffers, metrics, evaluation -----------------------------------------------------------------------------------------
+
+FAULTS["batch norm is local"] = Fault(nothing, "", task="batch norm", mark="ABSTAIN")
+
+
+@fault("a metric of rank 0", "a metric of one rank, or a mean of means")
+def metric_of_one_rank() -> Iterator[None]:
+    def reduce(original: Any, self: Sums, *arguments: Any, **named: Any) -> Any:
+        own = {name: (pair[0] / pair[1]).item() for name, pair in self._metrics.items()}
+        return replace(original(self, *arguments, **named), metrics=own)
+
+    with wrapping(Sums, "reduce", reduce):
+        yield
+
+
+@fault("evaluation leaves evaluation mode", "evaluation changes the training", task="dropout")
+def evaluation_mode() -> Iterator[None]:
+    def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        self._step.eval()
+        return result
+
+    with wrapping(TorchEngine, "evaluate", evaluate):
+        yield
+
+
+@fault("a frozen parameter is trained", "a frozen parameter is trained", task="frozen")
+def frozen_trained() -> Iterator[None]:
+    def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
+        with torch.no_grad():
+            self._step.model[0].weight.add_(1e-3)
+        original(self, step, scalars)
+
+    with wrapping(TorchEngine, "_update", update):
+        yield
+
+
+@fault("gradients are not cleared", "gradients of the step before are added")
+def not_cleared() -> Iterator[None]:
+    def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
+        with mock.patch.object(self._optimizer, "zero_grad", lambda **_: None):
+            original(self, step, scalars)
+
+    with wrapping(TorchEngine, "_update", update):
+        yield
+
+
+# resume ---------------------------------------------------------------------------------------------------------------
+
+
+@fault("moments dropped on resume", "the optimizer's state was lost", resumed=True)
+def moments_dropped() -> Iterator[None]:
+    def load(original: Any, self: TorchEngine, reader: Any) -> None:
+        tensors.load(tensors.of_model(self._step.model), reader, kinds=("model/",))
+
+    with wrapping(TorchEngine, "load", load):
+        yield
+
+
+@fault("random state lost on resume", "the state was not carried on", task="dropout", resumed=True)
+def generator_lost() -> Iterator[None]:
+    def begin(original: Any, self: Randomness, *address: Any) -> int:
+        calls = self.__dict__.setdefault("calls", [])
+        calls.append(address)
+        known = address if address[0] != "dropout" or not self.__dict__.get("again") else ("dropout", 0, address[2])
+        return original(self, *known)
+
+    def load(original: Any, self: TorchEngine, reader: Any) -> None:
+        original(self, reader)
+        self._randomness.again = True
+
+    with wrapping(Randomness, "begin", begin), wrapping(TorchEngine, "load", load):
+        yield
+
+
+@fault("data replayed on resume", "data are replayed", resumed=True)
+def replayed() -> Iterator[None]:
+    def steps(original: Any, self: Loader, first: int = 0) -> Any:
+        return original(self, 0)
+
+    with wrapping(Loader, "steps", steps):
+        yield

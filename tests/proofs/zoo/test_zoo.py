@@ -1,0 +1,33 @@
+"""Every fault of the zoo is caught and called by its name, and the clean twin of each passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.proofs.zoo import zoo
+from tests.proofs.zoo.faults import FAULTS
+from unisono.proof.verdict import Verdict
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    return zoo.verdicts(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_and_called_by_its_name(found: dict[str, Verdict], name: str) -> None:
+    verdict, fault = found[name], FAULTS[name]
+    assert zoo.mark_of(verdict) == fault.mark
+    if fault.mark == "FAIL":
+        assert verdict.diagnosis is not None
+        assert fault.named in verdict.diagnosis.fault
+        assert verdict.diagnosis.remedy
+
+
+@pytest.mark.parametrize("name", zoo.CLEAN)
+def test_its_clean_twin_passes(found: dict[str, Verdict], name: str) -> None:
+    verdict = found[name]
+    assert verdict.mark == "PASS", (verdict.first, verdict.fault)
+    assert {c.quantity for c in verdict.compared if c.mark == "PASS"} >= {"sample ids", "raw gradients", "parameters"}

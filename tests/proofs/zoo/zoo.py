@@ -1,0 +1,108 @@
+"""Runs the faults and says what a proof makes of them.
+
+`python -m tests.proofs.zoo.zoo --write` puts the table into the docs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests import processes
+from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
+from tests.runs import SGD, configuration
+from unisono.place import Group, Place
+from unisono.proof import prove, record
+from unisono.proof.cases import Case, Proof
+from unisono.proof.trace import Trace
+from unisono.proof.verdict import Verdict
+
+PROOF = Proof(global_batch=8, layouts=["ddp:2"])
+BEGIN, END = "<!-- zoo: written by python -m tests.proofs.zoo.zoo -->\n", "<!-- end -->"
+
+
+def name_of(fault: Fault) -> str:
+    """Of the clean run of a fault."""
+    return " ".join(["clean", fault.task, fault.strategy, *(["resumed"] if fault.resumed else [])])
+
+
+REFERENCES = {f"single {task}": Fault(nothing, "", task) for task in TASKS}
+CLEAN = {name_of(fault): fault.clean for fault in FAULTS.values()}
+RUNS = {**REFERENCES, **CLEAN, **FAULTS}
+
+
+def case_of(name: str, fault: Fault) -> Case:
+    layout = {"strategy": fault.strategy, "micro_batch": 2}
+    reference = f"single {fault.task}"
+    return Case(name, 2, layout, "fp64", reference, starts_from=name if fault.resumed else "")
+
+
+def run(place: Place, group: Group, names: list[str], root: Path) -> None:
+    """Record runs, each with its fault."""
+    for name in names:
+        fault = RUNS[name]
+        case = case_of(name, fault) if place.world_size > 1 else Case(name, 1, {"micro_batch": 2}, "fp64")
+        config = configuration(
+            layout={"world_size": place.world_size, "strategy": "single", **case.layout},
+            train={"global_batch": 8, "steps": 6, "precision": "fp64", "clip_norm": 0.05, "guard_every": 10**9},
+            optim=SGD,
+            schedules={"lr": {"kind": "linear", "warmup": 1}},
+            eval={"rows": 7},
+        )
+        with fault.made():
+            record.record(TASKS[fault.task](), config, place, group, case, PROOF, root)
+
+
+def verdicts(root: Path) -> dict[str, Verdict]:
+    """What a proof says of every fault, and of its clean twin."""
+    many = [*CLEAN, *FAULTS]
+    processes.alone(run, list(REFERENCES), root)
+    processes.run(run, 2, many, root, timeout=300)
+    every = [Case(name, 1, {"micro_batch": 2}, "fp64") for name in REFERENCES]
+    every += [case_of(name, RUNS[name]) for name in many]
+    traces = {case.name: Trace(record.folder_of(root, case.name)) for case in every}
+    found, _ = prove.judged(every, traces, adaptive=False)
+    return {verdict.case: verdict for verdict in found}
+
+
+def table(found: dict[str, Verdict]) -> str:
+    """The table of the docs: fault, what caught it, how early, and what it was called."""
+    lines = ["| fault | verdict | caught by | at | called |", "|---|---|---|---|---|"]
+    for name in FAULTS:
+        verdict = found[name]
+        first = verdict.first
+        caught = "an error before the first step" if verdict.fault else first.quantity if first else _why(verdict)
+        at = "start" if verdict.fault or not first or first.quantity == "initial parameters" else _at(first)
+        called = verdict.diagnosis.fault if verdict.diagnosis else "–"
+        lines.append(f"| {name} | {mark_of(verdict)} | {caught} | {at} | {called} |")
+    return "\n".join(lines) + "\n"
+
+
+def mark_of(verdict: Verdict) -> str:
+    """ABSTAIN where nothing failed, and something that should be compared could not be."""
+    abstained = any(c.mark == "ABSTAIN" and c.why != "there is none" for c in verdict.compared)
+    return "ABSTAIN" if verdict.mark == "PASS" and abstained else verdict.mark
+
+
+def _why(verdict: Verdict) -> str:
+    return next((f"{c.quantity}: {c.why}" for c in verdict.compared if c.why not in ("", "there is none")), "nothing")
+
+
+def _at(first: Any) -> str:
+    return f"step {first.worst.step}" if first.worst.step else "end"
+
+
+def main() -> None:
+    page = Path(__file__).parents[3] / "docs" / "proof.md"
+    with tempfile.TemporaryDirectory() as folder:
+        made = table(verdicts(Path(folder)))
+    print(made)
+    if "--write" in sys.argv:
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}{made}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
