@@ -26,6 +26,8 @@ DTYPES = (
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 

@@ -1,4 +1,4 @@
-"""Clean runs of many small architectures: a proof passes them, or abstains for a reason that is true. It never fails one.
+"""Clean runs of many small architectures: a proof passes them, or abstains for a reason that is true.
 
 All runs on one process are made by one call, and all runs on two processes by another.
 """
@@ -225,6 +225,21 @@ def routed_mixture() -> nn.Module:
     return Of("x", Experts(top=1))
 
 
+@architecture("layers of routed mixtures")
+def layers_of_mixtures() -> nn.Module:
+    """FSDP gathers each layer as a whole, so it need not be told."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mixture = nn.LayerNorm(WIDTH), Experts(top=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mixture(self.norm(x))[:, None]
+
+    return Of("x", nn.Sequential(Layer(), Layer()))
+
+
 @architecture("unused parameter")
 def unused_parameter() -> nn.Module:
     model = mlp()
@@ -443,7 +458,7 @@ def task_of(name: str, root: Path) -> Task:
         return language(name, root / "corpus.jsonl")
     if name == "two terms":
         return TwoTerms()
-    if name == "tied head":
+    if name.startswith("tied head"):
         return TransformerTask(TransformerTask.Config(dropout=0.1))
     return Sequences(Sequences.Config(architecture=name))
 
@@ -459,16 +474,18 @@ class Clean:
         adaptive: whether AdamW trains it, instead of SGD with momentum.
         micro: rows of a micro-batch; every run is compared with one process that has micro-batches of this size.
         resumed: whether it is also interrupted and goes on.
-        ddp: keys of the group `layout` under ddp.
+        leaving_out: strategies that have to be told that passes leave parameters out.
         abstains: quantity or invariant -> what the reason has to name.
+        refused: strategy -> why it refuses to run the architecture, of which nothing can then be said.
         left_out: parameters that are, whole or in part, left out because their true gradient is zero.
     """
 
     adaptive: bool = False
     micro: tuple[int, ...] = (2,)
     resumed: bool = False
-    ddp: dict[str, Any] = field(default_factory=dict)
+    leaving_out: tuple[str, ...] = ()
     abstains: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
 
@@ -483,26 +500,37 @@ CLEAN: dict[str, Clean] = {
     "gru": Clean(adaptive=True),
     "encoder layers": Clean(micro=_BOTH, resumed=True),
     "attention with key bias": Clean(
-        adaptive=True, micro=_BOTH, resumed=True, left_out=("body.inner.attention.in_proj_bias",)
+        adaptive=True, micro=_BOTH, resumed=True, left_out=("body.inner.attention.in_proj_bias (8 of 24 elements)",)
     ),
     "embedding bag": Clean(adaptive=True),
     "rms norm": Clean(),
     "layer norm over two axes": Clean(),
     "dense mixture": Clean(micro=_BOTH),
-    "routed mixture": Clean(micro=_BOTH, resumed=True, ddp={"find_unused_parameters": True}),
-    "unused parameter": Clean(ddp={"find_unused_parameters": True}, abstains={_GRADIENT: "forgotten.weight"}),
+    "routed mixture": Clean(micro=_BOTH, resumed=True, leaving_out=("ddp", "fsdp")),
+    "layers of routed mixtures": Clean(micro=_BOTH, resumed=True, leaving_out=("ddp",)),
+    "unused parameter": Clean(leaving_out=("ddp",), abstains={_GRADIENT: "forgotten.weight"}),
     "frozen layer": Clean(adaptive=True),
     "low rank": Clean(adaptive=True, resumed=True),
     "complex rotary buffer": Clean(),
-    "complex parameter": Clean(adaptive=True),
-    "scalar parameter": Clean(micro=_BOTH, adaptive=True, resumed=True),
+    "complex parameter": Clean(adaptive=True, refused={"fsdp": "'body.inner.gains' is complex"}),
+    "scalar parameter": Clean(
+        micro=_BOTH, adaptive=True, resumed=True, refused={"fsdp": "'body.temperature' has no axis"}
+    ),
     "residual dropout": Clean(micro=_BOTH, resumed=True, adaptive=True),
     "weight norm": Clean(resumed=True),
     "prelu and bilinear": Clean(),
     "shared layer": Clean(),
     "two terms": Clean(micro=_BOTH, adaptive=True),
-    "tied head": Clean(micro=_BOTH, resumed=True),
-    "gpt2": Clean(),
+    "tied head": Clean(micro=_BOTH, resumed=True, abstains={_GRADIENT: "blocks.0.attention.key.bias"}),
+    "tied head with adamw": Clean(
+        adaptive=True,
+        abstains={_GRADIENT: "blocks.0.attention.key.bias"},
+        left_out=tuple(f"blocks.{n}.attention.key.bias" for n in range(2)),
+    ),
+    "gpt2": Clean(
+        adaptive=True,
+        left_out=tuple(f"transformer.h.{n}.attn.c_attn.bias (32 of 96 elements)" for n in range(2)),
+    ),
     "llama": Clean(adaptive=True),
     "qwen3": Clean(adaptive=True),
     "mixtral": Clean(),
@@ -519,7 +547,8 @@ def cases_of(name: str) -> list[Case]:
         other = first if micro != clean.micro[0] else ""
         result.append(Case(alone, 1, {"micro_batch": micro}, "fp64", other, unless_random=True))
         for strategy in ("ddp", "fsdp"):
-            layout = {"strategy": strategy, "micro_batch": micro, **(clean.ddp if strategy == "ddp" else {})}
+            told = {"find_unused_parameters": strategy in clean.leaving_out}
+            layout = {"strategy": strategy, "micro_batch": micro, **told}
             result.append(Case(f"{name} {strategy} m{micro}", 2, layout, "fp64", alone))
             if clean.resumed and micro == clean.micro[0]:
                 own = f"{name} {strategy} m{micro} resumed"
@@ -553,6 +582,18 @@ class Found:
     architecture: str
     verdict: Verdict
 
+    @property
+    def clean(self) -> Clean:
+        return CLEAN[self.architecture]
+
+    @property
+    def abstains(self) -> dict[str, str]:
+        """Where it has to: all of a run that is refused, else what the architecture says."""
+        for strategy, reason in self.clean.refused.items():
+            if f" {strategy} " in self.verdict.case:
+                return {"the run": reason}
+        return self.clean.abstains
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
@@ -579,7 +620,8 @@ def abstentions(verdict: Verdict) -> dict[str, str]:
 
 
 def test_there_are_fifty_clean_runs(found: list[Found]) -> None:
-    assert len({one.verdict.case for one in on_two(found)}) >= 50
+    made = {one.verdict.case for one in on_two(found) if "the run" not in one.abstains}
+    assert len(made) >= 50
     assert {one.architecture for one in found} == {*CLEAN}
 
 
@@ -590,21 +632,21 @@ def test_none_of_them_fails(found: list[Found]) -> None:
 
 def test_those_that_matter_most_pass_in_every_run(found: list[Found]) -> None:
     for one in on_two(found):
-        marks = {c.quantity: c.mark for c in one.verdict.compared}
-        expected = {quantity for quantity in ALWAYS if quantity not in CLEAN[one.architecture].abstains}
-        assert expected <= {quantity for quantity, mark in marks.items() if mark == "PASS"}, one.verdict.case
+        if "the run" not in one.abstains:
+            passed = {c.quantity for c in one.verdict.compared if c.mark == "PASS"}
+            assert passed >= {*ALWAYS} - {*one.abstains}, one.verdict.case
 
 
 def test_they_abstain_where_they_must_and_nowhere_else(found: list[Found]) -> None:
     for one in on_two(found):
-        reasons, expected = abstentions(one.verdict), CLEAN[one.architecture].abstains
-        assert reasons.keys() == expected.keys(), (one.verdict.case, reasons)
-        for quantity, reason in expected.items():
+        reasons = abstentions(one.verdict)
+        assert reasons.keys() == one.abstains.keys(), (one.verdict.case, reasons)
+        for quantity, reason in one.abstains.items():
             assert reason in reasons[quantity], one.verdict.case
 
 
 def test_only_what_has_no_true_gradient_is_left_out(found: list[Found]) -> None:
     for one in on_two(found):
-        if not one.verdict.bitwise:
+        if not one.verdict.bitwise and "the run" not in one.abstains:
             left_out = {name for c in one.verdict.compared for name in c.left_out}
-            assert left_out == {*CLEAN[one.architecture].left_out}, one.verdict.case
+            assert left_out == {*one.clean.left_out}, one.verdict.case

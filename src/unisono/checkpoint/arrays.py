@@ -15,6 +15,8 @@ from unisono.errors import CheckpointError
 from unisono.place import Json
 from unisono.state import Shard
 
+_AS_PAIRS = (torch.complex128,)  # safetensors has no such dtype; they are written as pairs of real numbers
+
 
 def write(file: Path, shards: Sequence[Shard]) -> dict[str, Json]:
     """Write pieces into one file; returns what the manifest says of their arrays."""
@@ -24,7 +26,7 @@ def write(file: Path, shards: Sequence[Shard]) -> dict[str, Json]:
     for shard in shards:
         at = ",".join(map(str, shard.offset))
         entry = f"{shard.name}@{at}"
-        data = shard.data.detach().contiguous()
+        data = _storable(shard.data.detach()).contiguous()
         storage = data.untyped_storage().data_ptr()
         contents[entry] = data.clone() if storage in storages else data  # safetensors refuses memory that is shared
         storages.add(storage)
@@ -63,13 +65,15 @@ class ArrayReader:
         Raises:
             CheckpointError: if the saved pieces do not cover it.
         """
-        result = torch.empty(shape, dtype=getattr(torch, self._arrays[name]["dtype"]))
+        dtype = getattr(torch, self._arrays[name]["dtype"])
+        result = torch.empty(shape, dtype=dtype)
         missing = math.prod(shape)
         for piece, first, last in self._overlaps(name, offset, shape):
             there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
             view = self._file(piece["file"]).get_slice(piece["entry"])
-            result[here] = view[there] if there else self._file(piece["file"]).get_tensor(piece["entry"])
+            part = view[there] if there else self._file(piece["file"]).get_tensor(piece["entry"])
+            result[here] = torch.view_as_complex(part) if dtype in _AS_PAIRS else part
             missing -= math.prod(b - a for a, b in zip(first, last, strict=True))
         if missing:
             raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
@@ -99,3 +103,7 @@ class ArrayReader:
         if name not in self._open:
             self._open[name] = safe_open(self._folder / name, framework="pt")
         return self._open[name]
+
+
+def _storable(data: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(data.resolve_conj()) if data.dtype in _AS_PAIRS else data

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.proof.trace import QUANTITIES, Array, StepFacts, Trace
 
@@ -46,7 +47,8 @@ class Compared:
         mark: PASS, FAIL or ABSTAIN.
         worst: the largest difference; for FAIL the first that is too large, at the earliest step.
         why: the reason of an ABSTAIN.
-        left_out: tensors whose true gradient is zero, where an adaptive optimizer makes steps of their rounding.
+        left_out: tensors, and numbers of elements of tensors, whose true gradient is zero, where an adaptive optimizer
+            makes steps of their rounding.
     """
 
     quantity: str
@@ -66,10 +68,13 @@ def compare(mine: Trace, reference: Trace, tolerance: Mapping[str, float], adapt
         adaptive: whether the optimizer divides by the size of gradients.
     """
     result = []
-    names = without_gradient(reference, tolerance["raw gradients"] or 1e-12) if adaptive else frozenset()
+    floor = tolerance["raw gradients"] or 1e-12
+    names = without_gradient(reference, floor) if adaptive else frozenset()
+    parts = elements_without_gradient(mine, reference, floor, names) if adaptive else {}
+    told = (*sorted(names), *(f"{name} ({part.sum()} of {part.size} elements)" for name, part in parts.items()))
     for quantity in QUANTITIES:
-        left_out = names if quantity in ("optimizer state", "parameters") else frozenset()
-        found = list(_differences(quantity, mine, reference, left_out))
+        moved = quantity in ("optimizer state", "parameters")
+        found = list(_differences(quantity, mine, reference, names if moved else frozenset(), parts if moved else {}))
         if not found:
             result.append(Compared(quantity, "ABSTAIN", why="there is none"))
             continue
@@ -80,7 +85,7 @@ def compare(mine: Trace, reference: Trace, tolerance: Mapping[str, float], adapt
         if own:
             result.append(Compared(quantity, "ABSTAIN", worst, why=own))
         else:
-            result.append(Compared(quantity, "FAIL" if over else "PASS", worst, left_out=tuple(sorted(left_out))))
+            result.append(Compared(quantity, "FAIL" if over else "PASS", worst, left_out=told if moved else ()))
     return result
 
 
@@ -117,6 +122,25 @@ def without_gradient(reference: Trace, floor: float) -> frozenset[str]:
     return frozenset(silent)
 
 
+def elements_without_gradient(
+    mine: Trace, reference: Trace, floor: float, names: frozenset[str]
+) -> dict[str, NDArray[np.bool_]]:
+    """The same inside of tensors, as the key's third of one bias for query, key and value: elements by tensor.
+
+    Such an element is rounding beside the others of its tensor in every step, and is not simply zero on both sides.
+    """
+    steps = range(len(reference.facts.steps))
+    small: dict[str, NDArray[np.bool_]] = {}
+    some: dict[str, NDArray[np.bool_]] = {}
+    for step, trace in ((step, trace) for step in steps for trace in (reference, mine)):
+        for name, value in trace.tensors("raw gradients", step).items():
+            typical = _norm([value]) / math.sqrt(max(1, value.size))
+            small[name] = small.get(name, np.ones(value.shape, bool)) & (np.abs(value) <= 0.1 * floor * typical)
+            some[name] = some.get(name, np.zeros(value.shape, bool)) | (value != 0)
+    both = {name: small[name] & some[name] for name in sorted(small) if name not in names}
+    return {name: part for name, part in both.items() if part.any()}
+
+
 def distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict[str, float]:
     """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖) per tensor; infinite where it is on one side only or of another shape."""
     whole = _norm(reference.values())
@@ -133,7 +157,9 @@ def distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict
     return result
 
 
-def _differences(quantity: str, mine: Trace, reference: Trace, left_out: frozenset[str]) -> Iterator[Difference]:
+def _differences(
+    quantity: str, mine: Trace, reference: Trace, left_out: frozenset[str], parts: Mapping[str, NDArray[np.bool_]]
+) -> Iterator[Difference]:
     """Differences of one quantity, step by step; those of the steps before a checkpoint was taken over are left out."""
     pairs = [
         (number, m, r)
@@ -142,7 +168,7 @@ def _differences(quantity: str, mine: Trace, reference: Trace, left_out: frozens
     ]
     match quantity:
         case "initial parameters":
-            yield from _tensors(mine, reference, quantity, None, frozenset())
+            yield from _tensors(mine, reference, quantity, None, frozenset(), {})
         case "evaluation":
             yield from _reported(0, mine.facts.evaluation, reference.facts.evaluation)
         case "sample ids":
@@ -179,18 +205,33 @@ def _differences(quantity: str, mine: Trace, reference: Trace, left_out: frozens
                 yield from _reported(number + 1, m.metrics, r.metrics)
         case _:
             for number, _, _ in pairs:
-                yield from _tensors(mine, reference, quantity, number, left_out)
+                yield from _tensors(mine, reference, quantity, number, left_out, parts)
 
 
 def _tensors(
-    mine: Trace, reference: Trace, moment: str, step: int | None, left_out: frozenset[str]
+    mine: Trace,
+    reference: Trace,
+    moment: str,
+    step: int | None,
+    left_out: frozenset[str],
+    parts: Mapping[str, NDArray[np.bool_]],
 ) -> Iterator[Difference]:
     ours, theirs = mine.tensors(moment, step), reference.tensors(moment, step)
+    for values in (ours, theirs) if parts else ():
+        for name, value in values.items():
+            part = parts.get(_parameter(name))
+            if part is not None and part.shape == value.shape:
+                value[part] = 0
     for name, size in distances(ours, theirs).items():
-        if name.removeprefix("optimizer/").rpartition("/")[0] in left_out or name in left_out:
+        if _parameter(name) in left_out:
             continue
         a, b = (_norm([values[name]]) if name in values else None for values in (ours, theirs))
         yield Difference(size, 0 if step is None else step + 1, name, a, b)
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a tensor belongs to, if it is the optimizer's."""
+    return name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else name
 
 
 def _reported(step: int, mine: list[dict[str, float]], reference: list[dict[str, float]]) -> Iterator[Difference]:

@@ -33,7 +33,7 @@ _CLOSE = 1e-3
 def diagnose(mine: Trace, reference: Trace, compared: Sequence[Compared], world_size: int) -> Diagnosis | None:
     """The likely fault behind the first quantity that failed, or None if nothing did."""
     if mine.facts.fault:
-        return _fault(mine.facts.fault)
+        return of_error(mine.facts.fault)
     first = first_failed(compared)
     if first is None:
         return None
@@ -46,7 +46,8 @@ def diagnose(mine: Trace, reference: Trace, compared: Sequence[Compared], world_
     return Diagnosis(fault, first.worst.name, remedy)
 
 
-def _fault(text: str) -> Diagnosis:
+def of_error(text: str) -> Diagnosis:
+    """What the error means that ended a run."""
     for word, fault, remedy in (
         ("initial weights of rank", "initialisation depends on the rank", "draw from the seeded generator in build()"),
         ("replicas differ", "gradients were not synchronised", "let the forward pass go through the wrapper"),
@@ -57,6 +58,7 @@ def _fault(text: str) -> Diagnosis:
         ),
         ("update changed none", "optimizer on stale parameters", "build the optimizer after the model is wrapped"),
         ("master weights", "wrong master dtype", "keep parameters in the dtype in which they are updated"),
+        ("left parameters out", "a pass leaves parameters out", "set layout.find_unused_parameters=true"),
         ("not finite", "numbers that are not finite", "look at the rows that are named"),
     ):
         if word in text:

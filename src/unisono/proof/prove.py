@@ -40,7 +40,6 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
 
     Raises:
         ConfigError: for layouts that cannot be, before any process starts.
-        WorkerError: if a process dies.
     """
     every = cases(proof, config)
     for case in every:
@@ -50,27 +49,39 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
     try:
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(config), sort_keys=False), "utf-8")
         worker.write(folder, every, proof)
+        ended: dict[int, str] = {}
         for world in sorted({case.world_size for case in every}):
             one = next(case for case in every if case.world_size == world)
             settled = worker.configured(config, one, proof, None)
             print(f"{world} process{'es' if world > 1 else ''}", file=sys.stderr, flush=True)
             threads = start.threads_per_process(max(case.world_size for case in every))
-            local.launch(settled, folder, threads, module="unisono.proof.worker")
+            try:
+                local.launch(settled, folder, threads, module="unisono.proof.worker")
+            except local.WorkerError as error:
+                ended[world] = str(error)
         made = [case for case in every if (folder_of(folder, case.name) / "facts.json").is_file()]
         traces = {case.name: Trace(folder_of(folder, case.name)) for case in made}
-        return *judged(every, traces, adaptive=not isinstance(config.optim, Sgd)), about(config, proof, facts)
+        adaptive = not isinstance(config.optim, Sgd)
+        return *judged(every, traces, adaptive, ended), about(config, proof, facts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def judged(every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> tuple[list[Verdict], list[Verdict]]:
-    """Compare every case with its reference; returns the verdicts, and those of references alone."""
+def judged(
+    every: list[Case], traces: Mapping[str, Trace], adaptive: bool, ended: dict[int, str] | None = None
+) -> tuple[list[Verdict], list[Verdict]]:
+    """Compare every case with its reference; returns the verdicts, and those of references alone.
+
+    Args:
+        every: the cases.
+        traces: of those that were run to their end, by name.
+        adaptive: whether the optimizer divides by the size of gradients.
+        ended: world size -> the error that ended its processes before all its cases were run.
+    """
     verdicts, alone = [], []
     for case in every:
         if case.name not in traces:
-            why = f"{case.reference} could not be run: {traces[case.reference].facts.fault}"
-            skipped = [compare.Compared("the run", "ABSTAIN", why=why)]
-            verdicts.append(Verdict(case.name, case.reference, case.bitwise, skipped))
+            verdicts.append(_not_run(case, traces, ended or {}))
             continue
         mine = traces[case.name]
         if not case.reference:
@@ -80,6 +91,10 @@ def judged(every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> tu
         if case.unless_random and mine.facts.random:
             continue
         reference = traces[case.reference]
+        if _refused(mine):
+            skipped = [compare.Compared("the run", "ABSTAIN", why=mine.facts.fault)]
+            verdicts.append(Verdict(case.name, case.reference, case.bitwise, skipped))
+            continue
         found = Verdict(case.name, case.reference, case.bitwise, fault=mine.facts.fault)
         if not mine.facts.fault and not reference.facts.fault:
             allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else tolerance(case, every, traces)
@@ -121,6 +136,27 @@ def about(config: RunConfig, proof: Proof, facts: dict[str, Any]) -> dict[str, A
         "data": facts,
         "versions": versions,
     }
+
+
+def _refused(trace: Trace) -> bool:
+    """Whether the engine refused the layout before the first step: nothing was computed that could be wrong."""
+    return trace.facts.fault.startswith(ConfigError.__name__) and not trace.facts.steps
+
+
+def _not_run(case: Case, traces: Mapping[str, Trace], ended: dict[int, str]) -> Verdict:
+    """Of a case without a trace: its reference failed, or its processes ended, in it or in one before."""
+    found = Verdict(case.name, case.reference, case.bitwise)
+    reference = traces.get(case.reference)
+    if reference is not None and reference.facts.fault:
+        why = f"{case.reference} could not be run: {reference.facts.fault}"
+    elif ended.get(case.world_size):
+        found.fault = ended.pop(case.world_size)  # the first without a trace is the one that was under way
+        found.diagnosis = diagnose.of_error(found.fault)
+        return found
+    else:
+        why = "the processes had ended before it"
+    found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
+    return found
 
 
 def _alone(case: Case, trace: Trace) -> Verdict:

@@ -22,7 +22,7 @@ from unisono.data.order import Order, Plan
 from unisono.engines.base import StepResult
 from unisono.engines.torch import guards, tensors
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import UnisonoError
+from unisono.errors import GuardError, NonFiniteError, UnisonoError
 from unisono.place import Group, Place
 from unisono.proof.cases import Case, Proof
 from unisono.proof.trace import Array, Facts, StepFacts, write_facts, write_tensors
@@ -38,21 +38,25 @@ class RecordingEngine(TorchEngine):
     folder: Path
     clean = True
     differing: list[str]
+    _raw: dict[str, Array]
 
     def _accumulate(self, *arguments: Any) -> Any:
         self.clean = all(parameter.grad is None for parameter in self._step.model.parameters())
         sums = super()._accumulate(*arguments)
-        self._write("raw gradients", arguments[1].step, self._gradients_by_name())
+        self._raw = self._whole(self._gradients_by_name())
         return sums
 
     def _update(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._write("clipped gradients", step, self._gradients_by_name())
+        clipped = self._whole(self._gradients_by_name())
+        # FSDP has zeros where no process had a gradient; the engine has taken them away by now.
+        self._write("raw gradients", step, {name: value for name, value in self._raw.items() if name in clipped})
+        self._write("clipped gradients", step, clipped)
         self._steps_made += 1  # the first step would be guarded whatever the settings say
         super()._update(step, scalars)
         self.differing = self._replicas_that_differ()
-        self._write("optimizer state", step, tensors.of_optimizer(self._step.model, self._optimizer))
-        self._write("parameters", step, dict(self._step.model.named_parameters()))
-        self._write("buffers", step, dict(self._step.model.named_buffers()))
+        self._write("optimizer state", step, self._whole(tensors.of_optimizer(self._step.model, self._optimizer)))
+        self._write("parameters", step, self._whole(dict(self._step.model.named_parameters())))
+        self._write("buffers", step, self._whole(dict(self._step.model.named_buffers())))
 
     def _replicas_that_differ(self) -> list[str]:
         parameters = dict(self._step.model.named_parameters())
@@ -62,11 +66,14 @@ class RecordingEngine(TorchEngine):
     def _gradients_by_name(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._step.model.named_parameters() if p.grad is not None}
 
-    def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> None:
-        """Gather whole tensors, which is collective, and write them on rank 0."""
+    def _whole(self, values: Mapping[str, Tensor]) -> dict[str, Array]:
+        """Gather whole tensors, which is collective; rank 0 gets them, and the others none."""
         whole = {name: _whole(value, keep=self._place.is_first) for name, value in values.items()}
+        return {name: value for name, value in whole.items() if value is not None}
+
+    def _write(self, moment: str, step: int | None, values: Mapping[str, Array]) -> None:
         if self._place.is_first:
-            write_tensors(self.folder, moment, step, {name: v for name, v in whole.items() if v is not None})
+            write_tensors(self.folder, moment, step, values)
 
     def start(self, perturbed: float) -> Facts:
         """Write the initial parameters, changed a little where that is asked for."""
@@ -77,7 +84,7 @@ class RecordingEngine(TorchEngine):
                     rng = keys.generator(self._config.run.seed, "perturb", name)
                     change = torch.from_numpy(rng.uniform(-perturbed, perturbed, parameter.shape)).to(parameter)
                     parameter.mul_(1 + change)
-        self._write("initial parameters", None, dict(model.named_parameters()))
+        self._write("initial parameters", None, self._whole(dict(model.named_parameters())))
         parameters = dict(model.named_parameters())
         return Facts(
             trainable=[name for name, parameter in parameters.items() if parameter.requires_grad],
@@ -120,8 +127,10 @@ def record(task: Task, config: RunConfig, place: Place, group: Group, case: Case
     try:
         facts = _run(task, config, place, group, case, proof, root, facts)
     except Exception as error:
-        # What is ours is raised on every rank; anything else only one process can survive.
-        if place.world_size > 1 and not isinstance(error, UnisonoError):
+        # Every rank raises guards, numbers that are not finite, and what is refused before the first step; anything
+        # else may be one rank's alone, and only a single process can go on after it.
+        refused = isinstance(error, UnisonoError) and not (facts.trainable or facts.frozen)
+        if place.world_size > 1 and not (refused or isinstance(error, GuardError | NonFiniteError)):
             raise
         facts.fault = f"{type(error).__name__}: {error}"
     if place.is_first:

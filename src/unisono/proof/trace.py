@@ -113,7 +113,14 @@ class Trace:
 
 def write_tensors(folder: Path, moment: str, step: int | None, tensors: Mapping[str, Array]) -> None:
     """Write the tensors of one moment."""
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, _file(folder, moment, step))
+    save_file(
+        {name: _real(np.ascontiguousarray(value)) for name, value in tensors.items()}, _file(folder, moment, step)
+    )
+
+
+def _real(value: Array) -> Array:
+    """Real and imaginary parts side by side, since safetensors has no complex128."""
+    return np.stack([value.real, value.imag], axis=-1) if np.iscomplexobj(value) else value
 
 
 def write_facts(folder: Path, facts: Facts) -> None:

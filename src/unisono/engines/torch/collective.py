@@ -24,7 +24,9 @@ from unisono.errors import DeadlineError
 from unisono.place import Json, Place
 
 # As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
-_PEER_FAULT = re.compile(r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|monitoredBarrier|by peer")
+_PEER_FAULT = re.compile(
+    r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|timeout caused|monitoredBarrier|by peer"
+)
 
 _starts = itertools.count()
 

@@ -25,6 +25,9 @@ _SHORTHANDS = {
 }
 
 
+_GROUPED = getattr(torch, "_grouped_mm", None)
+
+
 class PromoteToDouble(TorchFunctionMode):
     """Every request for a lower floating dtype, by argument or shorthand, becomes one for float64 or complex128."""
 
@@ -34,9 +37,24 @@ class PromoteToDouble(TorchFunctionMode):
         """Called by torch for every function while the mode is on."""
         if func in _SHORTHANDS:
             return args[0].to(_SHORTHANDS[func])
+        if func is _GROUPED and _is_double_by_groups(*args, **(kwargs or {})):
+            return _multiplied_by_groups(args[0], args[1], (kwargs or {})["offs"])
         promoted = tuple(_promoted(value) for value in args)
         named = {name: _promoted(value) for name, value in (kwargs or {}).items()}
         return func(*promoted, **named)
+
+
+def _is_double_by_groups(*args: Any, **kwargs: Any) -> bool:
+    given = {name for name, value in kwargs.items() if value is not None}
+    return given == {"offs"} and [a.dim() for a in args] == [2, 3] and args[0].dtype == torch.float64
+
+
+def _multiplied_by_groups(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """What torch's grouped product of experts computes, which it has no kernel for in float64."""
+    edges = [0, *ends.tolist(), len(rows)]
+    parts = [rows[a:b] @ matrix for a, b, matrix in zip(edges, edges[1:], matrices, strict=False)]
+    beyond = rows.new_zeros(len(rows) - edges[-2], matrices.shape[-1])  # rows of no group
+    return torch.cat([*parts, beyond])
 
 
 def _promoted(value: Any) -> Any:

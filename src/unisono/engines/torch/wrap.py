@@ -110,6 +110,17 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
 
 
 def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> None:
+    for name, parameter in step.model.named_parameters():
+        if not parameter.dim() or parameter.is_complex():
+            what, remedy = (
+                ("is complex", "a last axis of real and imaginary parts")
+                if parameter.is_complex()
+                else ("has no axis", "the shape (1,)")
+            )
+            raise ConfigError(
+                f"layout.strategy={layout.strategy}: the parameter '{name}' {what}, which torch's FSDP cannot shard; "
+                f"use layout.strategy=ddp, or give it {remedy}"
+            )
     shards = layout.shards or world_size
     if layout.strategy == "hsdp":
         mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
@@ -122,7 +133,9 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
     low = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if precision == "bf16" else full
     )
-    parts = blocks(step.model)
+    # What a pass may leave out is no unit of its own: units are gathered in the order in which each process calls them,
+    # and processes that call other experts would be given pieces of other experts.
+    parts = [] if layout.find_unused_parameters else blocks(step.model)
     norms = [module for block in parts for module in block.modules() if _has_vectors_only(module)]
     if precision == "bf16" and norms:
         fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False)
