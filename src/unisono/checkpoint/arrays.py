@@ -67,13 +67,14 @@ class ArrayReader:
         """
         dtype = getattr(torch, self._arrays[name]["dtype"])
         result = torch.empty(shape, dtype=dtype)
+        values = torch.view_as_real(result) if dtype in _AS_PAIRS else result
         missing = math.prod(shape)
         for piece, first, last in self._overlaps(name, offset, shape):
             there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
             view = self._file(piece["file"]).get_slice(piece["entry"])
             part = view[there] if there else self._file(piece["file"]).get_tensor(piece["entry"])
-            result[here] = torch.view_as_complex(part) if dtype in _AS_PAIRS else part
+            values[here] = part
             missing -= math.prod(b - a for a, b in zip(first, last, strict=True))
         if missing:
             raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")

@@ -87,6 +87,23 @@ def test_a_cast_and_back_loses_no_bit() -> None:
     assert not torch.equal(x.to(torch.float32).to(torch.float64), x)
 
 
+def test_the_grouped_product_of_experts_is_made_in_float64() -> None:
+    """torch has a kernel for it in lower precision only; the last group is empty, and two rows are of none."""
+    torch.manual_seed(0)
+    rows, matrices = torch.randn(9, 8, dtype=torch.float64), torch.randn(4, 8, 16, dtype=torch.float64)
+    rows.requires_grad_()
+    matrices.requires_grad_()
+    ends = torch.tensor([3, 4, 7, 7], dtype=torch.int32)
+    with precision.promoting("fp64"):
+        made = F.grouped_mm(rows, matrices, offs=ends)
+    of_rows = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+    expected = torch.einsum("ri,rio->ro", rows[:7], matrices[of_rows])
+    assert torch.allclose(made[:7], expected, rtol=1e-14, atol=1e-14)
+    assert made.shape == (9, 16)
+    grads = [torch.autograd.grad(total.sin().sum(), (rows, matrices)) for total in (made[:7], expected)]
+    assert all(torch.allclose(a, b, rtol=1e-13, atol=1e-13) for a, b in zip(*grads, strict=True))
+
+
 def test_a_module_that_is_cast_inside_a_model_stays_in_float64() -> None:
     layer = nn.Linear(3, 2, dtype=torch.float64)
     with precision.promoting("fp64"):

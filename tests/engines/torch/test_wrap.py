@@ -506,3 +506,34 @@ def test_a_step_that_is_called_round_its_wrapper_has_its_own_gradient_only(both:
 def test_buckets_have_the_size_that_was_asked_for_or_that_of_the_formula(both: list[dict[str, Any]]) -> None:
     for result in both:
         assert result["buckets"] == [int(wrap.bucket_mb(1, 2) * 2**20), 3 * 2**20]
+
+
+# what FSDP cannot shard, and what it gathers together -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (torch.tensor(0.5), "'scale' has no axis, .* or give it the shape"),
+        (torch.ones(2, dtype=torch.complex64), "'scale' is complex, .* use layout.strategy=ddp"),
+    ],
+)
+def test_fsdp_refuses_what_it_cannot_shard_by_name(parameter: torch.Tensor, message: str) -> None:
+    model = Stack(2)
+    model.scale = nn.Parameter(parameter)
+    with pytest.raises(ConfigError, match=message):
+        wrap.wrap(wrap.Step(LinearTask(), model), layout("fsdp"), "fp32", CPU, 2, 60.0)
+
+
+def gathered_together(place: Place, group: Group) -> list[list[str]]:
+    """The units of FSDP, where passes call all blocks and where they may leave some out."""
+    result = []
+    for leaving_out in (False, True):
+        step = wrap.Step(LinearTask(), Stack(2))
+        wrap.wrap(step, layout("fsdp", find_unused_parameters=leaving_out), "fp32", CPU, 2, 60.0)
+        result.append([name for name, module in step.named_modules() if isinstance(module, FSDPModule)])
+    return result
+
+
+def test_a_model_whose_passes_leave_blocks_out_is_gathered_as_one_piece() -> None:
+    assert processes.run(gathered_together, 2) == [[["", "model.blocks.0", "model.blocks.1"], [""]]] * 2
