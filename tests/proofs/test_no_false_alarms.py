@@ -6,6 +6,7 @@ All runs on one process are made by one call, and all runs on two processes by a
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +25,10 @@ from tests.runs import ADAMW, SGD, configuration
 from tests.tasks import TransformerTask
 from unisono.config.schema import RunConfig, Settings
 from unisono.place import Group, Place
-from unisono.proof import prove, record
+from unisono.proof import compare, prove, record
 from unisono.proof.cases import Case, Proof
 from unisono.proof.compare import Compared
-from unisono.proof.trace import Trace
+from unisono.proof.trace import QUANTITIES, Trace, write_tensors
 from unisono.proof.verdict import Verdict
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
@@ -62,7 +63,8 @@ class Of(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         x = self.body(batch[self.key])
-        return self.head(x.mean(dim=1) if x.dim() == 3 else x)
+        result: Tensor = self.head(x.mean(dim=1) if x.dim() == 3 else x)
+        return result
 
 
 class First(nn.Module):
@@ -95,7 +97,8 @@ class Residual(nn.Module):
         self.inner, self.dropout = inner, nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.inner(x))
+        result: Tensor = x + self.dropout(self.inner(x))
+        return result
 
 
 @architecture("mlp with gelu")
@@ -235,7 +238,8 @@ def layers_of_mixtures() -> nn.Module:
             self.norm, self.mixture = nn.LayerNorm(WIDTH), Experts(top=1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.mixture(self.norm(x))[:, None]
+            result: Tensor = x + self.mixture(self.norm(x))[:, None]
+            return result
 
     return Of("x", nn.Sequential(Layer(), Layer()))
 
@@ -276,6 +280,9 @@ def low_rank() -> nn.Module:
 class Rotary(nn.Module):
     """Queries and keys turned by a complex buffer, and scaled by a real one; neither ever changes."""
 
+    turn: Tensor
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -301,13 +308,17 @@ def rotary() -> nn.Module:
 class Filter(nn.Module):
     """A fixed filter, and complex weights that are trained."""
 
+    window: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.gains = nn.Parameter(torch.polar(torch.ones(LENGTH // 2 + 1, WIDTH), torch.randn(LENGTH // 2 + 1, WIDTH)))
         self.register_buffer("window", torch.hann_window(LENGTH)[:, None])
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x * self.window, dim=1) * self.gains, n=LENGTH, dim=1)
+        filtered = torch.fft.rfft(x * self.window, dim=1) * self.gains
+        result: Tensor = torch.fft.irfft(filtered, n=LENGTH, dim=1)
+        return result
 
 
 @architecture("complex parameter")
@@ -387,7 +398,7 @@ class Sequences(Task):
         x = (rng.normal(size=(LENGTH, WIDTH)) + rng.normal(size=WIDTH)).astype(np.float32)
         tokens = rng.integers(1, VOCABULARY, size=LENGTH)
         tokens[rng.integers(1, LENGTH + 1) :] = 0
-        return {"x": x, "tokens": tokens, "label": np.int64(np.argmax(x.mean(axis=0)[:CLASSES]))}
+        return {"x": x, "tokens": tokens, "label": np.array(np.argmax(x.mean(axis=0)[:CLASSES]))}
 
     def build(self) -> nn.Module:
         return BUILDERS[self.config.architecture]()
@@ -581,6 +592,7 @@ class Found:
 
     architecture: str
     verdict: Verdict
+    root: Path
 
     @property
     def clean(self) -> Clean:
@@ -606,7 +618,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
         every = cases_of(name)
         traces = {case.name: Trace(record.folder_of(root, case.name)) for case in every}
         verdicts, alone = prove.judged(every, traces, clean.adaptive)
-        result += [Found(name, verdict) for verdict in (*alone, *verdicts)]
+        result += [Found(name, verdict, root) for verdict in (*alone, *verdicts)]
     return result
 
 
@@ -650,3 +662,21 @@ def test_only_what_has_no_true_gradient_is_left_out(found: list[Found]) -> None:
         if not one.verdict.bitwise and "the run" not in one.abstains:
             left_out = {name for c in one.verdict.compared for name in c.left_out}
             assert left_out == {*one.clean.left_out}, one.verdict.case
+
+
+@pytest.mark.parametrize(("element", "mark"), [(0, "FAIL"), (WIDTH, "PASS"), (2 * WIDTH, "FAIL")])
+def test_beside_the_elements_that_are_left_out_a_fault_is_seen(
+    found: list[Found], tmp_path: Path, element: int, mark: str
+) -> None:
+    """A bias of query, key and value in one: only the key's third is without a true gradient."""
+    name = "attention with key bias"
+    root = next(one.root for one in found if one.architecture == name)
+    mine, alone = (f"{name} {layout} m2" for layout in ("ddp", "single"))
+    folder = shutil.copytree(record.folder_of(root, mine), tmp_path / "changed")
+    last = len(Trace(folder).facts.steps) - 1
+    tensors = Trace(folder).tensors("parameters", last)
+    tensors["body.inner.attention.in_proj_bias"][element] += 1e-9
+    write_tensors(folder, "parameters", last, tensors)
+    tolerance = dict.fromkeys(QUANTITIES, 1e-12)
+    told = compare.compare(Trace(folder), Trace(record.folder_of(root, alone)), tolerance, adaptive=True)
+    assert {c.mark for c in told if c.quantity == "parameters"} == {mark}
