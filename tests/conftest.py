@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cache")
     os.environ["UNISONO_CACHE"] = str(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that changes what belongs to the whole process fails itself, not the test that comes after it."""
+    before = torch.get_default_dtype(), torch.get_num_threads(), torch.is_deterministic_algorithms_warn_only_enabled()
+    yield
+    after = torch.get_default_dtype(), torch.get_num_threads(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.set_default_dtype(before[0])
+    torch.set_num_threads(before[1])
+    assert after == before

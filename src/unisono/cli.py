@@ -25,7 +25,11 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Run one verb; returns the exit code.
+
+    Args:
+        arguments: the words of the command; None for those of this process, which an interruption then ends at once.
+    """
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
@@ -50,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "checkpoint.",
             file=sys.stderr,
         )
+        if arguments is None:  # What was interrupted may hold a lock that the interpreter's way out would wait for.
+            from unisono.launch.worker import leave_now
+
+            leave_now(130)
         return 130
     return code
 

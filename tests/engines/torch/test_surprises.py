@@ -150,7 +150,9 @@ def rotated(place: Place, group: Group, config: Any) -> tuple[torch.dtype, torch
         engine.step(batches, number, {"lr": 0.01})
     model = engine._step.model
     imaginary = float(model.turn.imag.abs().max())
-    return model.turn.dtype, model.phase.dtype, imaginary, bool(np.any(whole(model.phase) != before))
+    told = model.turn.dtype, model.phase.dtype, imaginary, bool(np.any(whole(model.phase) != before))
+    engine.close()
+    return told
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.complex64), ("fp64", torch.complex128)])
