@@ -216,7 +216,7 @@ def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(unisono: Command):
 def test_an_error_ends_in_one_line_and_its_own_exit_code(
     unisono: Command, monkeypatch: pytest.MonkeyPatch, error: errors.UnisonoError, code: int
 ):
-    def fail(_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(start, "start", fail)
@@ -224,7 +224,7 @@ def test_an_error_ends_in_one_line_and_its_own_exit_code(
 
 
 def test_an_interruption_ends_in_130_and_says_how_to_go_on(unisono: Command, monkeypatch: pytest.MonkeyPatch):
-    def fail(_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(start, "start", fail)
@@ -234,7 +234,7 @@ def test_an_interruption_ends_in_130_and_says_how_to_go_on(unisono: Command, mon
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(unisono: Command, monkeypatch: pytest.MonkeyPatch):
-    def fail(_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("ours")
 
     monkeypatch.setattr(start, "start", fail)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,13 @@ def test_every_error_has_an_exit_code_that_the_tests_know():
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
         "DeadlineError",
     }  # fmt: skip
+
+
+def test_an_error_tells_its_fault_on_every_side_of_a_pipe():
+    error = pickle.loads(pickle.dumps(errors.GuardError("replicas differ", fault="Replicas drift apart")))
+    assert (str(error), error.fault) == ("replicas differ", "Replicas drift apart")
+    assert errors.NonFiniteError("no").fault == "Numbers that are not finite"
+    assert errors.DataError("no").fault == ""
 
 
 def test_a_close_name_is_suggested():

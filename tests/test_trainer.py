@@ -21,7 +21,7 @@ from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
 from unisono.data.order import Order
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import CheckpointError, ConfigError, DataError, RunError
+from unisono.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.observe import events
 from unisono.observe.record import Record
 from unisono.place import Alone, Place
@@ -480,3 +480,20 @@ def test_rows_that_cannot_be_had_by_number_are_refused_with_what_to_do(given: An
 def test_no_rows_are_refused(given: Any) -> None:
     with pytest.raises(DataError, match=r"^Rows\.data\(\) has no rows$"):
         rows_of(rows(given))
+
+
+# guards ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_guard_finds_is_told_as_a_proof_would_and_points_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
+    with pytest.raises(GuardError) as caught:
+        run(tmp_path, config().model_copy(update={"recipe": "my task.py:Mine"}))
+    assert caught.value.fault == "Parameters do not train"
+    assert str(caught.value).splitlines()[1:] == [
+        "  likely: Parameters do not train",
+        "  page: docs/diagnoses.md#parameters-do-not-train",
+        "  `unisono prove 'my task.py:Mine'`, with the settings of this run, shows where it begins",
+    ]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.schema import RunConfig
+    from unisono.launch.start import Allow
 
 EPILOG = """\
 examples:
   unisono train language                                        train the embedded example
   unisono train language data=corpus data.path=DIR train.steps=200
   unisono train path/to/file.py:MyTask layout.world_size=4      train a task of your own
+  unisono train language --proved                               only if `unisono prove` passed with this code and config
   unisono check language optim.lr=1e-3                          say what would run, and whether it can
   unisono config language                                       print every setting and where it comes from
   unisono generate runs/NAME "once upon a time"                 let a trained language model write
@@ -82,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="group=choice or key=value")
         verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+        if name == "train":
+            verb.add_argument(
+                "--proved",
+                action="store_true",
+                help="start only if `unisono prove` has left a certificate under run.dir that fits the code, the "
+                "configuration, the data, the versions, the device and the layout",
+            )
         verb.set_defaults(run=run)
     text = "show, on your own model and data, that many processes compute what one computes"
     verb = verbs.add_parser("prove", help=text, description=text)
@@ -91,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="KEY=VALUE",
         help="as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2], "
-        "vary=[accumulate,workers,resume,recompute,compile,ordered], steps=3, global_batch=8, precisions=[fp64]",
+        "vary=[accumulate,workers,resume,ranks,recompute,compile,attention,optimizer,ordered], steps=3, "
+        "global_batch=8, precisions=[fp64], resume_every=1, shrink=auto",
     )
     verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
@@ -124,11 +134,30 @@ def _train(parsed: argparse.Namespace) -> int:
     if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
 
         def work() -> None:
-            start.start(_load(parsed))
+            start.start(_load(parsed), allow=_allow(parsed))
 
         worker.guarded(work, place)
-    start.start(_load(parsed))
+    start.start(_load(parsed), allow=_allow(parsed))
     return 0
+
+
+def _allow(parsed: argparse.Namespace) -> Allow | None:
+    """What has to allow the start: a certificate, where `--proved` asks for one."""
+    if not parsed.proved:
+        return None
+    from unisono.proof import certificate
+
+    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
+    words = [parsed.recipe, *own, *parsed.overrides]
+
+    def allow(config: RunConfig, facts: Mapping[str, Any] | None) -> None:
+        fits, skipped = certificate.require(config, facts, words)
+        if facts is not None:  # the last word
+            print(fits, flush=True)
+            for line in skipped:
+                print(f"unisono: WARNING: {line}", file=sys.stderr)
+
+    return allow
 
 
 def _check(parsed: argparse.Namespace) -> int:
@@ -167,7 +196,7 @@ def _prove(parsed: argparse.Namespace) -> int:
 
     from unisono.errors import ConfigError
     from unisono.launch import folder
-    from unisono.proof import prove, verdict
+    from unisono.proof import certificate, prove, verdict
     from unisono.proof.cases import Proof
 
     own, parsed.overrides = prove.split_words(parsed.overrides)
@@ -177,11 +206,16 @@ def _prove(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
         ) from error
-    config = folder.check(folder.named(_load(parsed)))
+    asked = _load(parsed)
+    config = folder.check(folder.named(asked))
     verdicts, alone, about = prove.prove(config, proof)
+    if asked.run.name is None:
+        config = folder.claim(config)
     path = folder.path_of(config)
-    path.mkdir(parents=True, exist_ok=True)
-    file = verdict.certificate(path, verdicts, alone, about)
+    superseded = certificate.superseded(path, config)
+    if superseded:
+        print(f"unisono: WARNING: {superseded}", file=sys.stderr)
+    file = certificate.write(path, verdicts, alone, about)
     print(file.read_text(encoding="utf-8") if parsed.json else "\n".join(verdict.lines(verdicts, alone)))
     code = verdict.exit_code([*verdicts, *alone])
     print(f"{ {0: 'PASS', 1: 'FAIL', 2: 'ABSTAIN'}[code] }; certificate: {file}", file=sys.stderr)

@@ -6,14 +6,25 @@ Anything else that escapes is a fault of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class UnisonoError(ValueError):
-    """A fault the user can mend. `exit_code` tells a script which class of fault ended the run."""
+    """A fault the user can mend.
+
+    Attributes:
+        exit_code: tells a script which class of fault ended the run.
+        fault: the name of the likely fault, under which `docs/diagnoses.md` explains it; empty where it does not.
+    """
 
     exit_code = 2
+    fault = ""
+
+    def __init__(self, text: str = "", fault: str = "") -> None:
+        super().__init__(text)
+        self.fault = fault or self.fault
 
 
 class ConfigError(UnisonoError):
@@ -36,6 +47,7 @@ class NonFiniteError(UnisonoError):
     """A loss or a gradient that is not finite. It never reached the parameters."""
 
     exit_code = 3
+    fault = "Numbers that are not finite"
 
 
 class GuardError(UnisonoError):
@@ -48,6 +60,15 @@ class DeadlineError(UnisonoError):
     """A wait on another process that took longer than its deadline, or whose peer is gone."""
 
     exit_code = 5
+
+
+def page(fault: str) -> str:
+    """Where the docs explain a fault: GitHub makes the anchor of a heading so.
+
+    >>> page("A metric of one rank, or a mean of means")
+    'docs/diagnoses.md#a-metric-of-one-rank-or-a-mean-of-means'
+    """
+    return "docs/diagnoses.md#" + re.sub(r"[^\w\- ]", "", fault.lower()).replace(" ", "-")
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

@@ -181,5 +181,16 @@ class Task(ABC):
         """What is worth knowing about the data before the start, as JSON; printed by `check` and kept with the run."""
         return {}
 
+    def shrunk(self, limit: int) -> Task | None:
+        """The same task with a smaller model of the same code, for `unisono prove`: fewer layers, fewer features.
+
+        Args:
+            limit: parameters that a model may have without being made smaller.
+
+        Returns:
+            A task of the same class; None if the model is small enough, or if there is no smaller one.
+        """
+        return None
+
     def save_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
         """Write what a reader of the run needs besides the weights (tokenizer, model config); called once per run."""

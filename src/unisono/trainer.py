@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +19,7 @@ from unisono.config.split import Split
 from unisono.data.loader import Loader, check_draws
 from unisono.data.order import Order, Plan
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import CheckpointError, DataError, RunError
+from unisono.errors import CheckpointError, DataError, GuardError, RunError, page
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
@@ -60,7 +61,7 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
     """
     logs.start(folder, place)
     try:
-        with Training(task, config, place, group, folder) as training:
+        with _pointing_to_a_proof(config.recipe), Training(task, config, place, group, folder) as training:
             results = deque(training.steps(), maxlen=1)
             training.record.say(f"run: {folder}")
             made = max(training.first, training.plan.steps)
@@ -188,6 +189,17 @@ class Training:
     def _close(self) -> None:
         self._loader.close()
         self._engine.close()
+
+
+@contextmanager
+def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
+    """Say of what a guard found what a proof would say of it, and that a proof says more."""
+    try:
+        yield
+    except GuardError as error:
+        more = f"`unisono prove {shlex.quote(recipe)}`, with the settings of this run, shows where it begins"
+        error.args = (f"{error}\n  likely: {error.fault}\n  page: {page(error.fault)}\n  {more}",)
+        raise
 
 
 def _resume(engine: Engine, folder: Path) -> int:

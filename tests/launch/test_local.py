@@ -63,10 +63,18 @@ def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float
     for rank, kind, ago in faults:
         code = 5 if kind == "DeadlineError" else 1
         fault = {"rank": rank, "kind": kind, "text": f"{kind} of {rank}", "code": code, "time": time.time() - ago}
+        fault["fault"] = ""
         (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
     error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=code) for rank, code in exits.items()})
     told = local._headline(folder, error)
     return str(told), told.exit_code
+
+
+def test_what_the_fault_is_called_is_kept(tmp_path: Path):
+    report = {"rank": 0, "kind": "GuardError", "text": "no", "code": 4, "fault": "Replicas drift apart", "time": 0.0}
+    (tmp_path / "rank-0.fault.json").write_text(json.dumps(report))
+    ended: Any = SimpleNamespace(failures={0: SimpleNamespace(exitcode=4)})
+    assert local._headline(tmp_path, ended).fault == "Replicas drift apart"
 
 
 def test_a_process_that_the_launcher_ended_does_not_hide_who_waited_for_it(tmp_path: Path):

@@ -60,6 +60,12 @@ def test_a_fault_is_left_to_the_launcher_that_reads_it(tmp_path: Path, capsys: p
     assert json.loads((tmp_path / "fault.json").read_text())["text"] == "the sky fell"
 
 
+@pytest.mark.parametrize("error", [GuardError("no", fault="Replicas drift apart"), KeyError("x")])
+def test_the_launcher_reads_what_the_fault_is_called(tmp_path: Path, error: Exception):
+    ended(error, 0, tmp_path / "fault.json")
+    assert json.loads((tmp_path / "fault.json").read_text())["fault"] == getattr(error, "fault", "")
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [(CheckpointError("the sky fell"), " rank 3 ERROR: the sky fell"), (KeyError("x"), "KeyError: 'x'")],

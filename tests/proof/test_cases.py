@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.runs import configuration
 from unisono.errors import ConfigError
-from unisono.proof.cases import Case, Proof, cases, layout_of
+from unisono.proof.cases import Case, Proof, Variation, cases, layout_of
+from unisono.proof.prove import phases
+
+EVERY = [*get_args(Variation)]
 
 
 def made(precision: str = "fp32", **settings: Any) -> dict[str, Case]:
@@ -42,10 +45,22 @@ def test_processes_that_do_not_share_the_batch_evenly_are_refused(layout: str) -
 
 def test_references_come_before_what_is_compared_with_them() -> None:
     seen: set[str] = set()
-    for case in made(vary=["accumulate", "workers", "resume", "recompute", "compile", "ordered"]).values():
+    for case in made(vary=EVERY).values():
         assert case.reference == "" or case.reference in seen
-        assert case.starts_from in (*seen, case.name, "")
         seen.add(case.name)
+
+
+def test_a_case_is_run_after_the_one_that_it_continues_and_processes_start_seldom() -> None:
+    every = list(made(vary=EVERY, layouts=["ddp:2", "hsdp:2x2", "fsdp:4"]).values())
+    runs = phases(every)
+    done: set[str] = {""}
+    for phase in runs:
+        assert len({case.world_size for case in phase}) == 1
+        for case in phase:
+            assert case.starts_from in done
+            done.add(case.name)
+    assert [case.name for case in every if case.name not in done] == []
+    assert [phase[0].world_size for phase in runs] == [1, 2, 4, 1]
 
 
 def test_every_run_of_many_processes_has_a_reference_of_its_precision() -> None:
@@ -57,7 +72,7 @@ def test_every_run_of_many_processes_has_a_reference_of_its_precision() -> None:
 def test_runs_with_another_number_of_processes_are_compared_with_one_process_of_their_micro_batch() -> None:
     every = made()
     for case in every.values():
-        if case.world_size > 1 and not case.bitwise:
+        if case.world_size > 1 and not case.bitwise:  # of the default variations
             reference = every[case.reference]
             assert (reference.world_size, reference.micro_batch) == (1, case.micro_batch)
 
@@ -86,3 +101,26 @@ def test_the_last_batch_is_short_and_the_others_are_full() -> None:
     for batch in (2, 4, 8, 12):
         rows = Proof(global_batch=batch).rows
         assert 0 < rows - 2 * batch < batch or batch == 2
+
+
+def test_a_run_is_interrupted_once_and_after_every_kth_update() -> None:
+    every = made(steps=6, resume_every=2, layouts=["ddp:2"]).values()
+    assert {case.interrupted for case in every} == {(), (2,), (2, 4)}
+    there = {case.starts_from: case for case in every if case.starts_from}
+    assert (there["single m4 fp64"].world_size, there["single m4 fp64"].starts_after) == (2, 2)
+    back = there["ddp:2 m4 resumed from single fp64"]
+    assert (back.world_size, back.starts_after, back.reference) == (1, 4, "single m4 fp64")
+
+
+def test_no_place_for_an_interruption_is_refused() -> None:
+    with pytest.raises(ConfigError, match="resume_every=3 interrupts no run of steps=3"):
+        made(resume_every=3)
+    assert made(resume_every=3, vary=["workers"])
+
+
+def test_what_only_executes_otherwise_is_compared_with_the_same_layout() -> None:
+    every = made(vary=EVERY, layouts=["ddp:2"])
+    words = {name.removeprefix("ddp:2 m4 ").removesuffix(" fp64"): case.reference for name, case in every.items()}
+    for kind in ("recompute", "compile", "attention by matmul", "optimizer loop", "workers", "resumed"):
+        assert words[kind] == "ddp:2 m4 fp64"
+    assert words["ranks reversed"] == words["resumed from single"] == "single m4 fp64"

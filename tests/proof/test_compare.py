@@ -22,8 +22,9 @@ def step(number: int, world: int) -> StepFacts:
     rows = list(range(4 * number, 4 * number + 4))
     by_rank = [rows[: 4 // world], rows[4 // world :]] if world > 1 else [rows]
     return StepFacts(
-        rows, by_rank, 2.0 - number, {"a": 2.0 - number}, 1.5, [[0.1]] * world, [{"m": 0.5}] * world, samples=["x", "y"]
-    )
+        rows, by_rank, 2.0 - number, {"a": 2.0 - number}, 1.5, [[0.1]] * world, [{"m": 0.5}] * world,
+        samples=["x", "y"], outputs=[{"out": [2.0, 1.0]}, {"out": [3.0, -1.0]}],
+    )  # fmt: skip
 
 
 def trace(folder: Path, world: int = 1, change: Change | None = None) -> Trace:
@@ -44,6 +45,7 @@ def trace(folder: Path, world: int = 1, change: Change | None = None) -> Trace:
             ("parameters", number): moved,
             ("buffers", number): {"b": np.ones(1)},
         }
+    tensors["update", 1] = {**tensors["parameters", 1], **tensors["optimizer state", 1]}
     if change:
         change(facts, tensors)
     folder.mkdir()
@@ -89,6 +91,10 @@ def set_replicas(facts: Facts, tensors: Any) -> None:
     facts.steps[1].replicas = ["w"]
 
 
+def set_outputs(facts: Facts, tensors: Any) -> None:
+    facts.steps[1].outputs = [facts.steps[1].outputs[0], {"out": [3.0, -1.0 + 1e-9]}]
+
+
 def set_samples(facts: Facts, tensors: Any) -> None:
     facts.steps[0].samples = ["x", "z"]
 
@@ -105,6 +111,7 @@ def tensor(moment: str, number: int | None, name: str) -> Change:
     [
         (set_rows, "sample ids", 2, "repeated"),
         (set_samples, "samples", 1, "micro-batches [1]"),
+        (set_outputs, "outputs", 2, "out of micro-batch 1"),
         (set_loss, "loss", 2, "loss"),
         (set_lr, "learning rate", 1, "group 0"),
         (set_metric, "metrics", 1, "m"),
@@ -113,6 +120,7 @@ def tensor(moment: str, number: int | None, name: str) -> Change:
         (tensor("initial parameters", None, "w"), "initial parameters", 0, "w"),
         (tensor("raw gradients", 1, "w"), "raw gradients", 2, "w"),
         (tensor("clipped gradients", 0, "w"), "clipped gradients", 1, "w"),
+        (tensor("update", 1, "optimizer/w/m"), "update", 2, "optimizer/w/m"),
         (tensor("optimizer state", 0, "optimizer/w/m"), "optimizer state", 1, "optimizer/w/m"),
         (tensor("parameters", 1, "w"), "parameters", 2, "w"),
         (tensor("buffers", 0, "b"), "buffers", 1, "b"),
@@ -127,6 +135,14 @@ def test_one_difference_fails_one_quantity_at_its_step(
     if quantity != "sample ids":
         assert (worst.step, worst.name) == (at, name)
     assert worst.step == at
+
+
+def test_where_rounding_alone_goes_far_agreement_says_nothing(tmp_path: Path) -> None:
+    mine, one = trace(tmp_path / "mine", 2), trace(tmp_path / "one")
+    found = {c.quantity: c for c in compare(mine, one, {**TOLERANCE, "raw gradients": 0.8}, adaptive=False)}
+    assert found["raw gradients"].mark == "ABSTAIN"
+    assert "rounding alone comes to a relative difference of 0.8" in found["raw gradients"].why
+    assert found["loss"].mark == "PASS"
 
 
 def test_a_run_with_fewer_steps_fails(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def test_a_mean_of_means_is_found_and_named(folder: Path) -> None:
     done = prove(folder, "task.py:MeanOfMeans", "layouts=[ddp:2]", "vary=[accumulate]", "precisions=[fp64]")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "single m1 fp64: FAIL loss" in done.stdout
-    assert "a mean of means" in done.stdout
+    assert "likely: A mean of means" in done.stdout
+    assert "page: docs/diagnoses.md#a-mean-of-means" in done.stdout
 
 
 @pytest.mark.slow

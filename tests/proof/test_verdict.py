@@ -1,15 +1,12 @@
-"""What a proof says: marks, exit codes, the table and the certificate."""
+"""What a proof says: marks, exit codes and the table."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from unisono.proof.compare import Compared, Difference
-from unisono.proof.diagnose import Diagnosis
-from unisono.proof.verdict import Verdict, certificate, exit_code, lines
+from unisono.proof.faults import named
+from unisono.proof.verdict import Verdict, exit_code, lines
 
 GOOD = Verdict("ddp:2 fp64", "single fp64", False, [Compared("loss", "PASS", Difference(3e-16, 1, "loss"))])
 BAD = Verdict(
@@ -19,7 +16,7 @@ BAD = Verdict(
         Compared("raw gradients", "FAIL", Difference(0.5, 2, "layer.weight", 2.0, 1.0)),
         Compared("parameters", "FAIL", Difference(0.1, 2, "layer.weight", 2.0, 1.0)),
     ],
-    diagnosis=Diagnosis("all gradients are scaled by 2", "every tensor is twice", "divide once"),
+    diagnosis=named("All gradients are scaled by N", "every tensor is 2 times what it should be"),
 )  # fmt: skip
 SILENT = Verdict("ddp:2 m1", "single m1", False, [Compared("the run", "ABSTAIN", why="single m1 could not be run")])
 FAULTY = Verdict("ddp:2 m4", "single m4", False, fault="GuardError: replicas differ")
@@ -53,8 +50,11 @@ def test_the_first_fault_is_told_with_tensor_step_values_meaning_and_remedy() ->
     assert line == (
         "fsdp:2 fp64: FAIL raw gradients: step 2, layer.weight: 2.0 instead of 1.0 (relative difference 5.0e-01)"
     )
-    assert "  likely: all gradients are scaled by 2 (every tensor is twice)" in told
-    assert "  remedy: divide once" in told
+    assert told[told.index(line) + 1 :] == [
+        "  likely: All gradients are scaled by N (every tensor is 2 times what it should be)",
+        "  remedy: sum over ranks and divide once: DDP and FSDP themselves divide by their number",
+        "  page: docs/diagnoses.md#all-gradients-are-scaled-by-n",
+    ]
     assert not any("FAIL parameters" in text for text in told), "only the first, the others follow from it"
 
 
@@ -64,13 +64,3 @@ def test_why_nothing_is_said_is_told() -> None:
 
 def test_a_run_that_ended_with_an_error_is_told() -> None:
     assert any("GuardError: replicas differ" in text for text in lines([FAULTY], []))
-
-
-def test_the_certificate_holds_everything_and_is_json(tmp_path: Path) -> None:
-    file = certificate(tmp_path, [GOOD, BAD], [SILENT], {"recipe": "mine", "versions": {"torch": "2"}})
-    held = json.loads(file.read_text())
-    assert (held["verdict"], held["recipe"]) == ("FAIL", "mine")
-    assert [case["case"] for case in held["cases"]] == ["ddp:2 m1", "ddp:2 fp64", "fsdp:2 fp64"]
-    assert held["cases"][2]["mark"] == "FAIL"
-    assert held["cases"][2]["compared"][1]["worst"]["name"] == "layer.weight"
-    assert held["host"]["python"]

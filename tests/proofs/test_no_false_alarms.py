@@ -28,7 +28,7 @@ from unisono.place import Group, Place
 from unisono.proof import compare, prove, record
 from unisono.proof.cases import Case, Proof
 from unisono.proof.compare import Compared
-from unisono.proof.trace import QUANTITIES, Trace, write_tensors
+from unisono.proof.trace import QUANTITIES, Trace, folder_of, write_tensors
 from unisono.proof.verdict import Verdict
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
@@ -556,7 +556,7 @@ def cases_of(name: str) -> list[Case]:
         alone = f"{name} single m{micro}"
         first = f"{name} single m{clean.micro[0]}"
         other = first if micro != clean.micro[0] else ""
-        result.append(Case(alone, 1, {"micro_batch": micro}, "fp64", other, unless_random=True))
+        result.append(Case(alone, 1, {"micro_batch": micro}, "fp64", other, other_micro_batch=True))
         for strategy in ("ddp", "fsdp"):
             told = {"find_unused_parameters": strategy in clean.leaving_out}
             layout = {"strategy": strategy, "micro_batch": micro, **told}
@@ -564,7 +564,7 @@ def cases_of(name: str) -> list[Case]:
             if clean.resumed and micro == clean.micro[0]:
                 own = f"{name} {strategy} m{micro} resumed"
                 straight = f"{name} {strategy} m{micro}"
-                result.append(Case(own, 2, layout, "fp64", straight, bitwise=True, starts_from=own))
+                result.append(Case(own, 2, layout, "fp64", straight, bitwise=True, interrupted=(1,)))
     return result
 
 
@@ -616,7 +616,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     result = []
     for name, clean in CLEAN.items():
         every = cases_of(name)
-        traces = {case.name: Trace(record.folder_of(root, case.name)) for case in every}
+        traces = {case.name: Trace(folder_of(root, case.name)) for case in every}
         verdicts, alone = prove.judged(every, traces, clean.adaptive)
         result += [Found(name, verdict, root) for verdict in (*alone, *verdicts)]
     return result
@@ -672,11 +672,11 @@ def test_beside_the_elements_that_are_left_out_a_fault_is_seen(
     name = "attention with key bias"
     root = next(one.root for one in found if one.architecture == name)
     mine, alone = (f"{name} {layout} m2" for layout in ("ddp", "single"))
-    folder = shutil.copytree(record.folder_of(root, mine), tmp_path / "changed")
+    folder = shutil.copytree(folder_of(root, mine), tmp_path / "changed")
     last = len(Trace(folder).facts.steps) - 1
     tensors = Trace(folder).tensors("parameters", last)
     tensors["body.inner.attention.in_proj_bias"][element] += 1e-9
     write_tensors(folder, "parameters", last, tensors)
     tolerance = dict.fromkeys(QUANTITIES, 1e-12)
-    told = compare.compare(Trace(folder), Trace(record.folder_of(root, alone)), tolerance, adaptive=True)
+    told = compare.compare(Trace(folder), Trace(folder_of(root, alone)), tolerance, adaptive=True)
     assert {c.mark for c in told if c.quantity == "parameters"} == {mark}

@@ -46,7 +46,8 @@ class Composed:
 
     def explain(self, message: str) -> str:
         """A message with the origin of every key that it names and that somebody wrote."""
-        named = dict.fromkeys(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", message))
+        said = message.partition("\n  unisono ")[0]  # a command that it proposes repeats the keys of the user's own
+        named = dict.fromkeys(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", said))
         origins = {key: self.origins[key] for key in named if key in self.origins}
         lines = [f"  {key} is from {origin}" for key, origin in origins.items() if f"({origin})" not in message]
         return "\n".join([message, *lines])

@@ -36,24 +36,26 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def mathematics(config: RunConfig, random: bool) -> dict[str, Any]:
+def mathematics(config: RunConfig | dict[str, Any], random: bool) -> dict[str, Any]:
     """The keys that decide what is computed, and their values.
 
     Args:
-        config: of the run.
+        config: of the run, or the same as JSON values.
         random: whether a forward pass draws random numbers.
     """
-    values = flat(plain(config))
+    values = flat(plain(config) if isinstance(config, RunConfig) else config)
     kept = {
         key: value for key, value in values.items() if not any(key == h or key.startswith(h + ".") for h in _HARMLESS)
     }
-    kept["recipe"] = task(config.recipe)
+    kept["recipe"] = task(values["recipe"])
     if random:
         kept["layout.micro_batch"] = values["layout.micro_batch"]
     return kept
 
 
-def changes(old: RunConfig, new: RunConfig, random: bool) -> dict[str, tuple[Any, Any]]:
+def changes(
+    old: RunConfig | dict[str, Any], new: RunConfig | dict[str, Any], random: bool
+) -> dict[str, tuple[Any, Any]]:
     """Mathematical keys whose value is not the same, with the old and the new value."""
     before, after = mathematics(old, random), mathematics(new, random)
     return {

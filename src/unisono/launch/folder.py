@@ -27,7 +27,7 @@ from unisono.errors import RunError
 from unisono.task import Task
 from unisono.version import __version__
 
-CERTIFICATE = "certificate.json"  # of a proof, which may come before the run
+CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 LOCK, HOLDER = "run.lock", "run.lock.json"  # who holds the lock stands beside it: older filelocks empty the lock's file
 
 
@@ -58,7 +58,8 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
-    others = {path.name for path in folder.iterdir()} - {LOCK, HOLDER, CERTIFICATE} if folder.exists() else set()
+    harmless = {LOCK, HOLDER, CERTIFICATE, f"{CERTIFICATE}.new"}
+    others = {path.name for path in folder.iterdir()} - harmless if folder.exists() else set()
     if others and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
     newest = commit.find(folder / "checkpoints")[-1:]
@@ -114,7 +115,7 @@ def held(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        _replace(folder / HOLDER, json.dumps({"host": platform.node(), "pid": os.getpid()}) + "\n")
+        replace(folder / HOLDER, json.dumps({"host": platform.node(), "pid": os.getpid()}) + "\n")
     except Timeout as error:
         raise RunError(
             f"{folder} is held by {_holder(folder / HOLDER)}, which trains this run; wait until it has ended, end it, "
@@ -140,14 +141,14 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
         values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
-        _replace(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+        replace(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
-            "versions": _versions(),
+            "versions": versions(),
             "host": platform.node(),
         }
-        _replace(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
+        replace(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
@@ -171,6 +172,24 @@ def path_of(config: RunConfig) -> Path:
     return config.run.dir / config.run.name
 
 
+def replace(path: Path, text: str) -> None:
+    """Write a file such that it is there whole, or as it was before."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of whatever could change what a run computes."""
+    names = ("torch", "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
+    installed = {dist.metadata["Name"] for dist in metadata.distributions()}
+    return {
+        "unisono": __version__,
+        "python": platform.python_version(),
+        **{n: metadata.version(n) for n in names if n in installed},
+    }
+
+
 def _holder(path: Path) -> str:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -186,19 +205,3 @@ def _unwritable(folder: Path, error: OSError) -> RunError:
 def _divides(micro_batch: int | None, config: RunConfig) -> bool:
     world = config.layout.world_size
     return micro_batch is not None and isinstance(world, int) and config.train.global_batch % (world * micro_batch) == 0
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
-    installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    return {
-        "unisono": __version__,
-        "python": platform.python_version(),
-        **{n: metadata.version(n) for n in names if n in installed},
-    }

@@ -23,8 +23,8 @@ _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 class WorkerError(UnisonoError):
     """A fault of one process, told once for all of them."""
 
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
+    def __init__(self, text: str, code: int, fault: str = "") -> None:
+        super().__init__(text, fault)
         self.exit_code = code
 
 
@@ -129,7 +129,8 @@ def _headline(logs: Path, error: Any) -> WorkerError:
         return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"])
     ranks = ", ".join(map(str, sorted(silent)))
     stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
-    return WorkerError(fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else ""), fault["code"])
+    text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
+    return WorkerError(text, fault["code"], fault["fault"])
 
 
 def _death(exitcode: int) -> str:

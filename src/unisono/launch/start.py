@@ -7,7 +7,7 @@ import numbers
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,10 +18,13 @@ from unisono.config import resolve
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.errors import ConfigError, RunError
+from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import environment, folder, local, worker
-from unisono.place import Place
+from unisono.place import Group, Place
 from unisono.task import Task
+
+# Refuses a run: asked before anything is read, and again once the facts of its data are known.
+Allow = Callable[[RunConfig, Mapping[str, Any] | None], None]
 
 
 def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] | Sequence[str] = ()) -> Any:
@@ -68,8 +71,8 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
     return start(typed, instance)
 
 
-def start(config: RunConfig, task: Task | None = None) -> Any:
-    """Check a typed configuration and run it, here or on processes of its own."""
+def start(config: RunConfig, task: Task | None = None, allow: Allow | None = None) -> Any:
+    """Check a typed configuration and run it, here or on processes of its own, if it is allowed."""
     from unisono import trainer
 
     place = environment.place()
@@ -78,11 +81,11 @@ def start(config: RunConfig, task: Task | None = None) -> Any:
         _warn_of_idle_accelerators(asked, config)
     alone = config.layout.strategy == "single"
     if place is not None and place.launcher != "unisono" and not alone:
-        return _as_launched(config, place, task)
+        return _as_launched(config, place, task, allow)
     if task is not None and not alone:
         _refuse_state(task, "other processes make it anew")
     task = task or worker.task_of(config)
-    with _opened(config, task, _job(place)) as path:
+    with _opened(config, task, _job(place), allow) as path:
         config = resolve.read(path / "config.yaml")
         if alone:
             return trainer.run(task, config, Place(), worker.join(config, Place()), path)
@@ -195,17 +198,19 @@ def _in_folder_without_init(module: str, path: Path) -> bool:
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()
 
 
-def _as_launched(config: RunConfig, place: Place, task: Task | None) -> Any:
+def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allow | None) -> Any:
     """Run as one of the processes that torchrun or srun started: agree on the run, then train."""
     from unisono import trainer
 
     group = worker.join(config, place)
+    if allow is not None:
+        _allowed_everywhere(config, place, group, allow)
     with ExitStack() as opened:
         told, path = None, None
         if place.is_first:
             try:
                 task = task or worker.task_of(config)
-                path = opened.enter_context(_opened(config, task, _job(place)))
+                path = opened.enter_context(_opened(config, task, _job(place), allow))
             except (ConfigError, RunError, ValueError) as error:
                 told = str(error)
         told, path = group.gather(
@@ -222,12 +227,30 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None) -> Any:
     return result
 
 
+def _allowed_everywhere(config: RunConfig, place: Place, group: Group, allow: Allow) -> None:
+    """Ask on every process, since each has the code and the versions of its host; one refusal is everyone's."""
+    told = None
+    try:
+        allow(config, None)
+    except UnisonoError as error:
+        told = str(error)
+    refused = {rank: text for rank, text in enumerate(group.gather(told, "all ranks to be allowed to start")) if text}
+    if refused:
+        rank, text = next(iter(refused.items()))
+        worker.part()
+        raise RunError(text if len(refused) == place.world_size else f"rank {rank}: {text}")
+
+
 @contextmanager
-def _opened(config: RunConfig, task: Task, job: str | None) -> Iterator[Path]:
+def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None) -> Iterator[Path]:
     """Refuse what can be refused without touching anything, then make the run's directory and hold it."""
     new = config.run.name is None and job is None
     config = folder.check(folder.named(config, job))
+    if allow is not None:
+        allow(config, None)
     facts = preflight(task, config)
+    if allow is not None:
+        allow(config, facts)
     if new:
         config = folder.claim(config)
     with folder.held(folder.path_of(config)):

@@ -23,6 +23,8 @@ from unisono.observe import logs
 from unisono.place import Alone, Group, Place
 from unisono.task import Task
 
+_HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
+
 
 def join(config: RunConfig, place: Place) -> Group:
     """Meet the other processes, if there can be any, and agree with them on the configuration.
@@ -105,10 +107,12 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
         text = str(error) if told else traceback.format_exc()
         code = error.exit_code if isinstance(error, UnisonoError) else 1
         if report is not None:
-            fault = {"rank": place.rank, "kind": type(error).__name__, "text": text, "code": code, "time": time.time()}
-            report.write_text(json.dumps(fault), encoding="utf-8")
+            told_as = {"kind": type(error).__name__, "text": text, "code": code, "fault": getattr(error, "fault", "")}
+            report.write_text(json.dumps({"rank": place.rank, **told_as, "time": time.time()}), encoding="utf-8")
         elif place.is_first or not (told and _agreed(error)):
             print(f"unisono: error on rank {place.rank}: {text}", file=sys.stderr)
+        else:
+            time.sleep(_HEADSTART)  # torchrun ends all others with the first that leaves, before rank 0 has told why
         leave_now(code)
     leave(0)
 

@@ -12,7 +12,9 @@ from pydantic import Field, PositiveInt
 from unisono.config.schema import RunConfig, Settings
 from unisono.errors import ConfigError
 
-Variation = Literal["accumulate", "workers", "resume", "recompute", "compile", "ordered"]
+Variation = Literal[
+    "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
+]
 _LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)")
 
 
@@ -26,11 +28,20 @@ class Proof(Settings):
     precisions: list[Literal["fp64", "fp32", "bf16"]] | None = Field(
         None, description="null: fp64 with all variations, then fp32 and train.precision with the layouts alone"
     )
+    resume_every: PositiveInt = Field(1, description="updates between interruptions, for vary=[resume]")
+    shrink: Literal["auto", "always", "never"] = Field(
+        "auto", description="prove a smaller copy of the model, if its task has one; auto: where the model is large"
+    )
 
     @property
     def rows(self) -> int:
         """Rows of the whole run: the last batch is three quarters of one, so that some processes have less to do."""
         return (self.steps - 1) * self.global_batch + self.global_batch // 2 + max(1, self.global_batch // 4)
+
+    @property
+    def stops(self) -> range:
+        """Updates after which a run can be interrupted and continued."""
+        return range(self.resume_every, self.steps, self.resume_every)
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,17 @@ class Case:
         data: keys of the group `data`.
         precision: of the run.
         reference: the name of the case that it must equal; empty for those that nothing is compared with.
+        optim: keys of the group `optim`.
         bitwise: whether it must equal it in every bit: the same layout, and only its execution differs.
-        starts_from: the case whose checkpoint after the first step it continues; its own name for itself.
+        interrupted: updates after which it is ended, and continued from its own checkpoint.
+        starts_from: the case whose checkpoint it continues.
+        starts_after: the update of that checkpoint.
+        reversed: whether the first rank has the last rows of the global batch.
+        attention: the kernel of scaled dot product attention, a name of `torch.nn.attention.SDPBackend`; empty for
+            torch's own choice.
         perturbed: size of the relative change of the initial weights, to find out what rounding comes to.
-        unless_random: compared only where no forward pass draws random numbers, which are drawn per micro-batch.
+        other_micro_batch: whether its micro-batches are not those of its reference, so that what is drawn or shared
+            by the rows of one differs.
     """
 
     name: str
@@ -56,10 +74,15 @@ class Case:
     precision: str
     reference: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
     bitwise: bool = False
+    interrupted: tuple[int, ...] = ()
     starts_from: str = ""
+    starts_after: int = 0
+    reversed: bool = False
+    attention: str = ""
     perturbed: float = 0.0
-    unless_random: bool = False
+    other_micro_batch: bool = False
 
     @property
     def micro_batch(self) -> int:
@@ -89,7 +112,7 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
     """Every run of the proof, references first.
 
     Raises:
-        ConfigError: for a layout that is none, or a global batch that the layouts cannot split.
+        ConfigError: for a layout that is none, or a global batch or number of steps that they cannot be shown with.
     """
     layouts = {name: layout_of(name) for name in proof.layouts}
     worlds = [world for world, _ in layouts.values()]
@@ -99,49 +122,80 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
                 f"layouts: '{name}' needs {world} processes, which must be at least 2 and divide global_batch="
                 f"{proof.global_batch}"
             )
+    if "resume" in proof.vary and not proof.stops:
+        raise ConfigError(f"resume_every={proof.resume_every} interrupts no run of steps={proof.steps}")
     largest = proof.global_batch // max(worlds, default=1)
     micros = sorted({largest, 1} if "accumulate" in proof.vary else {largest}, reverse=True)
     wanted = dict.fromkeys(proof.precisions or ["fp64", "fp32", config.train.precision])
     result: list[Case] = []
     for number, precision in enumerate(wanted):
         every = number == 0 or proof.precisions is not None
+        references: dict[int, Case] = {}
         for micro in micros if every else micros[:1]:
-            result += _of(layouts, proof, precision, micro, micros[0], vary=every and micro == largest)
-    return result
+            for case in _plain(layouts, precision, micro, references.get(micros[0])):
+                if case.world_size == 1 and not case.perturbed:
+                    references[micro] = case
+                result.append(case)
+                if every and micro == micros[0] and case.world_size > 1:
+                    for kind in proof.vary:
+                        result += _varied(kind, case, references[micro], proof, config.optim.implementation)
+    return list({case.name: case for case in result}.values())  # several layouts can have one reference
 
 
-def _of(
-    layouts: dict[str, tuple[int, dict[str, Any]]], proof: Proof, precision: str, micro: int, largest: int, vary: bool
+def _plain(
+    layouts: dict[str, tuple[int, dict[str, Any]]], precision: str, micro: int, largest: Case | None
 ) -> Iterator[Case]:
-    def name(layout: str, *more: str) -> str:
-        return " ".join([layout, f"m{micro}", *more, precision])
-
-    alone = Case(name("single"), 1, {"strategy": "single", "micro_batch": micro}, precision)
-    if micro == largest:
+    """One process, and every layout; `largest` is the run on one process with the largest micro-batch."""
+    alone = Case(f"single m{micro} {precision}", 1, {"strategy": "single", "micro_batch": micro}, precision)
+    if largest is None:
         yield alone
-        yield Case(name("single", "perturbed"), 1, alone.layout, precision, perturbed=EPSILON[precision])
+        yield replace(alone, name=_name(alone, "perturbed"), perturbed=EPSILON[precision])
     else:
-        yield replace(alone, reference=alone.name.replace(f" m{micro} ", f" m{largest} "), unless_random=True)
+        yield replace(alone, reference=largest.name, other_micro_batch=True)
     for layout, (world, keys) in layouts.items():
-        keys = {**keys, "micro_batch": micro}
-        yield Case(name(layout), world, keys, precision, alone.name)
-        if not vary:
-            continue
-        if "workers" in proof.vary:
+        yield Case(f"{layout} m{micro} {precision}", world, {**keys, "micro_batch": micro}, precision, alone.name)
+
+
+def _varied(kind: Variation, plain: Case, alone: Case, proof: Proof, implementation: str) -> Iterator[Case]:
+    """The cases of one variation of a layout."""
+    same = replace(plain, reference=plain.name)  # another execution at the same world size
+    match kind:
+        case "accumulate":  # has micro-batches of its own
+            return
+        case "workers":
             data = {"workers": 3, "prefetch": 1}
-            yield Case(name(layout, "workers"), world, keys, precision, name(layout), data, bitwise=True)
-        if "resume" in proof.vary:
-            own = name(layout, "resumed")
-            yield Case(own, world, keys, precision, name(layout), bitwise=True, starts_from=own)
-            other = name(layout, "resumed from single")
-            yield Case(other, world, keys, precision, alone.name, starts_from=alone.name)
-        if "recompute" in proof.vary:
-            more = {**keys, "activation_checkpointing": 1}
-            yield Case(name(layout, "recompute"), world, more, precision, alone.name)
-        if "compile" in proof.vary:
-            yield Case(name(layout, "compile"), world, {**keys, "compile": True}, precision, alone.name)
-        if "ordered" in proof.vary and keys["strategy"] == "ddp":
-            alone_ordered = name("single", "ordered")
-            ordered = {"micro_batch": micro, "reduction": "ordered", "threads": 1}
-            yield Case(alone_ordered, 1, {"strategy": "single", **ordered}, precision, alone.name)
-            yield Case(name(layout, "ordered"), world, {**keys, **ordered}, precision, alone_ordered, bitwise=True)
+            yield replace(same, name=_name(plain, "workers"), data=data, bitwise=True)
+        case "resume":
+            stops = tuple(proof.stops)
+            yield replace(same, name=_name(plain, "resumed"), interrupted=stops[:1], bitwise=True)
+            if len(stops) > 1:
+                times = "twice" if len(stops) == 2 else f"{len(stops)} times"
+                yield replace(same, name=_name(plain, f"resumed {times}"), interrupted=stops, bitwise=True)
+            there = replace(plain, name=_name(plain, "resumed from single"), starts_from=alone.name)
+            yield replace(there, starts_after=stops[0])
+            name = _name(alone, f"resumed from {plain.name.partition(' ')[0]}")
+            back = there if len(stops) > 1 else plain
+            yield replace(alone, name=name, reference=alone.name, starts_from=back.name, starts_after=stops[:2][-1])
+        case "ranks":
+            yield replace(plain, name=_name(plain, "ranks reversed"), reversed=True)
+        case "recompute":
+            yield replace(same, name=_name(plain, kind), layout={**plain.layout, "activation_checkpointing": 1})
+        case "compile":
+            yield replace(same, name=_name(plain, kind), layout={**plain.layout, "compile": True})
+        case "attention":
+            yield replace(same, name=_name(plain, "attention by matmul"), attention="MATH")
+        case "optimizer":
+            other = "foreach" if implementation == "loop" else "loop"
+            yield replace(same, name=_name(plain, f"optimizer {other}"), optim={"implementation": other})
+        case "ordered":
+            if plain.layout["strategy"] == "ddp":
+                more = {"reduction": "ordered", "threads": 1}
+                single = replace(alone, name=_name(alone, kind), layout={**alone.layout, **more}, reference=alone.name)
+                yield single
+                yield replace(
+                    plain, name=_name(plain, kind), layout={**plain.layout, **more}, reference=single.name, bitwise=True
+                )
+
+
+def _name(case: Case, words: str) -> str:
+    return f"{case.name.removesuffix(case.precision)}{words} {case.precision}"

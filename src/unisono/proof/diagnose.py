@@ -1,4 +1,4 @@
-"""What a pattern of differences says: the likely fault, in words, and what to do."""
+"""What a pattern of differences says: the likely fault behind the first quantity that differs."""
 
 from __future__ import annotations
 
@@ -8,112 +8,134 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unisono.proof.compare import Compared, first_failed
-from unisono.proof.trace import Array, Trace
+from unisono.proof.compare import Compared, Difference, first_failed
+from unisono.proof.faults import REMEDIES, Diagnosis, named
+from unisono.proof.trace import Array, StepFacts, Trace
+
+_CLOSE = 1e-3
+_ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """The likely fault.
+class Pattern:
+    """What there is to judge by.
 
     Attributes:
-        fault: a short name for it.
-        because: the pattern that says so.
-        remedy: what to do.
+        mine: the run in question.
+        reference: the run that it must equal.
+        compared: everything that was compared.
+        first: the first that failed.
+        world_size: processes of the run.
+        case: its name.
     """
 
-    fault: str
-    because: str
-    remedy: str
+    mine: Trace
+    reference: Trace
+    compared: Sequence[Compared]
+    first: Compared
+    world_size: int
+    case: str
+
+    @property
+    def worst(self) -> Difference:
+        """Of the first quantity that failed."""
+        return self.first.worst
+
+    @property
+    def number(self) -> int:
+        """The step of it, from 0."""
+        return self.worst.step - 1
+
+    @property
+    def step(self) -> StepFacts:
+        """The facts of that step."""
+        return self.mine.facts.steps[self.number]
+
+    @property
+    def resumed(self) -> bool:
+        """Whether steps before were made by another start of the run."""
+        return "resume" in self.case and self.worst.step > 1
+
+    def failed(self, quantity: str) -> bool:
+        """Whether it differs in the same step; what differs later may follow from this."""
+        return any(step == self.worst.step for step in self._steps(quantity))
+
+    def agrees(self, quantity: str) -> bool:
+        """Whether it was recorded, which it need not be, and is the same up to this step."""
+        return any(step > self.worst.step for step in self._steps(quantity))
+
+    def _steps(self, quantity: str) -> list[float]:
+        """The first step in which it differs, infinite where it never does; none where it was not compared."""
+        return [
+            c.worst.step if c.mark == "FAIL" else math.inf
+            for c in self.compared
+            if c.quantity == quantity and c.mark != "ABSTAIN"
+        ]
 
 
-_CLOSE = 1e-3
+def diagnose(
+    mine: Trace, reference: Trace, compared: Sequence[Compared], world_size: int, case: str = ""
+) -> Diagnosis | None:
+    """The likely fault behind the first quantity that failed, or None if nothing did.
 
-
-def diagnose(mine: Trace, reference: Trace, compared: Sequence[Compared], world_size: int) -> Diagnosis | None:
-    """The likely fault behind the first quantity that failed, or None if nothing did."""
+    Args:
+        mine: the run in question.
+        reference: the run that it must equal.
+        compared: quantities and invariants, as `compare` and `invariants` return them.
+        world_size: processes of the run.
+        case: its name, which says whether it was resumed, and whether twice.
+    """
     if mine.facts.fault:
-        return of_error(mine.facts.fault)
+        return of_error(mine.facts.called)
     first = first_failed(compared)
     if first is None:
         return None
-    step = first.worst.step
-    failed = {c.quantity: c for c in compared if c.mark == "FAIL" and c.worst.step == step}  # what comes later follows
-    rule = _RULES.get(first.quantity)
-    if rule:
-        return rule(mine, reference, failed, world_size)
-    fault, remedy = _INVARIANTS.get(first.quantity, ("unknown", "compare the two runs at the step that is named"))
-    return Diagnosis(fault, first.worst.name, remedy)
+    found = Pattern(mine, reference, compared, first, world_size, case)
+    if first.quantity in _INVARIANTS:
+        return named(_INVARIANTS[first.quantity], first.worst.name)
+    if first.quantity not in _RULES:
+        return None
+    if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
+        return named("Sums are added in another order", "the difference is one of rounding")
+    told = _RULES[first.quantity](found)
+    if "resumed twice" in case and first.worst.step > 2:
+        step = f"step {first.worst.step}, after the second"
+        because = f"step 2, after the first resume, agrees; {step}, does not; by itself it would be '{told.fault}'"
+        return named("A second resume drifts", because)
+    return told
 
 
-def of_error(text: str) -> Diagnosis:
-    """What the error means that ended a run."""
-    for word, fault, remedy in (
-        ("initial weights of rank", "initialisation depends on the rank", "draw from the seeded generator in build()"),
-        ("replicas differ", "gradients were not synchronised", "let the forward pass go through the wrapper"),
-        (
-            "optimizer does not hold",
-            "optimizer built before wrapping",
-            "build the optimizer after the model is wrapped",
-        ),
-        ("update changed none", "optimizer on stale parameters", "build the optimizer after the model is wrapped"),
-        ("master weights", "wrong master dtype", "keep parameters in the dtype in which they are updated"),
-        ("left parameters out", "a pass leaves parameters out", "set layout.find_unused_parameters=true"),
-        ("not finite", "numbers that are not finite", "look at the rows that are named"),
-    ):
-        if word in text:
-            return Diagnosis(fault, text, remedy)
-    return Diagnosis("the run ended with an error", text, "mend it first")
+def of_error(called: str) -> Diagnosis:
+    """What the error means that ended a run, which may have told its name."""
+    return named(called if called in REMEDIES else "The run ended with an error", "the error says so")
 
 
 # one rule per quantity: what it means that this is the first to differ ------------------------------------------------
 
-Failed = dict[str, Compared]
-Rule = Callable[[Trace, Trace, Failed, int], Diagnosis]
 
-
-def _sample_ids(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    number = failed["sample ids"].worst.step - 1
-    if number >= min(len(mine.facts.steps), len(reference.facts.steps)):
-        return Diagnosis(
-            "the last batch is dropped", f"{len(mine.facts.steps)} steps instead of {len(reference.facts.steps)}",
-            "do not drop a last batch that does not divide; give its rows to the ranks that it has rows for",
-        )  # fmt: skip
-    m, r = mine.facts.steps[number], reference.facts.steps[number]
-    if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
-        return Diagnosis(
-            "every rank reads the same rows", f"step {number + 1}: all ranks computed rows {m.by_rank[0][:6]}",
-            "give each rank its own slice of the global batch (a DistributedSampler, or Order)",
-        )  # fmt: skip
+def _sample_ids(found: Pattern) -> Diagnosis:
+    ours, theirs, number = found.mine.facts.steps, found.reference.facts.steps, found.number
+    if number >= min(len(ours), len(theirs)):
+        return named("Rows are dropped", f"{len(ours)} steps instead of {len(theirs)}: the last batch is not there")
+    m, r, at = ours[number], theirs[number], f"step {number + 1}"
+    if _all_alike(m):
+        return named("Every rank reads the same rows", f"{at}: all ranks computed rows {m.by_rank[0][:6]}")
     if len(m.rows) < len(r.rows):
-        return Diagnosis(
-            "rows are dropped", f"step {number + 1} has {len(m.rows)} rows instead of {len(r.rows)}",
-            "do not drop the last batch; give it to the ranks that it has rows for",
-        )  # fmt: skip
+        return named("Rows are dropped", f"{at} has {len(m.rows)} rows instead of {len(r.rows)}")
     if len(m.rows) > len(r.rows):
-        return Diagnosis(
-            "rows are repeated to fill the batch", f"step {number + 1} computed {len(m.rows)} rows, "
-            f"{len(set(m.rows))} of them different", "count padding rows with weight zero, or do not pad",
-        )  # fmt: skip
-    if _period(mine) and not _period(reference):
-        return Diagnosis(
-            "every epoch has the same order", f"the order of samples repeats after {_period(mine)} rows",
-            "tell the sampler its epoch (set_epoch), or key the order by it",
-        )  # fmt: skip
-    if number and m.rows in (mine.facts.steps[number - 1].rows, mine.facts.steps[0].rows):
-        return Diagnosis(
-            "data are replayed", f"step {number + 1} computed rows that earlier steps had computed already",
-            "keep the position in the order with the checkpoint, or set the epoch of the sampler",
-        )  # fmt: skip
+        different = f"{len(m.rows)} rows, {len(set(m.rows))} of them different"
+        return named("Rows are repeated to fill the batch", f"{at} computed {different}")
+    if (period := _period(found.mine)) and not _period(found.reference):
+        return named("Every epoch has the same order", f"the order of samples repeats after {period} rows")
+    if number and m.rows in (ours[number - 1].rows, ours[0].rows):
+        return named("Data are replayed", f"{at} computed rows that earlier steps had computed already")
     if sorted(m.rows) == sorted(r.rows):
-        return Diagnosis(
-            "the order inside the global batch depends on the world size", "same rows, other places",
-            "slice the global batch into contiguous stretches",
-        )  # fmt: skip
-    return Diagnosis(
-        "the order of samples depends on the world size", f"step {number + 1} computed other rows",
-        "make the order a function of seed and position alone",
-    )  # fmt: skip
+        return named("The order inside the global batch depends on the world size", "same rows, other places")
+    return named("The order of samples depends on the world size", f"{at} computed other rows")
+
+
+def _all_alike(step: StepFacts) -> bool:
+    return len(step.by_rank) > 1 and all(rank == step.by_rank[0] for rank in step.by_rank)
 
 
 def _period(trace: Trace) -> int | None:
@@ -123,197 +145,167 @@ def _period(trace: Trace) -> int | None:
     return again if again and rows[again:] == rows[: len(rows) - again] else None
 
 
-def _samples(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    return Diagnosis(
-        "augmentation depends on rank or worker", f"same rows, other samples in {failed['samples'].worst.name}",
-        "draw from a generator that is keyed by seed, epoch and row",
-    )  # fmt: skip
+def _samples(found: Pattern) -> Diagnosis:
+    return named("Augmentation depends on rank or worker", f"same rows, other samples in {found.worst.name}")
 
 
-def _initial(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    a, b = mine.tensors("initial parameters"), reference.tensors("initial parameters")
+def _initial(found: Pattern) -> Diagnosis:
+    a, b = (trace.tensors("initial parameters") for trace in (found.mine, found.reference))
     if a.keys() != b.keys():
-        extra = sorted({*a} ^ {*b})
-        return Diagnosis(
-            "tied weights were untied", f"on one side only: {', '.join(extra[:3])}", "tie them after wrapping"
+        return named("Tied weights were untied", f"on one side only: {', '.join(sorted({*a} ^ {*b})[:3])}")
+    return named("Initialisation depends on the layout", f"'{found.worst.name}' begins with other values")
+
+
+def _outputs(found: Pattern) -> Diagnosis:
+    if found.resumed:
+        return named("The state was not carried on", f"rows and weights of step {found.worst.step} agree")
+    if found.failed("replicas"):
+        return named("Replicas drift apart", "outputs differ, and replicas too: the weights of a rank changed")
+    if found.mine.facts.random:
+        return named("Randomness depends on the rank", "rows and weights agree, outputs do not, and the model draws")
+    return named("The forward pass depends on the layout", "rows and weights agree, outputs do not")
+
+
+def _loss(found: Pattern) -> Diagnosis:
+    worst = found.worst
+    from_outputs = found.agrees("outputs")  # then the forward pass is right, and its state and its draws with it
+    if found.resumed and not from_outputs:
+        return named("The state was not carried on", f"rows and weights of step {worst.step} agree, its loss does not")
+    if found.agrees("raw gradients"):
+        return named("The loss is not summed over ranks", "the gradients agree, the reported loss does not")
+    if found.failed("replicas"):
+        return named("Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed")
+    if _is_ratio(worst.mine, worst.reference, found.world_size):
+        told = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes"
+        return named("The loss is scaled by N", told)
+    if counts := _uneven(found):
+        return named("A mean of means", f"steps with equally many rows on every rank agree, the one with {counts} not")
+    if found.mine.facts.random and not from_outputs:
+        return named(
+            "Randomness depends on the rank",
+            "rows and weights agree, the loss does not, and the model draws; without draws it would be a mean of means",
         )
-    return Diagnosis(
-        "initialisation depends on the layout", f"'{failed['initial parameters'].worst.name}' begins with other values",
-        "initialise from a seed that no rank changes, before the model is sharded",
-    )  # fmt: skip
+    return named("A mean of means", "rows and weights agree, the loss does not: parts of other counts were averaged")
 
 
-def _loss(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    worst = failed["loss"].worst
-    if worst.step > 1 and mine.facts.random:
-        return Diagnosis(
-            "the state was not carried on", f"steps before step {worst.step} agree, and its rows and weights too",
-            "save and load every buffer and random state",
-        )  # fmt: skip
-    if "raw gradients" not in failed:
-        return Diagnosis(
-            "the loss is not summed over ranks", "the gradients agree, the reported loss does not",
-            "reduce sums and counts over ranks before dividing",
-        )  # fmt: skip
-    if ratio := _ratio(worst.mine, worst.reference, world_size):
-        return Diagnosis(
-            f"the loss is scaled by {ratio}", f"{worst.mine:.6g} instead of {worst.reference:.6g}",
-            "divide the summed loss once, by the count over all ranks",
-        )  # fmt: skip
-    if mine.facts.random:
-        return Diagnosis(
-            "randomness depends on the rank", "rows and weights agree, the loss does not, and the model draws",
-            "key every draw by seed, step and global micro-batch; without draws it would be a mean of means",
-        )  # fmt: skip
-    return Diagnosis(
-        "a mean of means", "rows and weights agree, the loss does not: parts with different counts were averaged",
-        "return sums, and counts that depend on the batch alone",
-    )  # fmt: skip
+def _uneven(found: Pattern) -> list[int]:
+    """How many rows each rank computed, if this is the first step in which they are not equally many."""
+    counts = [{len(rank) for rank in step.by_rank} for step in found.mine.facts.steps[: found.worst.step] if step.rows]
+    begins = len(counts) > 1 and len(counts[-1]) > 1 and all(len(before) == 1 for before in counts[:-1])
+    return [len(rank) for rank in found.step.by_rank] if begins else []
 
 
-def _gradients(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    number = failed["raw gradients"].worst.step - 1
-    if not mine.facts.steps[number].clean:
-        return Diagnosis(
-            "gradients of the step before are added", f"step {number + 1} began with gradients",
-            "clear gradients after every update",
-        )  # fmt: skip
-    a, b = mine.tensors("raw gradients", number), reference.tensors("raw gradients", number)
+def _gradients(found: Pattern) -> Diagnosis:
+    step, number = found.worst.step, found.number
+    if found.step.clean is False:
+        return named("Gradients of the step before are added", f"step {step} began with gradients")
+    a, b = (trace.tensors("raw gradients", number) for trace in (found.mine, found.reference))
     if missing := sorted({*b} - {*a}):
-        return Diagnosis("parameters without gradient", f"no gradient for {', '.join(missing[:3])}", "wrap all of them")
+        return named("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
     scales = [scale for name in b if (scale := _scale(a[name], b[name])) is not None]
     alike = len(scales) > len(b) // 2 and max(scales) - min(scales) < _CLOSE * abs(max(scales))
     if alike and abs(scales[0] - 1) > _CLOSE:
-        ratio = _ratio(scales[0], 1.0, world_size) or f"{scales[0]:.4g}"
-        return Diagnosis(
-            f"all gradients are scaled by {ratio}", f"every tensor is {scales[0]:.6g} times what it should be",
-            "sum gradients over ranks and divide once: DDP and FSDP divide by the number of processes themselves",
-        )  # fmt: skip
+        by = ": by the number of processes" if _is_ratio(scales[0], 1.0, found.world_size) else ""
+        return named("All gradients are scaled by N", f"every tensor is {scales[0]:.6g} times what it should be{by}")
     wrong = [name for name in b if np.linalg.norm(np.float64(a[name]) - b[name]) > _CLOSE * np.linalg.norm(b[name])]
     if wrong and len(wrong) <= len(b) // 2:
-        return Diagnosis(
-            "some parameters are not synchronised", f"only {', '.join(wrong[:3])} differ",
-            "do not let the wrapper ignore parameters, and use all of them through it",
-        )  # fmt: skip
-    limit = _size(reference.tensors("clipped gradients", number))
+        return named("Some parameters are not synchronised", f"only {', '.join(wrong[:3])} differ")
+    limit = _size(found.reference.tensors("clipped gradients", number))
     if _size(a) <= limit * (1 + 1e-6) < _size(b):
-        return Diagnosis(
-            "clipped before synchronisation", f"the raw gradient is no longer than the limit of {limit:.4g} already",
-            "clip once, after all gradients are reduced",
-        )  # fmt: skip
-    size = failed["raw gradients"].worst.size
-    if size < 1e-1 and "loss" not in failed:
-        return Diagnosis(
-            "gradients are reduced in a lower precision", f"all differ a little ({size:.0e}), the loss does not",
-            "reduce gradients in fp32 or wider",
-        )  # fmt: skip
-    return Diagnosis(
-        "gradients are those of a part of the batch", "they differ in direction, tensor by tensor",
-        "synchronise with the last micro-batch, not the first; call the wrapper, not the module inside",
-    )  # fmt: skip
+        told = f"the raw gradient is no longer than the limit of {limit:.4g} already"
+        return named("Clipped before synchronisation", told)
+    if found.failed("replicas"):
+        return named("Gradients are not synchronised", "all differ in direction, and after the update replicas do too")
+    if counts := _uneven(found):
+        return named("A mean of means", f"steps with equally many rows on every rank agree, the one with {counts} not")
+    if found.worst.size < 1e-1 and not found.failed("loss"):
+        told = f"all differ a little ({found.worst.size:.0e}), the loss does not"
+        return named("Gradients are reduced in a lower precision", told)
+    return named("Gradients are those of a part of the batch", "they differ in direction, tensor by tensor")
 
 
-def _norm(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    worst = failed["gradient norm"].worst
+def _norm(found: Pattern) -> Diagnosis:
+    worst = found.worst
     if worst.size < _CLOSE:
-        return Diagnosis(
-            "the norm is added up in too low a precision", f"{worst.mine:.9g} instead of {worst.reference:.9g}",
-            "add up squares in fp64, or in the same pieces on every layout",
-        )  # fmt: skip
-    return Diagnosis(
-        "the norm is that of a part of the gradient", f"{worst.mine:.6g} instead of {worst.reference:.6g}, and the "
-        "gradients agree", "add up squared norms over the ranks that hold shards, once",
-    )  # fmt: skip
+        told = f"{worst.mine:.9g} instead of {worst.reference:.9g}"
+        return named("The norm is added up in too low a precision", told)
+    told = f"{worst.mine:.6g} instead of {worst.reference:.6g}, and the gradients agree"
+    return named("The norm is that of a part of the gradient", told)
 
 
-def _clipped(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    return Diagnosis(
-        "clipping by a local norm, or before synchronisation", "gradients and norm agree before clipping, not after",
-        "clip once, after all gradients are reduced, by the norm of the whole gradient",
-    )  # fmt: skip
+def _clipped(found: Pattern) -> Diagnosis:
+    return named("Clipped by a local norm", "gradients and norm agree before clipping, not after")
 
 
-def _lr(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    worst = failed["learning rate"].worst
-    rates = mine.facts.steps[worst.step - 1].lr
+def _lr(found: Pattern) -> Diagnosis:
+    worst, rates = found.worst, found.step.lr
     if any(rank != rates[0] for rank in rates):
-        return Diagnosis(
-            "the learning rate differs between ranks", f"rank {worst.ranks[0]} has {worst.mine:.4g}",
-            "compute it from the step, on every rank",
-        )  # fmt: skip
-    return Diagnosis(
-        "the schedule is stepped once per process", f"{worst.mine:.4g} instead of {worst.reference:.4g} in step "
-        f"{worst.step}", "make the learning rate a function of the update, not of calls",
-    )  # fmt: skip
+        return named("The learning rate differs between ranks", f"rank {worst.ranks[0]} has {worst.mine:.4g}")
+    told = f"{worst.mine:.4g} instead of {worst.reference:.4g} in step {worst.step}"
+    return named("The state was not carried on" if found.resumed else "The schedule is stepped once per process", told)
 
 
-def _optimizer(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    return Diagnosis(
-        "the optimizer's state was lost", f"'{failed['optimizer state'].worst.name}' differs, and all gradients agree",
-        "save and load the whole state of the optimizer",
-    )  # fmt: skip
+def _update(found: Pattern) -> Diagnosis:
+    if found.worst.name in found.mine.facts.frozen:
+        return named("A frozen parameter is trained", found.worst.name)
+    told = f"'{found.worst.name}' differs, and gradients and learning rate agree"
+    return named("The state of the optimizer was lost" if found.resumed else "The update is computed otherwise", told)
 
 
-def _parameters(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    worst = failed["parameters"].worst
-    if worst.name in mine.facts.frozen:
-        return Diagnosis("a frozen parameter is trained", worst.name, "leave it out of the optimizer")
-    return Diagnosis(
-        "the update is not that of the gradients", f"'{worst.name}' differs, and all gradients agree",
-        "let nothing but the optimizer change parameters",
-    )  # fmt: skip
+def _parameters(found: Pattern) -> Diagnosis:
+    name = found.worst.name
+    if name in found.mine.facts.frozen:
+        return named("A frozen parameter is trained", name)
+    if any(c.quantity == "update" and c.mark == "FAIL" for c in found.compared):
+        return named("The update is computed otherwise", f"'{name}' differs, after an update from equal gradients too")
+    return named("The update is not that of the gradients", f"'{name}' differs, and all gradients agree")
 
 
-def _buffers(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    return Diagnosis(
-        "statistics are those of one process", f"buffer '{failed['buffers'].worst.name}' differs, parameters agree",
-        "synchronise batch statistics over ranks, or use a norm without them",
-    )  # fmt: skip
+def _replicas(found: Pattern) -> Diagnosis:
+    return named("Replicas drift apart", "rank 0's parameters are those of one process, and others are not")
 
 
-def _metrics(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    return Diagnosis(
-        "a metric of one rank, or a mean of means", "everything before it agrees",
-        "report sums and counts, reduced over ranks",
-    )  # fmt: skip
+def _buffers(found: Pattern) -> Diagnosis:
+    return named("Buffers are those of one process", f"buffer '{found.worst.name}' differs, parameters agree")
 
 
-def _replicas(mine: Trace, reference: Trace, failed: Failed, world_size: int) -> Diagnosis:
-    return Diagnosis(
-        "replicas drift apart", f"copies of {failed['replicas'].worst.name} differ, and rank 0's are right",
-        "let all ranks make the same update",
-    )  # fmt: skip
+def _average(found: Pattern) -> Diagnosis:
+    return named("The moving average drifts", f"the average of '{found.worst.name}' differs, parameters agree")
 
 
-_RULES: dict[str, Rule] = {
+def _metrics(found: Pattern) -> Diagnosis:
+    return named("A metric is not summed over ranks", "everything before it agrees")
+
+
+_RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
+    "initial parameters": _initial,
     "sample ids": _sample_ids,
     "samples": _samples,
-    "replicas": _replicas,
-    "initial parameters": _initial,
+    "outputs": _outputs,
     "loss": _loss,
     "raw gradients": _gradients,
     "gradient norm": _norm,
     "clipped gradients": _clipped,
     "learning rate": _lr,
-    "optimizer state": _optimizer,
+    "update": _update,
+    "optimizer state": _update,
     "parameters": _parameters,
+    "replicas": _replicas,
     "buffers": _buffers,
+    "EMA": _average,
     "metrics": _metrics,
     "evaluation": _metrics,
 }
 
 _INVARIANTS = {
-    "the loss moved": ("nothing is learnt", "look at the learning rate, and at what the optimizer holds"),
-    "there is a gradient": ("no gradient", "let the loss depend on the model"),
-    "steps begin without gradients": ("gradients of the step before are added", "clear gradients after every update"),
-    "evaluation repeats": ("evaluation draws at random", "switch to evaluation mode, and key what it draws"),
-    "evaluation leaves things as they were": (
-        "evaluation changes the training",
-        "restore modes, buffers and generators",
-    ),
-    "ranks computed different rows": ("every rank reads the same rows", "give each rank its own slice"),
-    "trained parameters moved": ("parameters do not train", "give the optimizer the parameters that the model uses"),
-    "frozen parameters did not move": ("a frozen parameter is trained", "leave it out of the optimizer"),
+    "the loss moved": "Nothing is learnt",
+    "there is a gradient": "There is no gradient",
+    "steps begin without gradients": "Gradients of the step before are added",
+    "evaluation repeats": "Evaluation draws at random",
+    "evaluation leaves things as they were": "Evaluation changes the training",
+    "ranks computed different rows": "Every rank reads the same rows",
+    "trained parameters moved": "Parameters do not train",
+    "frozen parameters did not move": "A frozen parameter is trained",
 }
 
 
@@ -330,10 +322,8 @@ def _scale(a: Array, b: Array) -> float | None:
     return factor if np.linalg.norm(x - factor * y) < _CLOSE * np.linalg.norm(x) else None
 
 
-def _ratio(a: float, b: float, world_size: int) -> str | None:
-    """How two numbers are related, if it is by the number of processes."""
-    if not b or not math.isfinite(a / b):
-        return None
-    if abs(a / b - world_size) < _CLOSE * world_size:
-        return f"{world_size}, the number of processes"
-    return f"1/{world_size}, the number of processes" if abs(a / b - 1 / world_size) < _CLOSE else None
+def _is_ratio(a: float | None, b: float | None, world_size: int) -> bool:
+    """Whether two numbers differ by the number of processes."""
+    if not a or not b or world_size == 1:
+        return False
+    return any(abs(a / b - n) < _CLOSE * n for n in (world_size, 1 / world_size))

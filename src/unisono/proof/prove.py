@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import sys
@@ -15,17 +14,18 @@ import yaml
 
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig, Sgd
-from unisono.errors import ConfigError
-from unisono.launch import local, start
-from unisono.proof import compare, diagnose, worker
+from unisono.errors import ConfigError, RunError
+from unisono.launch import code, local, start
+from unisono.launch import folder as run_folder
+from unisono.proof import certificate, compare, diagnose, worker
 from unisono.proof.cases import EPSILON, Case, Proof, cases
-from unisono.proof.record import folder_of
-from unisono.proof.trace import QUANTITIES, Trace
+from unisono.proof.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
 _MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
+_LARGE = 5_000_000  # parameters, of which every run writes a few copies per step
 
 
 def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict], dict[str, Any]]:
@@ -42,33 +42,63 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
         ConfigError: for layouts that cannot be, before any process starts.
     """
     every = cases(proof, config)
-    for case in every:
-        worker.configured(config, case, proof, None)
+    layouts = {case.name: certificate.described(worker.configured(config, case, proof, None)) for case in every}
+    digests, asked = code.digests(config.recipe), config
     facts = start.preflight(_task(config), worker.configured(config, every[0], proof, None))
+    config, shrunk = _shrunk(config, proof)
     folder = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
     try:
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(config), sort_keys=False), "utf-8")
-        worker.write(folder, every, proof)
-        ended: dict[int, str] = {}
-        for world in sorted({case.world_size for case in every}):
-            one = next(case for case in every if case.world_size == world)
+        ended: dict[str, local.WorkerError] = {}
+        threads = start.threads_per_process(max(case.world_size for case in every))
+        for phase in phases(every):
+            one = phase[0]
+            worker.write(folder, phase, proof)
             settled = worker.configured(config, one, proof, None)
-            print(f"{world} process{'es' if world > 1 else ''}", file=sys.stderr, flush=True)
-            threads = start.threads_per_process(max(case.world_size for case in every))
+            print(f"{one.world_size} process{'es' if one.world_size > 1 else ''}", file=sys.stderr, flush=True)
             try:
                 local.launch(settled, folder, threads, module="unisono.proof.worker")
             except local.WorkerError as error:
-                ended[world] = str(error)
-        made = [case for case in every if (folder_of(folder, case.name) / "facts.json").is_file()]
+                missing = (case for case in phase if not worker.is_recorded(folder, case.name))
+                ended[next(missing, phase[-1]).name] = error  # the first that is missing was under way
+        made = [case for case in every if worker.is_recorded(folder, case.name)]
         traces = {case.name: Trace(folder_of(folder, case.name)) for case in made}
         adaptive = not isinstance(config.optim, Sgd)
-        return *judged(every, traces, adaptive, ended), about(config, proof, facts)
+        changed = code.changes(digests, code.digests(asked.recipe))
+        if changed:
+            raise RunError(f"the code was changed while it was proved: {', '.join(changed)}. Start the proof again")
+        return *judged(every, traces, adaptive, ended), {
+            **about(asked, proof, facts),
+            **({"shrunk": shrunk} if shrunk else {}),
+            "code": digests,
+            "layouts": layouts,
+        }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def phases(every: list[Case]) -> list[list[Case]]:
+    """The cases in the order in which they can be run, those of one world size together: processes start once for them.
+
+    A case that continues another's checkpoint comes after it, if need be in a second phase of its world size.
+    """
+    result: list[list[Case]] = []
+    left, done = list(every), {""}
+    while left:
+        phase: list[Case] = []
+        worlds = {case.world_size for case in left if case.starts_from in done}
+        world = min(worlds, key=lambda size: (any(size == phase[0].world_size for phase in result), size))
+        for case in left:
+            if case.world_size == world and case.starts_from in done:
+                phase.append(case)
+                done.add(case.name)
+        left = [case for case in left if case not in phase]
+        result.append(phase)
+    return result
+
+
 def judged(
-    every: list[Case], traces: Mapping[str, Trace], adaptive: bool, ended: dict[int, str] | None = None
+    every: list[Case], traces: Mapping[str, Trace], adaptive: bool, ended: Mapping[str, local.WorkerError] | None = None
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Compare every case with its reference; returns the verdicts, and those of references alone.
 
@@ -76,83 +106,135 @@ def judged(
         every: the cases.
         traces: of those that were run to their end, by name.
         adaptive: whether the optimizer divides by the size of gradients.
-        ended: world size -> the error that ended its processes before all its cases were run.
+        ended: by the name of the case that was under way, the error that ended its processes.
     """
     verdicts, alone = [], []
     for case in every:
-        if case.name not in traces:
-            verdicts.append(_not_run(case, traces, ended or {}))
-            continue
-        mine = traces[case.name]
-        if not case.reference:
-            if not case.perturbed:
-                alone.append(_alone(case, mine))
-            continue
-        if case.unless_random and mine.facts.random:
-            continue
-        reference = traces[case.reference]
-        if _refused(mine):
-            skipped = [compare.Compared("the run", "ABSTAIN", why=mine.facts.fault)]
-            verdicts.append(Verdict(case.name, case.reference, case.bitwise, skipped))
-            continue
-        found = Verdict(case.name, case.reference, case.bitwise, fault=mine.facts.fault)
-        if not mine.facts.fault and not reference.facts.fault:
-            allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else tolerance(case, every, traces)
-            found.compared = compare.compare(mine, reference, allowed, adaptive and not case.bitwise)
-            found.invariants = compare.invariants(mine)
-        all_compared = [*found.compared, *found.invariants]
-        found.diagnosis = diagnose.diagnose(mine, reference, all_compared, case.world_size)
-        verdicts.append(found)
+        if case.reference:
+            verdicts.append(_judged(case, every, traces, adaptive, ended or {}))
+        elif case.name not in traces:
+            alone.append(_not_run(case, traces, ended or {}))
+        elif not case.perturbed:
+            alone.append(_alone(case, traces[case.name]))
     return verdicts, alone
+
+
+def _judged(
+    case: Case, every: list[Case], traces: Mapping[str, Trace], adaptive: bool, ended: Mapping[str, local.WorkerError]
+) -> Verdict:
+    known = case.name in traces and case.reference in traces and case.name not in ended
+    if not known or traces[case.reference].facts.fault:
+        return _not_run(case, traces, ended)
+    mine, reference = traces[case.name], traces[case.reference]
+    found = Verdict(case.name, case.reference, case.bitwise)
+    why = _nothing_to_compare(case, mine, reference, traces[_first(case, every).name])
+    if why:
+        found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
+        return found
+    found.fault = mine.facts.fault
+    if not found.fault:
+        allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else tolerance(case, every, traces)
+        found.compared = compare.compare(mine, reference, allowed, adaptive and not case.bitwise)
+        found.invariants = compare.invariants(mine)
+    found.diagnosis = diagnose.diagnose(
+        mine, reference, [*found.compared, *found.invariants], case.world_size, case.name
+    )
+    return found
+
+
+def _first(case: Case, every: list[Case]) -> Case:
+    """The run on one process that a case is compared with in the end, and that was looked at most closely."""
+    by_name = {one.name: one for one in every}
+    while case.reference:
+        case = by_name[case.reference]
+    return case
+
+
+def _nothing_to_compare(case: Case, mine: Trace, reference: Trace, first: Trace) -> str:
+    """Why a run cannot be compared, empty if it can."""
+    if mine.facts.fault.startswith(ConfigError.__name__) and not mine.facts.steps:
+        return mine.facts.fault  # the engine refused the layout: nothing was computed that could be wrong
+    for facts in (mine.facts, reference.facts, first.facts):
+        if facts.unrepeatable:
+            return f"it cannot be repeated: {facts.unrepeatable}"
+    if case.attention and not first.facts.attention:
+        return "the model uses none of torch's fused attention kernels, so there is no other to compare with"
+    if case.other_micro_batch and reference.facts.neighbours:
+        return (
+            "what the model computes for a row depends on the rows beside it in its micro-batch (batch statistics, "
+            "experts with a capacity), so other micro-batches are another computation"
+        )
+    if case.other_micro_batch and mine.facts.random:
+        return "the forward pass draws random numbers, which belong to the micro-batch"
+    return ""
 
 
 def tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]) -> dict[str, float]:
     """How far a quantity may be from the reference.
 
-    Rows and learning rates are equal. For the rest fp64 and fp32 have a floor that no model needs to exceed; below
-    fp32, and where a model computes in lower precision inside, the floor is measured: a run on one process whose
-    initial weights were changed in their last bit.
+    Rows, initial parameters and learning rates are equal. For the rest it is measured: a run on one process whose
+    initial weights, and whatever the model computes in lower precision inside, were changed in their last bit. What no
+    model needs to stay below is the least that is allowed.
     """
     exact = {"sample ids": 0.0, "initial parameters": 0.0, "learning rate": 0.0}
     floor = FLOOR.get(case.precision, 16 * EPSILON[case.precision])
     result = {**dict.fromkeys(QUANTITIES, floor), **exact}
-    if case.precision == "bf16":
-        perturbed = next(c for c in every if c.perturbed and c.precision == case.precision)
-        pair = traces[perturbed.name], traces[perturbed.name.replace(" perturbed", "")]
+    first = _first(case, every)
+    perturbed = next((c for c in every if c.perturbed and c.precision == case.precision and c.name in traces), None)
+    if perturbed and not traces[perturbed.name].facts.fault:
+        pair = traces[perturbed.name], traces[first.name]
         infinite = dict.fromkeys(QUANTITIES, float("inf"))
         for compared in compare.compare(*pair, infinite, adaptive=False):
             if compared.quantity not in exact:
                 result[compared.quantity] = max(floor, _MARGIN * compared.worst.size)
-    return result
+    # From equal gradients and equal state there is nothing to amplify.
+    return {**result, "update": FLOOR["fp64" if case.precision == "fp64" else "fp32"]}
+
+
+def _shrunk(config: RunConfig, proof: Proof) -> tuple[RunConfig, str]:
+    """The configuration with a smaller model, if one is wanted and to be had, and what was made smaller."""
+    if proof.shrink == "never":
+        return config, ""
+    smaller = _task(config).shrunk(_LARGE if proof.shrink == "auto" else 0)
+    if smaller is None:
+        return config, ""
+    made = config.model_copy(
+        update={"task": smaller.config, "model": smaller.model_config, "data": smaller.data_config}
+    )
+    before, after = (fingerprint.flat(fingerprint.plain(c)) for c in (config, made))
+    changed = [
+        f"{key} {before.get(key, 'as given')} → {after[key]}"
+        for key in after
+        if key.startswith("model.") and key in before and after[key] != before[key]
+    ]
+    return made, ", ".join(changed) or f"{type(smaller).__name__}.shrunk"
 
 
 def about(config: RunConfig, proof: Proof, facts: dict[str, Any]) -> dict[str, Any]:
-    """What a certificate is bound to: configuration, data and versions."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
+    """What a certificate is bound to: configuration, data, versions and hardware; its code and layouts stand beside."""
     return {
         "recipe": config.recipe,
         "mathematics": fingerprint.digest(config),
+        "config": fingerprint.plain(config),
         "proof": json.loads(proof.model_dump_json()),
         "data": facts,
-        "versions": versions,
+        "versions": run_folder.versions(),
+        "hardware": certificate.hardware(),
     }
 
 
-def _refused(trace: Trace) -> bool:
-    """Whether the engine refused the layout before the first step: nothing was computed that could be wrong."""
-    return trace.facts.fault.startswith(ConfigError.__name__) and not trace.facts.steps
-
-
-def _not_run(case: Case, traces: Mapping[str, Trace], ended: dict[int, str]) -> Verdict:
-    """Of a case without a trace: its reference failed, or its processes ended, in it or in one before."""
+def _not_run(case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local.WorkerError]) -> Verdict:
+    """Of a case that says nothing: its reference failed, or its processes ended, in it or in one before."""
     found = Verdict(case.name, case.reference, case.bitwise)
     reference = traces.get(case.reference)
+    if case.name in ended:
+        error = ended[case.name]
+        found.fault, found.diagnosis = str(error), diagnose.of_error(error.fault)
+        return found
     if reference is not None and reference.facts.fault:
         why = f"{case.reference} could not be run: {reference.facts.fault}"
-    elif ended.get(case.world_size):
-        found.fault = ended.pop(case.world_size)  # the first without a trace is the one that was under way
-        found.diagnosis = diagnose.of_error(found.fault)
-        return found
+    elif case.reference and reference is None:
+        why = f"{case.reference} was not run"
     else:
         why = "the processes had ended before it"
     found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
@@ -160,12 +242,24 @@ def _not_run(case: Case, traces: Mapping[str, Trace], ended: dict[int, str]) -> 
 
 
 def _alone(case: Case, trace: Trace) -> Verdict:
-    found = Verdict(case.name, "", False, fault=trace.facts.fault)
-    if trace.facts.fault:
-        found.diagnosis = diagnose.diagnose(trace, trace, [], 1)
-    else:
+    found = Verdict(case.name, "", False)
+    if "not implemented for" in trace.facts.fault:  # what torch says of a dtype that an operation has no kernel for
+        found.compared = [
+            compare.Compared("the run", "ABSTAIN", why=f"no {case.precision} kernel: {trace.facts.fault}")
+        ]
+        return found
+    if trace.facts.unrepeatable:
+        why = f"it cannot be repeated: {trace.facts.unrepeatable}"
+        found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
+        return found
+    found.fault = trace.facts.fault
+    if not found.fault:
         found.invariants = compare.invariants(trace)
-        found.diagnosis = diagnose.diagnose(trace, trace, found.invariants, 1)
+    if trace.facts.lower:
+        found.notes = [
+            f"computes in a lower precision inside, whose floor was measured: {', '.join(trace.facts.lower)}"
+        ]
+    found.diagnosis = diagnose.diagnose(trace, trace, found.invariants, 1)
     return found
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono import keys, trainer
 from unisono.checkpoint import commit
@@ -20,13 +24,18 @@ from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
 from unisono.data.order import Order, Plan
 from unisono.engines.base import StepResult
-from unisono.engines.torch import guards, tensors
+from unisono.engines.torch import guards, precision, tensors
+from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import GuardError, NonFiniteError, UnisonoError
+from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
+from unisono.evaluation.held_out import HeldOut
 from unisono.place import Group, Place
 from unisono.proof.cases import Case, Proof
-from unisono.proof.trace import Array, Facts, StepFacts, write_facts, write_tensors
-from unisono.task import Task
+from unisono.proof.lower import Lower
+from unisono.proof.outputs import Sketch, Watched, distance, row_differs, sketch
+from unisono.proof.outputs import tensors as tensors_of
+from unisono.proof.trace import Array, Facts, StepFacts, Trace, folder_of, write_facts, write_tensors
+from unisono.task import Batch, Context, Task
 
 
 class RecordingEngine(TorchEngine):
@@ -38,11 +47,64 @@ class RecordingEngine(TorchEngine):
     folder: Path
     clean = True
     differing: list[str]
+    lower: Lower | None = None
     _raw: dict[str, Array]
+
+    def watch(self, case: Case) -> Watched:
+        """From now on, keep sketches of what the model returns; of a reference, find what it lowers inside."""
+        if not case.reference:
+            self.lower = Lower(self._step.model, case.precision, self._config.run.seed, case.perturbed > 0)
+        watched = Watched(self._task)
+        self._step.task = watched  # type: ignore[assignment]
+        return watched
+
+    def look(self, micro: MicroBatch, scalars: Mapping[str, float]) -> tuple[str, bool]:
+        """Make a forward pass twice, and once for each of the first rows with copies of it in place of the others.
+
+        Returns:
+            Why the pass cannot be repeated, empty if it can; and whether a row depends on those beside it.
+        """
+        count = len(micro.rows)
+
+        def made(arrays: Batch) -> Any:
+            self._randomness.begin("look", micro.number)
+            batch = self._on_device(arrays)
+            context = self._with_carry(Context(0, training=True, scalars=scalars), micro, batch)
+            with precision.casting(self._precision, self._device):
+                return self._task.outputs(self._step.model, batch, context)
+
+        def copies(row: int) -> Batch:
+            return {n: a[[row] * count] if _by_row(a, count) else a for n, a in micro.arrays.items()}
+
+        with self._restoring_buffers(), self._randomness.kept(), precision.promoting(self._precision), torch.no_grad():
+            once, again = made(micro.arrays), made(micro.arrays)
+            alike = [(row, made(copies(row))) for row in range(min(count, 4)) if count > 1]
+        floor = 1e-9 if self._precision == "fp64" else 1e-3
+        size, name = distance(*({n: sketch(t) for n, t in tensors_of(outputs)} for outputs in (once, again)))
+        why = f"the same weights, rows and seeds gave another {name} in a second forward pass" if size > floor else ""
+        return why, any(row_differs(once, others, row, count, floor) for row, others in alike)
+
+    def update_from(self, given: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
+        """Make one update from whole gradients, and write what it made."""
+        for name, parameter in self._step.model.named_parameters():
+            parameter.grad = None
+            if name in given:
+                whole = torch.from_numpy(given[name])  # in a trace, complex numbers are pairs of real ones
+                whole = torch.view_as_complex(whole) if parameter.is_complex() else whole
+                whole = whole.to(parameter.dtype).reshape(parameter.shape)
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                else:
+                    parameter.grad = whole.to(parameter.device)
+        super()._update(step, scalars)
+        state = tensors.of_optimizer(self._step.model, self._optimizer)
+        self._write("update", step, self._whole({**dict(self._step.model.named_parameters()), **state}))
 
     def _accumulate(self, *arguments: Any) -> Any:
         self.clean = all(parameter.grad is None for parameter in self._step.model.parameters())
-        sums = super()._accumulate(*arguments)
+        with self.lower or nullcontext():
+            sums = super()._accumulate(*arguments)
         self._raw = self._whole(self._gradients_by_name())
         return sums
 
@@ -53,15 +115,12 @@ class RecordingEngine(TorchEngine):
         self._write("clipped gradients", step, clipped)
         self._steps_made += 1  # the first step would be guarded whatever the settings say
         super()._update(step, scalars)
-        self.differing = self._replicas_that_differ()
-        self._write("optimizer state", step, self._whole(tensors.of_optimizer(self._step.model, self._optimizer)))
-        self._write("parameters", step, self._whole(dict(self._step.model.named_parameters())))
-        self._write("buffers", step, self._whole(dict(self._step.model.named_buffers())))
-
-    def _replicas_that_differ(self) -> list[str]:
         parameters = dict(self._step.model.named_parameters())
-        everyone = self.group.gather(guards.digests(parameters), "the digests of parameters")
-        return [n for n in parameters if any(len({everyone[r][n] for r in ranks}) > 1 for ranks in self._replicas())]
+        what = "the digests of parameters"
+        self.differing = guards.replicas_that_differ(self.group, parameters, self._replicas(), what)
+        self._write("optimizer state", step, self._whole(tensors.of_optimizer(self._step.model, self._optimizer)))
+        self._write("parameters", step, self._whole(parameters))
+        self._write("buffers", step, self._whole(dict(self._step.model.named_buffers())))
 
     def _gradients_by_name(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._step.model.named_parameters() if p.grad is not None}
@@ -125,7 +184,9 @@ def record(task: Task, config: RunConfig, place: Place, group: Group, case: Case
     group.barrier("the folder of a trace")
     facts = Facts()
     try:
-        facts = _run(task, config, place, group, case, proof, root, facts)
+        run = _Run(task, config, place, group, case, proof, root)
+        with _kernel(case.attention), closing(run):
+            run.make(facts)
     except Exception as error:
         # Every rank raises guards, numbers that are not finite, and what is refused before the first step; anything
         # else may be one rank's alone, and only a single process can go on after it.
@@ -133,96 +194,160 @@ def record(task: Task, config: RunConfig, place: Place, group: Group, case: Case
         if place.world_size > 1 and not (refused or isinstance(error, GuardError | NonFiniteError)):
             raise
         facts.fault = f"{type(error).__name__}: {error}"
+        facts.called = getattr(error, "fault", "")
     if place.is_first:
         write_facts(folder, facts)
     group.barrier("a trace")
 
 
-def folder_of(root: Path, case: str) -> Path:
-    """Where the trace of a case lies."""
-    return root / case.replace(" ", "_").replace(":", "-")
+class _Run:
+    """One case on one process, from its first step to its evaluation."""
 
+    def __init__(
+        self, task: Task, config: RunConfig, place: Place, group: Group, case: Case, proof: Proof, root: Path
+    ) -> None:
+        self.task, self.config, self.place, self.group = task, config, place, group
+        self.case, self.proof, self.root = case, proof, root
+        self.source = trainer.rows_of(task)
+        order = Order(len(self.source), config.run.seed)
+        self.plan = Plan(order, proof.global_batch, proof.rows)
+        whole = Plan.of(order, config.train.global_batch, config.train.steps, config.train.epochs)
+        self.scalars = trainer.Scalars(config, max(self.plan.steps, whole.steps))
+        self.split = Split.of(proof.global_batch, place.world_size, case.micro_batch)
+        # Which rows a process has, by the number of the rank that usually has them.
+        self.slot = replace(place, rank=place.world_size - 1 - place.rank) if case.reversed else place
+        self.held_out = trainer.held_out_of(task, config, self.slot, self.split)
+        self.first_samples: list[str] | None = None
 
-def _run(
-    task: Task, config: RunConfig, place: Place, group: Group, case: Case, proof: Proof, root: Path, facts: Facts
-) -> Facts:
-    source = trainer.rows_of(task)
-    order = Order(len(source), config.run.seed)
-    plan = Plan(order, proof.global_batch, proof.rows)
-    scalars = trainer.Scalars(config, max(plan.steps, _steps(config, order)))
-    split = Split.of(proof.global_batch, place.world_size, case.micro_batch)
-    held_out = trainer.held_out_of(task, config, place, split)
-
-    def opened() -> tuple[RecordingEngine, Loader]:
-        loader = Loader(
-            task, source, plan, split, place.rank, workers=config.data.workers, prefetch=config.data.prefetch
+    def open(self, facts: Facts) -> None:
+        """Make engine and loader."""
+        data = self.config.data
+        self.loader = Loader(
+            self.task, self.source, self.plan, self.split, self.slot.rank, workers=data.workers, prefetch=data.prefetch
         )
-        engine = RecordingEngine(task, config, place, group, split)
-        engine.folder = folder_of(root, case.name)
-        try:
-            engine.setup(next(iter(loader.steps())), scalars(0))
-        except BaseException:  # what an engine changes for all of the process must not outlive it
-            loader.close()
-            engine.close()
-            raise
-        return engine, loader
+        self.engine = RecordingEngine(self.task, self.config, self.place, self.group, self.split)
+        self.engine._carry = Carry(self.split, self.slot.rank, self.engine._device)
+        self.engine.folder = folder_of(self.root, self.case.name)
+        first = next(iter(self.loader.steps()))
+        samples = [_content(micro) for micro in first]
+        if self.first_samples not in (None, samples):
+            facts.unrepeatable = "the first rows came out otherwise when they were read again"
+        self.first_samples = samples
+        self.engine.setup(first, self.scalars(0))
+        self.watched = self.engine.watch(self.case)
+        if self.place.world_size == 1:
+            why, facts.neighbours = self.engine.look(first[0], self.scalars(0))
+            facts.unrepeatable = facts.unrepeatable or why
 
-    engine, loader = opened()
-    try:
-        begun = engine.start(case.perturbed)
+    def close(self) -> None:
+        """Let go of both."""
+        if hasattr(self, "loader"):
+            self.loader.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+    def make(self, facts: Facts) -> None:
+        """Every step, with its interruptions; then the evaluation."""
+        case, group = self.case, self.group
+        self.open(facts)
+        self._find_room()
+        begun = self.engine.start(case.perturbed)
         facts.trainable, facts.frozen, facts.per_process = begun.trainable, begun.frozen, begun.per_process
-        first = 0
-        if case.starts_from and case.starts_from != case.name:
-            first = _continue(engine, folder_of(root, case.starts_from))
+        first = case.starts_after
+        if case.starts_from:
+            self._continue(case.starts_from, first)
             facts.steps = [StepFacts([], [], 0.0, {}, None, [], [])] * first
-        batches = loader.steps(first)
-        for step in range(first, plan.steps):
+        batches = self.loader.steps(first)
+        for step in range(first, self.plan.steps):
             micro_batches = next(batches)
-            result = engine.step(micro_batches, step, scalars(step))
-            facts.steps.append(_facts(engine, group, micro_batches, result))
-            if step == 0:
-                checkpoints = engine.folder / "checkpoints"
-                commit.save(checkpoints, 1, engine.state(), {"step": 1}, group, keep=1)
-                if case.starts_from == case.name:
-                    loader.close()
-                    engine.close()
-                    engine, loader = opened()
-                    _continue(engine, engine.folder)
-                    batches = loader.steps(1)
-        facts.random = any(group.gather(engine.random, "whether random numbers were drawn"))
-        if held_out is not None:
-            before = engine.what_evaluation_could_change()
-            told = [engine.evaluate(held_out.batches(), plan.steps, scalars(plan.steps - 1)).values for _ in range(2)]
-            left = [what for what, value in engine.what_evaluation_could_change().items() if value != before[what]]
-            everyone = group.gather([*told, left], "the evaluation of all ranks")
-            facts.evaluation, facts.evaluation_again = [e[0] for e in everyone], [e[1] for e in everyone]
-            facts.evaluation_left = sorted({what for e in everyone for what in e[2]})
-        return facts
-    finally:
-        loader.close()
-        engine.close()
+            if step == 0 and [_content(micro) for micro in micro_batches] != self.first_samples:
+                facts.unrepeatable = "the first rows came out otherwise when they were read again"
+            self.watched.seen.clear()
+            result = self.engine.step(micro_batches, step, self.scalars(step))
+            facts.steps.append(_facts(self.engine, group, micro_batches, self.watched.seen, result))
+            made = step + 1
+            if made == 1 or made in self.proof.stops:
+                commit.save(
+                    self.engine.folder / "checkpoints", made, self.engine.state(), {"step": made}, group,
+                    keep=self.plan.steps,
+                )  # fmt: skip
+            if made in case.interrupted:
+                self.close()
+                self.open(facts)
+                self._continue(case.name, made)
+                batches = self.loader.steps(made)
+        facts.random = any(group.gather(self.engine.random, "whether random numbers were drawn"))
+        told = group.gather(facts.unrepeatable, "whether the data can be read again")
+        facts.unrepeatable = next(filter(None, told), "")
+        if self.engine.lower:
+            facts.lower = [f"{name}: {dtype}" for name, dtype in self.engine.lower.found.items()]
+            facts.attention = self.engine.lower.attention
+        if self.held_out is not None:
+            self._evaluate(self.held_out, facts)
+        resumed = case.starts_from or case.interrupted
+        if case.reference and not (case.bitwise or resumed or case.other_micro_batch):
+            self._update_as_reference()
+
+    def _find_room(self) -> None:
+        """Refuse a model whose traces the disk has no room for, on all ranks, before the first is written."""
+        count = sum(parameter.numel() for parameter in self.engine._step.parameters())
+        copies = 6 * self.proof.steps + 3 * (len(self.proof.stops) + 1)  # of a trace, and of its checkpoints
+        needed, free = 8 * count * copies, shutil.disk_usage(self.root).free
+        if any(self.group.gather(needed > free, "whether there is room for the traces")):
+            raise ConfigError(
+                f"a run of a model with {count:,} parameters leaves about {needed / 1e9:.1f} GB in {self.root}, which "
+                f"has {free / 1e9:.1f} GB; prove a smaller model (overrides, or Task.shrunk), or set TMPDIR"
+            )
+
+    def _continue(self, name: str, made: int) -> None:
+        checkpoint = commit.open_(
+            next(
+                path
+                for path in commit.find(folder_of(self.root, name) / "checkpoints")
+                if commit.read(path).step == made
+            )
+        )
+        self.engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
+
+    def _evaluate(self, held_out: HeldOut, facts: Facts) -> None:
+        engine, steps = self.engine, self.plan.steps
+        before = engine.what_evaluation_could_change()
+        told = [engine.evaluate(held_out.batches(), steps, self.scalars(steps - 1)).values for _ in range(2)]
+        left = [what for what, value in engine.what_evaluation_could_change().items() if value != before[what]]
+        everyone = self.group.gather([*told, left], "the evaluation of all ranks")
+        facts.evaluation, facts.evaluation_again = [e[0] for e in everyone], [e[1] for e in everyone]
+        facts.evaluation_left = sorted({what for e in everyone for what in e[2]})
+
+    def _update_as_reference(self) -> None:
+        """The reference's second update, from its state and its gradients: what is left is the optimizer alone."""
+        reference = self.case.reference
+        given = Trace(folder_of(self.root, reference)).tensors("clipped gradients", 1)
+        try:
+            self._continue(reference, 1)
+            fits = True
+        except CheckpointError:  # another model, which its initial parameters have told already
+            fits = False
+        if all(self.group.gather(fits, "whether the reference's state fits")):
+            self.engine.update_from(given, 1, self.scalars(1))
 
 
-def _steps(config: RunConfig, order: Order) -> int:
-    return Plan.of(order, config.train.global_batch, config.train.steps, config.train.epochs).steps
-
-
-def _continue(engine: RecordingEngine, folder: Path) -> int:
-    (newest,) = commit.find(folder / "checkpoints")
-    checkpoint = commit.open_(newest)
-    engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
-    return checkpoint.step
-
-
-def _facts(engine: RecordingEngine, group: Group, batches: list[MicroBatch], result: StepResult) -> StepFacts:
-    own = [[micro.number, micro.rows.tolist(), _content(micro)] for micro in batches if not micro.idle]
+def _facts(
+    engine: RecordingEngine, group: Group, batches: list[MicroBatch], seen: list[dict[str, Sketch]], result: StepResult
+) -> StepFacts:
+    seen = seen if len(seen) == len(batches) else [{} for _ in batches]  # blocks can be computed again
+    own = [
+        [micro.number, micro.rows.tolist(), _content(micro), sketches]
+        for micro, sketches in zip(batches, seen, strict=True)
+        if not micro.idle
+    ]
     mine = [own, engine.learning_rates(), dict(result.metrics), engine.clean]
     everyone = group.gather(mine, "the facts of a step")
-    numbered = sorted(entry for rank in everyone for entry in rank[0])
+    numbered = sorted((entry for rank in everyone for entry in rank[0]), key=lambda entry: entry[0])
     return StepFacts(
-        rows=[row for _, rows, _ in numbered for row in rows],
-        by_rank=[[row for _, rows, _ in rank[0] for row in rows] for rank in everyone],
-        samples=[content for _, _, content in numbered],
+        rows=[row for entry in numbered for row in entry[1]],
+        by_rank=[[row for entry in rank[0] for row in entry[1]] for rank in everyone],
+        samples=[entry[2] for entry in numbered],
+        outputs=[entry[3] for entry in numbered],
         replicas=engine.differing,
         loss=result.loss,
         terms=dict(result.terms),
@@ -231,6 +356,17 @@ def _facts(engine: RecordingEngine, group: Group, batches: list[MicroBatch], res
         metrics=[rank[2] for rank in everyone],
         clean=all(rank[3] for rank in everyone),
     )
+
+
+@contextmanager
+def _kernel(name: str) -> Iterator[None]:
+    """Attention by one kernel only, or as torch chooses."""
+    with sdpa_kernel(SDPBackend.__members__[name]) if name else nullcontext():
+        yield
+
+
+def _by_row(array: Any, rows: int) -> bool:
+    return getattr(array, "ndim", 0) > 0 and len(array) == rows
 
 
 def _content(micro: MicroBatch) -> str:

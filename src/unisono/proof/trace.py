@@ -22,11 +22,13 @@ QUANTITIES = (
     "initial parameters",
     "sample ids",
     "samples",
+    "outputs",
     "loss",
     "raw gradients",
     "gradient norm",
     "clipped gradients",
     "learning rate",
+    "update",
     "optimizer state",
     "parameters",
     "replicas",
@@ -50,7 +52,8 @@ class StepFacts:
         metrics: over the global batch, as every rank reports them.
         clean: whether the step began without gradients.
         samples: a digest of the arrays of every micro-batch, in the order of the global batch.
-        replicas: names of parameters that ranks which hold copies have with other bits.
+        replicas: parameters that ranks which hold copies have with other bits, each with these ranks.
+        outputs: of every micro-batch, in the same order, a sketch of each tensor that the task's `outputs` returned.
     """
 
     rows: list[int]
@@ -63,6 +66,7 @@ class StepFacts:
     clean: bool = True
     samples: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
+    outputs: list[dict[str, list[float]]] = field(default_factory=list)
 
 
 @dataclass
@@ -74,22 +78,32 @@ class Facts:
         frozen: names of the others.
         random: whether a forward pass draws random numbers.
         per_process: names of layers whose statistics are those of one process.
+        lower: what computes in a lower precision inside than the run has: `module: dtype`.
+        attention: whether it used one of torch's fused kernels for scaled dot product attention.
+        unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
+        neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
         steps: in order.
         evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
         evaluation_again: the same a second time.
         evaluation_left: what it did not leave as it was, e.g. `training mode`.
         fault: the error that ended the run, if one did.
+        called: the name of the likely fault behind that error, where the error says it.
     """
 
     trainable: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     random: bool = False
     per_process: list[str] = field(default_factory=list)
+    lower: list[str] = field(default_factory=list)
+    attention: bool = False
+    unrepeatable: str = ""
+    neighbours: bool = False
     steps: list[StepFacts] = field(default_factory=list)
     evaluation: list[dict[str, float]] = field(default_factory=list)
     evaluation_again: list[dict[str, float]] = field(default_factory=list)
     evaluation_left: list[str] = field(default_factory=list)
     fault: str = ""
+    called: str = ""
 
 
 class Trace:
@@ -109,6 +123,11 @@ class Trace:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
         file = _file(self.folder, moment, step)
         return load_file(file) if file.is_file() else {}
+
+
+def folder_of(root: Path, case: str) -> Path:
+    """Where the trace of a case lies."""
+    return root / case.replace(" ", "_").replace(":", "-")
 
 
 def write_tensors(folder: Path, moment: str, step: int | None, tensors: Mapping[str, Array]) -> None:

@@ -1,17 +1,11 @@
-"""What a proof came to: verdicts, the table, the certificate and the exit code."""
+"""What a proof came to: verdicts, the table and the exit code."""
 
 from __future__ import annotations
 
-import json
-import platform
-import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from unisono.launch.folder import CERTIFICATE
 from unisono.proof.compare import Compared, Difference, Mark, first_failed
-from unisono.proof.diagnose import Diagnosis
+from unisono.proof.faults import Diagnosis
 from unisono.proof.trace import QUANTITIES
 
 
@@ -27,6 +21,7 @@ class Verdict:
         invariants: what must hold of the run alone.
         diagnosis: the likely fault, if something failed.
         fault: the error that ended the run, if one did.
+        notes: what is worth knowing beside the marks.
     """
 
     case: str
@@ -36,6 +31,7 @@ class Verdict:
     invariants: list[Compared] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     fault: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def mark(self) -> Mark:
@@ -74,20 +70,6 @@ def lines(verdicts: list[Verdict], alone: list[Verdict]) -> list[str]:
     return result
 
 
-def certificate(folder: Path, verdicts: list[Verdict], alone: list[Verdict], about: dict[str, Any]) -> Path:
-    """Write everything as JSON; returns the file."""
-    described = {
-        "verdict": {0: "PASS", 1: "FAIL", 2: "ABSTAIN"}[exit_code([*verdicts, *alone])],
-        **about,
-        "host": {"machine": platform.machine(), "system": platform.platform(), "python": platform.python_version()},
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "cases": [{**asdict(verdict), "mark": verdict.mark} for verdict in (*alone, *verdicts)],
-    }
-    file = folder / CERTIFICATE
-    file.write_text(json.dumps(described, indent=1, default=str) + "\n", encoding="utf-8")
-    return file
-
-
 def _of(verdict: Verdict, quantity: str) -> Compared | None:
     return next((c for c in verdict.compared if c.quantity == quantity and c.why != "there is none"), None)
 
@@ -103,7 +85,8 @@ def _explained(verdict: Verdict) -> list[str]:
     abstained = [
         c for c in (*verdict.compared, *verdict.invariants) if c.mark == "ABSTAIN" and c.why != "there is none"
     ]
-    result = [f"{verdict.case}: ABSTAIN {c.quantity}: {c.why}" for c in abstained]
+    result = [f"{verdict.case}: {note}" for note in verdict.notes]
+    result += [f"{verdict.case}: ABSTAIN {c.quantity}: {c.why}" for c in abstained]
     first = verdict.first
     if first is None and not verdict.fault:
         return result
@@ -111,7 +94,7 @@ def _explained(verdict: Verdict) -> list[str]:
     result.append(f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}")
     if verdict.diagnosis is not None:
         told = verdict.diagnosis
-        result += [f"  likely: {told.fault} ({told.because})", f"  remedy: {told.remedy}"]
+        result += [f"  likely: {told.fault} ({told.because})", f"  remedy: {told.remedy}", f"  page: {told.page}"]
     return result
 
 

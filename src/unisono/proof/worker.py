@@ -14,6 +14,7 @@ from unisono.config.schema import RunConfig
 from unisono.launch import environment, start, worker
 from unisono.place import Place
 from unisono.proof.cases import Case, Proof
+from unisono.proof.trace import Trace, folder_of
 
 
 def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None) -> RunConfig:
@@ -23,6 +24,8 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
         "shards": None, "reduction": "fast", "compile": False, "activation_checkpointing": 0, "defer_reduction": False,
         **case.layout, "world_size": case.world_size,
     }  # fmt: skip
+    if layout["strategy"] != "ddp":
+        layout["bucket_mb"] = None
     train = {"precision": case.precision, "global_batch": proof.global_batch, "guard_every": 10**9}
     rows = {"rows": 2 * proof.global_batch + 3, "micro_batch": None}
     changed = config.model_copy(
@@ -31,24 +34,26 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
             "train": config.train.model_copy(update=train),
             "eval": config.eval.model_copy(update=rows),
             "data": config.data.model_copy(update=case.data),
+            "optim": config.optim.model_copy(update=case.optim),
         }
     )
     return start.concrete(changed, place)
 
 
 def write(folder: Path, cases: list[Case], proof: Proof) -> None:
-    """Write what the processes have to run."""
+    """Write what the processes have to run, all cases on as many."""
     described = {"proof": proof.model_dump(), "cases": [asdict(case) for case in cases]}
     (folder / "proof.json").write_text(json.dumps(described), encoding="utf-8")
 
 
-def _has_fault(root: Path, case: str) -> bool:
-    """Whether a case that was run before ended with an error; what would be compared with it need not be run."""
-    from unisono.proof.record import folder_of
-    from unisono.proof.trace import Trace
+def is_recorded(root: Path, case: str) -> bool:
+    """Whether a case was run to its end."""
+    return (folder_of(root, case) / "facts.json").is_file()
 
-    folder = folder_of(root, case)
-    return (folder / "facts.json").is_file() and bool(Trace(folder).facts.fault)
+
+def _cannot_be_used(root: Path, case: str) -> bool:
+    """Whether a case that another needs has failed; the other need not be run."""
+    return bool(case) and (not is_recorded(root, case) or bool(Trace(folder_of(root, case)).facts.fault))
 
 
 def main(folder: Path) -> NoReturn:
@@ -63,10 +68,11 @@ def main(folder: Path) -> NoReturn:
         config = resolve.read(folder / "config.yaml")
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         proof = Proof.model_validate(described["proof"])
-        cases = [case for case in (Case(**c) for c in described["cases"]) if case.world_size == place.world_size]
-        cases = [case for case in cases if not _has_fault(folder, case.reference)]
+        cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
         group = worker.join(configured(config, cases[0], proof, place), place)
         for case in cases:
+            if _cannot_be_used(folder, case.reference) or _cannot_be_used(folder, case.starts_from):
+                continue
             began = time.perf_counter()
             settled = configured(config, case, proof, place)
             record.record(worker.task_of(settled), settled, place, group, case, proof, folder)

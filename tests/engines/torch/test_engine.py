@@ -145,7 +145,7 @@ class GoesRound(LinearTask):
 
 def test_initial_weights_that_depend_on_the_rank_are_refused() -> None:
     config = configuration(layout=layout("ddp"), train={"global_batch": 8})
-    with pytest.raises(AssertionError, match=r"GuardError: the initial weights of rank \d are not those of rank \d"):
+    with pytest.raises(AssertionError, match=r"GuardError: initial parameters differ: 'weight' is not the"):
         processes.run(started, 2, DrawsByRank(), config)
 
 
@@ -158,7 +158,7 @@ def test_replicas_that_differ_are_named(strategy: str) -> None:
         return
     for kind, text, _, _ in processes.run(outcome, 2, ChangesAWeight(), config):
         assert kind == "GuardError"
-        assert "replicas differ after step 4: 'weight' is not the same on ranks [0] and [1]" in text
+        assert "replicas differ: step 4, 'weight' is not the same on ranks [0] and [1]" in text
 
 
 def test_a_model_that_the_engine_does_not_know_is_noticed() -> None:

@@ -145,8 +145,11 @@ def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
 def test_an_equal_parameter_is_not_the_same_parameter() -> None:
     model = nn.Linear(3, 2, bias=False)
     copy = nn.Parameter(model.weight.detach().clone())
-    with pytest.raises(GuardError, match=r"1 are not in it \(weight\), and 1 of its own are not in the model"):
+    with pytest.raises(
+        GuardError, match=r"1 are not in it \(weight\), and 1 of its own are not in the model"
+    ) as caught:
         guards.optimizer_holds(torch.optim.SGD([copy], lr=0.1), model)
+    assert caught.value.fault == "The optimizer was built before wrapping"
 
 
 def test_a_frozen_parameter_is_not_the_optimizers() -> None:
@@ -158,8 +161,9 @@ def test_a_frozen_parameter_is_not_the_optimizers() -> None:
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_a_parameter_that_would_be_updated_twice_is_refused() -> None:
     model = nn.Linear(3, 2, bias=False)
-    with pytest.raises(GuardError, match="holds 1 parameters twice"):
+    with pytest.raises(GuardError, match="holds 1 parameters twice") as caught:
         guards.optimizer_holds(torch.optim.SGD([model.weight, model.weight], lr=0.1), model)
+    assert caught.value.fault == "The optimizer holds a parameter twice"
 
 
 def test_of_many_names_four_are_said() -> None:
@@ -179,8 +183,11 @@ def test_master_weights_of_the_right_dtype_are_accepted(dtype: torch.dtype) -> N
 def test_master_weights_of_another_dtype_are_named() -> None:
     model = nn.Linear(3, 2)
     model.bias.data = model.bias.data.bfloat16()
-    with pytest.raises(GuardError, match=r"should be torch\.float32, but these are not: bias \(torch\.bfloat16\)$"):
+    with pytest.raises(
+        GuardError, match=r"should be torch\.float32, but these are not: bias \(torch\.bfloat16\)$"
+    ) as error:
         guards.master_dtype(model, torch.float32)
+    assert error.value.fault == "The master weights have the wrong dtype"
 
 
 def test_parameters_that_are_not_floating_have_any_dtype() -> None:
@@ -193,8 +200,9 @@ def test_parameters_that_are_not_floating_have_any_dtype() -> None:
 
 
 def test_an_update_that_moved_nothing_is_refused() -> None:
-    with pytest.raises(GuardError, match=r"none of the 2 parameters that have a gradient \(a, b\)"):
+    with pytest.raises(GuardError, match=r"none of the 2 parameters that have a gradient \(a, b\)") as caught:
         guards.moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
+    assert caught.value.fault == "Parameters do not train"
 
 
 @pytest.mark.parametrize(
@@ -220,11 +228,11 @@ class Said:
     rank = 0
 
     def __init__(self, *everyone: dict[str, torch.Tensor]) -> None:
-        self.everyone, self.size, self.asked = everyone, len(everyone), ""
+        self.everyone, self.size, self.asked = everyone, len(everyone), []
 
     def gather(self, value: Any, what: str) -> list[Any]:
         assert value == guards.digests(self.everyone[self.rank])
-        self.asked = what
+        self.asked.append(what)
         return [guards.digests(tensors) for tensors in self.everyone]
 
     def barrier(self, what: str) -> None:
@@ -235,38 +243,70 @@ def tensors(weight: float = 1.0, bias: float = 2.0) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor([weight, 0.0]), "bias": torch.tensor([bias])}
 
 
+def refused(group: Said, replicas: list[range]) -> GuardError:
+    with pytest.raises(GuardError) as caught:
+        guards.parameters_agree(group, group.everyone[0], replicas, step=7)
+    return caught.value
+
+
 def test_replicas_with_the_same_bits_agree() -> None:
     group = Said(tensors(), tensors(), tensors())
-    guards.replicas_agree(group, tensors(), [range(3)], "after step 7", "Because.")
-    assert group.asked == "the digests of all ranks after step 7"
+    guards.parameters_agree(group, tensors(), [range(3)], step=7)
+    assert group.asked == ["the digests of all ranks after step 7"]
 
 
-def test_a_replica_that_differs_is_named_with_the_first_tensor_and_the_ranks() -> None:
-    group = Said(tensors(), tensors(bias=2.5), tensors(), tensors(bias=2.5))
-    with pytest.raises(GuardError) as refused:
-        guards.replicas_agree(group, tensors(), [range(4)], "after step 7", "Because.")
-    said = "replicas differ after step 7: 'bias' is not the same on ranks [0, 2] and [1, 3] (1 of 2 tensors differ)"
-    assert said in str(refused.value)
+def test_a_replica_that_differs_is_named_with_step_tensor_and_ranks() -> None:
+    error = refused(Said(tensors(), tensors(bias=2.5), tensors(), tensors(bias=2.5)), [range(4)])
+    said = "replicas differ: step 7, 'bias' is not the same on ranks [0, 2] and [1, 3] (1 of 2 tensors differ)."
+    assert str(error).startswith(said)
+    assert error.fault == "Replicas drift apart"
 
 
 def test_all_tensors_that_differ_are_counted() -> None:
-    group = Said(tensors(), tensors(), tensors(weight=0.0, bias=0.0))
-    with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[0, 1\] and \[2\] \(2 of 2"):
-        guards.replicas_agree(group, tensors(), [range(3)], "after step 1", "Because.")
+    error = refused(Said(tensors(), tensors(), tensors(weight=0.0, bias=0.0)), [range(3)])
+    assert "'weight' is not the same on ranks [0, 1] and [2] (2 of 2 tensors differ)" in str(error)
+
+
+def test_a_tensor_that_differs_among_several_groups_is_counted_once() -> None:
+    error = refused(Said(tensors(1), tensors(2), tensors(3), tensors(4)), [range(0, 4, 2), range(1, 4, 2)])
+    assert "'weight' is not the same on ranks [0] and [2] (1 of 2 tensors differ)" in str(error)
 
 
 def test_ranks_that_hold_different_shards_are_not_compared() -> None:
     group = Said(tensors(1), tensors(2), tensors(1), tensors(2))
-    guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1", "Because.")
+    guards.parameters_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
+
+
+def test_where_nothing_has_a_copy_nothing_is_asked() -> None:
+    group = Said(tensors(1), tensors(2))
+    guards.parameters_agree(group, tensors(1), [], step=1)
+    guards.parameters_agree(group, tensors(1), [range(1), range(1, 2)], step=1)
+    assert group.asked == []
 
 
 def test_the_copies_of_every_shard_are_compared_on_every_rank() -> None:
-    group = Said(tensors(1), tensors(2), tensors(1), tensors(3))
-    with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[1\] and \[3\]"):
-        guards.replicas_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], "after step 1", "Because.")
+    error = refused(Said(tensors(1), tensors(2), tensors(1), tensors(3)), [range(0, 4, 2), range(1, 4, 2)])
+    assert "'weight' is not the same on ranks [1] and [3]" in str(error)
 
 
-def test_a_tensor_that_a_rank_lacks_is_a_difference() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_that_a_rank_lacks_is_a_difference_on_every_rank(rank: int) -> None:
     group = Said(tensors(), {"weight": tensors()["weight"]})
+    group.rank = rank
     with pytest.raises(GuardError, match=r"'bias' is not the same on ranks \[0\] and \[1\]"):
-        guards.replicas_agree(group, tensors(), [range(2)], "after step 1", "Because.")
+        guards.parameters_agree(group, group.everyone[rank], [range(2)], step=1)
+
+
+def test_a_buffer_that_differs_has_a_fault_of_its_own() -> None:
+    with pytest.raises(GuardError, match=r"replicas differ: step 3, 'bias' .* reduce it over processes") as caught:
+        guards.buffers_agree(Said(tensors(), tensors(bias=0.0)), tensors(), step=3)
+    assert caught.value.fault == "Buffers are those of one process"
+
+
+def test_ranks_that_begin_with_other_parameters_are_refused() -> None:
+    model, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    everyone = [dict(m.named_parameters()) for m in (model, model, other)]
+    guards.begins_alike(Said(*everyone[:2]), model)
+    with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[0, 1\] and \[2\] \(1 of 1") as caught:
+        guards.begins_alike(Said(*everyone), model)
+    assert caught.value.fault == "Initialisation depends on the rank"

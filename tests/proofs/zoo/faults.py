@@ -65,10 +65,10 @@ class Fault:
 
     Attributes:
         made: the context in which a run has it.
-        named: what the diagnosis must say.
+        named: what the diagnosis must call it.
         task: of `TASKS`.
         strategy: of the run.
-        resumed: whether the run is interrupted and goes on.
+        resumed: how often the run is interrupted and goes on.
         mark: FAIL, or ABSTAIN where no more can be said.
     """
 
@@ -76,7 +76,7 @@ class Fault:
     named: str
     task: str = "transformer"
     strategy: str = "ddp"
-    resumed: bool = False
+    resumed: int = 0
     mark: str = "FAIL"
 
     @property
@@ -112,7 +112,7 @@ def wrapping(owner: Any, name: str, around: Callable[..., Any]) -> AbstractConte
 # sums and means -------------------------------------------------------------------------------------------------------
 
 
-@fault("mean of means over ranks", "a mean of means")
+@fault("mean of means over ranks", "A mean of means")
 def mean_of_means() -> Iterator[None]:
     def local(original: Any, batches: Any, world_size: int, *rest: Any) -> Any:
         return original(batches, 1, *rest)
@@ -124,7 +124,7 @@ def mean_of_means() -> Iterator[None]:
         yield
 
 
-@fault("mean over micro-batches", "a mean of means")
+@fault("mean over micro-batches", "A mean of means")
 def mean_over_micro_batches() -> Iterator[None]:
     true = TransformerTask.counts
 
@@ -139,19 +139,19 @@ def mean_over_micro_batches() -> Iterator[None]:
         yield
 
 
-@fault("gradient × N", "all gradients are scaled by 2, the number of processes")
+@fault("gradient × N", "All gradients are scaled by N")
 def gradient_times_n() -> Iterator[None]:
     with wrapping(wrap, "gradient_factor", lambda original, *a: 2 * original(*a)):
         yield
 
 
-@fault("gradient ÷ N, then clip", "all gradients are scaled by 1/2, the number of processes")
+@fault("gradient ÷ N, then clip", "All gradients are scaled by N")
 def gradient_by_n() -> Iterator[None]:
     with wrapping(wrap, "gradient_factor", lambda original, *a: original(*a) / 2):
         yield
 
 
-@fault("bf16 all-reduce", "gradients are reduced in a lower precision")
+@fault("bf16 all-reduce", "Gradients are reduced in a lower precision")
 def bf16_reduction() -> Iterator[None]:
     def reduced(bucket: Any) -> Any:
         rounded = bucket.buffer().bfloat16().to(bucket.buffer().dtype) / dist.get_world_size()
@@ -169,7 +169,7 @@ def bf16_reduction() -> Iterator[None]:
 # synchronisation ------------------------------------------------------------------------------------------------------
 
 
-@fault("synchronise with the first micro-batch", "gradients are those of a part of the batch")
+@fault("synchronise with the first micro-batch", "Gradients are not synchronised")
 def first_micro_batch() -> Iterator[None]:
     seen: list[Any] = []
 
@@ -181,7 +181,7 @@ def first_micro_batch() -> Iterator[None]:
         yield
 
 
-@fault("forward round the wrapper", "gradients are those of a part of the batch")
+@fault("forward round the wrapper", "Gradients are not synchronised")
 def round_the_wrapper() -> Iterator[None]:
     def forward(original: Any, self: TorchEngine, *arguments: Any) -> Any:
         with mock.patch.object(self, "_wrapped", self._step):
@@ -191,7 +191,21 @@ def round_the_wrapper() -> Iterator[None]:
         yield
 
 
-@fault("parameter ignored by DDP", "some parameters are not synchronised")
+@fault("accumulation overwrites", "Gradients are those of a part of the batch")
+def overwritten() -> Iterator[None]:
+    def accumulate(original: Any, self: TorchEngine, batches: Any, *rest: Any) -> Any:
+        self.kept = batches[-1]
+        return original(self, batches, *rest)
+
+    def forward(original: Any, self: TorchEngine, micro: Any, *rest: Any) -> Any:
+        total, loss = original(self, micro, *rest)
+        return total * float(micro is self.__dict__.get("kept", micro)), loss
+
+    with wrapping(TorchEngine, "_accumulate", accumulate), wrapping(TorchEngine, "_forward", forward):
+        yield
+
+
+@fault("parameter ignored by DDP", "Some parameters are not synchronised")
 def ignored_parameter() -> Iterator[None]:
     def lay_out(original: Any, self: TorchEngine) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -203,7 +217,7 @@ def ignored_parameter() -> Iterator[None]:
         yield
 
 
-@fault("optimizer built before sharding", "optimizer built before wrapping", strategy="fsdp")
+@fault("optimizer built before sharding", "The optimizer was built before wrapping", strategy="fsdp")
 def stale_optimizer() -> Iterator[None]:
     def build(original: Any, config: Any, model: nn.Module) -> Any:
         copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
@@ -218,7 +232,7 @@ def stale_optimizer() -> Iterator[None]:
 # clipping -------------------------------------------------------------------------------------------------------------
 
 
-@fault("clip before synchronisation", "clipped before synchronisation")
+@fault("clip before synchronisation", "Clipped before synchronisation")
 def clip_first() -> Iterator[None]:
     def accumulate(original: Any, self: TorchEngine, batches: Any, context: Any, scales: Any) -> Any:
         with mock.patch.object(self, "_wrapped", self._step):
@@ -235,7 +249,7 @@ def clip_first() -> Iterator[None]:
         yield
 
 
-@fault("clip by the norm of the local shards", "clipping by a local norm", strategy="fsdp")
+@fault("clip by the norm of the local shards", "Clipped by a local norm", strategy="fsdp")
 def local_norm() -> Iterator[None]:
     def clip(original: Any, parts: Any, norm: float, largest: Any) -> None:
         original(parts, float(gradients.squared_norm(parts, torch.float64).sqrt()), largest)
@@ -244,7 +258,7 @@ def local_norm() -> Iterator[None]:
         yield
 
 
-@fault("norm of one rank's shards", "the norm is that of a part of the gradient", strategy="fsdp")
+@fault("norm of one rank's shards", "The norm is that of a part of the gradient", strategy="fsdp")
 def norm_of_shards() -> Iterator[None]:
     def reduce(original: Any, self: Sums, *arguments: Any, **named: Any) -> Any:
         result = original(self, *arguments, **named)
@@ -257,13 +271,13 @@ def norm_of_shards() -> Iterator[None]:
 # the learning rate ----------------------------------------------------------------------------------------------------
 
 
-@fault("schedule stepped × N", "the schedule is stepped once per process")
+@fault("schedule stepped × N", "The schedule is stepped once per process")
 def schedule_times_n() -> Iterator[None]:
     with wrapping(trainer.Scalars, "__call__", lambda original, self, step: original(self, 2 * step)):
         yield
 
 
-@fault("learning rate differs on one rank", "the learning rate differs between ranks")
+@fault("learning rate differs on one rank", "The learning rate differs between ranks")
 def other_rate() -> Iterator[None]:
     def scalars(original: Any, self: Any, step: int) -> Any:
         values = original(self, step)
@@ -276,7 +290,7 @@ def other_rate() -> Iterator[None]:
 # data -----------------------------------------------------------------------------------------------------------------
 
 
-@fault("the same data on all ranks", "every rank reads the same rows")
+@fault("the same data on all ranks", "Every rank reads the same rows")
 def same_data() -> Iterator[None]:
     def init(
         original: Any, self: Loader, task: Any, source: Any, plan: Any, split: Any, rank: int, **more: Any
@@ -287,7 +301,7 @@ def same_data() -> Iterator[None]:
         yield
 
 
-@fault("padded with duplicates", "rows are repeated to fill the batch")
+@fault("padded with duplicates", "Rows are repeated to fill the batch")
 def padded() -> Iterator[None]:
     def batch(original: Any, self: Plan, step: int) -> Any:
         rows = original(self, step)
@@ -297,7 +311,7 @@ def padded() -> Iterator[None]:
         yield
 
 
-@fault("last batch dropped", "the last batch is dropped")
+@fault("last batch dropped", "Rows are dropped")
 def dropped() -> Iterator[None]:
     def init(original: Any, self: Plan, order: Any, global_batch: int, length: int) -> None:
         original(self, order, global_batch, length // global_batch * global_batch if order.shuffle else length)
@@ -306,7 +320,7 @@ def dropped() -> Iterator[None]:
         yield
 
 
-@fault("set_epoch is missing", "every epoch has the same order", task="few rows")
+@fault("set_epoch is missing", "Every epoch has the same order", task="few rows")
 def same_epoch() -> Iterator[None]:
     def call(original: Any, self: Order, positions: Any) -> Any:
         return original(self, np.asarray(positions) % self.size)
@@ -315,7 +329,7 @@ def same_epoch() -> Iterator[None]:
         yield
 
 
-@fault("order depends on the world size", "the order of samples depends on the world size")
+@fault("order depends on the world size", "The order of samples depends on the world size")
 def other_order() -> Iterator[None]:
     def call(original: Any, self: Order, positions: Any) -> Any:
         return original(replace(self, seed=self.seed + dist.get_world_size()), positions)
@@ -324,7 +338,7 @@ def other_order() -> Iterator[None]:
         yield
 
 
-@fault("worker generators identical", "augmentation depends on rank or worker")
+@fault("worker generators identical", "Augmentation depends on rank or worker")
 def worker_generators() -> Iterator[None]:
     def generator(original: Any, seed: int, *address: Any) -> Any:
         return original(seed, "worker 0")
@@ -336,7 +350,7 @@ def worker_generators() -> Iterator[None]:
 # randomness and initial weights ---------------------------------------------------------------------------------------
 
 
-@fault("dropout keyed by rank", "randomness depends on the rank", task="dropout")
+@fault("dropout keyed by rank", "Randomness depends on the rank", task="dropout")
 def dropout_by_rank() -> Iterator[None]:
     def begin(original: Any, self: Randomness, *address: Any) -> int:
         return original(self, *address, dist.get_rank() + 1)
@@ -345,7 +359,7 @@ def dropout_by_rank() -> Iterator[None]:
         yield
 
 
-@fault("initialisation keyed by rank", "initialisation depends on the rank")
+@fault("initialisation keyed by rank", "Initialisation depends on the rank")
 def init_by_rank() -> Iterator[None]:
     def build(original: Any, self: Any) -> nn.Module:
         torch.manual_seed(dist.get_rank())
@@ -355,7 +369,7 @@ def init_by_rank() -> Iterator[None]:
         yield
 
 
-@fault("initial weights 1e-3 off on one rank", "initialisation depends on the layout", strategy="fsdp")
+@fault("initial weights 1e-3 off on one rank", "Initialisation depends on the layout", strategy="fsdp")
 def init_off() -> Iterator[None]:
     def lay_out(original: Any, self: TorchEngine) -> None:
         with torch.no_grad():
@@ -367,7 +381,7 @@ def init_off() -> Iterator[None]:
         yield
 
 
-@fault("tied head untied", "tied weights were untied", strategy="fsdp")
+@fault("tied head untied", "Tied weights were untied", strategy="fsdp")
 def untied() -> Iterator[None]:
     def lay_out(original: Any, self: TorchEngine) -> None:
         self._step.model.head.weight = nn.Parameter(self._step.model.head.weight.detach().clone())
@@ -382,7 +396,7 @@ def untied() -> Iterator[None]:
 FAULTS["batch norm is local"] = Fault(nothing, "", task="batch norm", mark="ABSTAIN")
 
 
-@fault("a metric of rank 0", "a metric of one rank, or a mean of means")
+@fault("a metric of rank 0", "A metric is not summed over ranks")
 def metric_of_one_rank() -> Iterator[None]:
     def reduce(original: Any, self: Sums, *arguments: Any, **named: Any) -> Any:
         own = {name: (pair[0] / pair[1]).item() for name, pair in self._metrics.items()}
@@ -392,7 +406,7 @@ def metric_of_one_rank() -> Iterator[None]:
         yield
 
 
-@fault("evaluation leaves evaluation mode", "evaluation changes the training", task="dropout")
+@fault("evaluation leaves evaluation mode", "Evaluation changes the training", task="dropout")
 def evaluation_mode() -> Iterator[None]:
     def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
         result = original(self, *arguments)
@@ -403,7 +417,7 @@ def evaluation_mode() -> Iterator[None]:
         yield
 
 
-@fault("a frozen parameter is trained", "a frozen parameter is trained", task="frozen")
+@fault("a frozen parameter is trained", "A frozen parameter is trained", task="frozen")
 def frozen_trained() -> Iterator[None]:
     def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
         with torch.no_grad():
@@ -414,7 +428,18 @@ def frozen_trained() -> Iterator[None]:
         yield
 
 
-@fault("gradients are not cleared", "gradients of the step before are added")
+@fault("a weight changed on one rank", "Replicas drift apart")
+def changed_on_one_rank() -> Iterator[None]:
+    def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
+        original(self, step, scalars)
+        with torch.no_grad():
+            next(self._step.parameters()).add_(1e-3 * dist.get_rank())
+
+    with wrapping(TorchEngine, "_update", update):
+        yield
+
+
+@fault("gradients are not cleared", "Gradients of the step before are added")
 def not_cleared() -> Iterator[None]:
     def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
         with mock.patch.object(self._optimizer, "zero_grad", lambda **_: None):
@@ -427,7 +452,7 @@ def not_cleared() -> Iterator[None]:
 # resume ---------------------------------------------------------------------------------------------------------------
 
 
-@fault("moments dropped on resume", "the optimizer's state was lost", resumed=True)
+@fault("moments dropped on resume", "The state of the optimizer was lost", resumed=1)
 def moments_dropped() -> Iterator[None]:
     def load(original: Any, self: TorchEngine, reader: Any) -> None:
         tensors.load(tensors.of_model(self._step.model), reader, kinds=("model/",))
@@ -436,7 +461,7 @@ def moments_dropped() -> Iterator[None]:
         yield
 
 
-@fault("random state lost on resume", "the state was not carried on", task="dropout", resumed=True)
+@fault("random state lost on resume", "The state was not carried on", task="dropout", resumed=1)
 def generator_lost() -> Iterator[None]:
     def begin(original: Any, self: Randomness, *address: Any) -> int:
         calls = self.__dict__.setdefault("calls", [])
@@ -452,10 +477,21 @@ def generator_lost() -> Iterator[None]:
         yield
 
 
-@fault("data replayed on resume", "data are replayed", resumed=True)
+@fault("data replayed on resume", "Data are replayed", resumed=1)
 def replayed() -> Iterator[None]:
     def steps(original: Any, self: Loader, first: int = 0) -> Any:
         return original(self, 0)
+
+    with wrapping(Loader, "steps", steps):
+        yield
+
+
+@fault("resumed twice: positions of the last start", "A second resume drifts", resumed=2)
+def counted_from_the_last_start() -> Iterator[None]:
+    """The first resume is right: until then, what is counted from the last start is the total."""
+
+    def steps(original: Any, self: Loader, first: int = 0) -> Any:
+        return original(self, min(first, 1))
 
     with wrapping(Loader, "steps", steps):
         yield

@@ -13,19 +13,23 @@ from typing import Any
 from tests import processes
 from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
 from tests.runs import SGD, configuration
+from unisono.config.schema import RunConfig
 from unisono.place import Group, Place
 from unisono.proof import prove, record
 from unisono.proof.cases import Case, Proof
-from unisono.proof.trace import Trace
+from unisono.proof.trace import Trace, folder_of
 from unisono.proof.verdict import Verdict
 
 PROOF = Proof(global_batch=8, layouts=["ddp:2"])
 BEGIN, END = "<!-- zoo: written by python -m tests.proofs.zoo.zoo -->\n", "<!-- end -->"
 
 
+_RESUMED = ("whole", "resumed", "resumed twice")
+
+
 def name_of(fault: Fault) -> str:
     """Of the clean run of a fault."""
-    return " ".join(["clean", fault.task, fault.strategy, *(["resumed"] if fault.resumed else [])])
+    return " ".join(["clean", fault.task, fault.strategy, _RESUMED[fault.resumed]])
 
 
 REFERENCES = {f"single {task}": Fault(nothing, "", task) for task in TASKS}
@@ -33,10 +37,20 @@ CLEAN = {name_of(fault): fault.clean for fault in FAULTS.values()}
 RUNS = {**REFERENCES, **CLEAN, **FAULTS}
 
 
-def case_of(name: str, fault: Fault) -> Case:
+def case_of(name: str, fault: Fault, precision: str = "fp64") -> Case:
     layout = {"strategy": fault.strategy, "micro_batch": 2}
     reference = f"single {fault.task}"
-    return Case(name, 2, layout, "fp64", reference, starts_from=name if fault.resumed else "")
+    return Case(name, 2, layout, precision, reference, interrupted=tuple(range(1, fault.resumed + 1)))
+
+
+def configured(case: Case) -> RunConfig:
+    return configuration(
+        layout={"world_size": case.world_size, "strategy": "single", **case.layout},
+        train={"global_batch": 8, "steps": 6, "precision": case.precision, "clip_norm": 0.05, "guard_every": 10**9},
+        optim=SGD,
+        schedules={"lr": {"kind": "linear", "warmup": 1}},
+        eval={"rows": 7},
+    )
 
 
 def run(place: Place, group: Group, names: list[str], root: Path) -> None:
@@ -44,15 +58,8 @@ def run(place: Place, group: Group, names: list[str], root: Path) -> None:
     for name in names:
         fault = RUNS[name]
         case = case_of(name, fault) if place.world_size > 1 else Case(name, 1, {"micro_batch": 2}, "fp64")
-        config = configuration(
-            layout={"world_size": place.world_size, "strategy": "single", **case.layout},
-            train={"global_batch": 8, "steps": 6, "precision": "fp64", "clip_norm": 0.05, "guard_every": 10**9},
-            optim=SGD,
-            schedules={"lr": {"kind": "linear", "warmup": 1}},
-            eval={"rows": 7},
-        )
         with fault.made():
-            record.record(TASKS[fault.task](), config, place, group, case, PROOF, root)
+            record.record(TASKS[fault.task](), configured(case), place, group, case, PROOF, root)
 
 
 def verdicts(root: Path) -> dict[str, Verdict]:
@@ -62,7 +69,7 @@ def verdicts(root: Path) -> dict[str, Verdict]:
     processes.run(run, 2, many, root, timeout=300)
     every = [Case(name, 1, {"micro_batch": 2}, "fp64") for name in REFERENCES]
     every += [case_of(name, RUNS[name]) for name in many]
-    traces = {case.name: Trace(record.folder_of(root, case.name)) for case in every}
+    traces = {case.name: Trace(folder_of(root, case.name)) for case in every}
     found, _ = prove.judged(every, traces, adaptive=False)
     return {verdict.case: verdict for verdict in found}
 
@@ -75,7 +82,8 @@ def table(found: dict[str, Verdict]) -> str:
         first = verdict.first
         caught = "an error before the first step" if verdict.fault else first.quantity if first else _why(verdict)
         at = "start" if verdict.fault or not first or first.quantity == "initial parameters" else _at(first)
-        called = verdict.diagnosis.fault if verdict.diagnosis else "–"
+        told = verdict.diagnosis
+        called = f"[{told.fault}]({told.page.removeprefix('docs/')})" if told else "–"
         lines.append(f"| {name} | {mark_of(verdict)} | {caught} | {at} | {called} |")
     return "\n".join(lines) + "\n"
 

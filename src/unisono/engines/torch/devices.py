@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import cache
+
 import torch
 
 from unisono.config.schema import Layout
@@ -70,3 +74,16 @@ def name_of(device: torch.device) -> str:
     module = getattr(torch, device.type, None)
     named = getattr(module, "get_device_name", None)
     return str(named(device)) if named else device.type
+
+
+@cache
+def product(kind: str) -> str:
+    """What the maker calls this host's first device of a kind; the kind itself where it has no name.
+
+    Another process asks, since one that only starts others must not hold memory on a device that they will use.
+    """
+    if kind == "cpu":
+        return kind
+    code = f"import torch; from unisono.engines.torch import devices; print(devices.name_of(torch.device({kind!r}, 0)))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return told.stdout.strip() if told.returncode == 0 else kind

@@ -29,7 +29,7 @@ from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.sums import Names, Sums, count
-from unisono.errors import ConfigError, GuardError, NonFiniteError
+from unisono.errors import ConfigError, NonFiniteError
 from unisono.keys import key
 from unisono.optim import optimizers
 from unisono.place import Group, Place
@@ -37,15 +37,6 @@ from unisono.state import Reader, Shard
 from unisono.task import Batch, Context, Loss, Task
 
 log = logging.getLogger(__name__)
-
-_NOT_SYNCHRONISED = (
-    "Gradients were not synchronised (a forward round the wrapper, a parameter changed outside the optimizer), or "
-    "randomness depends on the rank."
-)
-_OWN_BUFFER = (
-    "The model changes this buffer from the rows it sees, and every process sees others: reduce it over processes in "
-    "the model, or leave it out of training."
-)
 
 
 class TorchEngine:
@@ -134,15 +125,7 @@ class TorchEngine:
             torch.set_default_dtype(torch.float64)
         precision.to_master(model, self._precision)
         model.train()
-        mine = guards.digests(dict(model.named_parameters()))
-        for rank, theirs in enumerate(self.group.gather(mine, "the initial weights of all ranks")):
-            differing = [name for name in mine if theirs.get(name) != mine[name]]
-            if differing:
-                raise GuardError(
-                    f"the initial weights of rank {rank} are not those of rank {self._place.rank}, first in "
-                    f"'{differing[0]}': build() must draw from torch's default generator, which is seeded for it, or "
-                    "from a seed of its own"
-                )
+        guards.begins_alike(self.group, model)
         # What a batch norm computes depends on the rows beside a row, as dropout's draws do.
         self.random = any(isinstance(module, _BatchNorm) for module in model.modules())
         local_statistics = [name for name, module in model.named_modules() if _has_running_statistics(module)]
@@ -217,7 +200,8 @@ class TorchEngine:
             if not wrap.every_gradient_came(self._wrapped):
                 raise ConfigError(
                     f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used, "
-                    "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true."
+                    "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
+                    fault="Parameters are left out",
                 )
             whole = self._layout.strategy in ("single", "ddp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
@@ -299,10 +283,9 @@ class TorchEngine:
         if guarded:
             guards.master_dtype(self._step.model, precision.MASTER[self._precision])
             guards.moved(before, guards.digests(parameters), with_gradient, scalars["lr"])
-            when = f"after step {step + 1}"
-            guards.replicas_agree(self.group, parameters, self._replicas(), when, _NOT_SYNCHRONISED)
+            guards.parameters_agree(self.group, parameters, self._replicas(), step + 1)
             shared = {n: b for n, b in self._step.model.named_buffers() if n not in self._local_buffers}
-            guards.replicas_agree(self.group, shared, [range(self._place.world_size)], when, _OWN_BUFFER)
+            guards.buffers_agree(self.group, shared, step + 1)
 
     def _count(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         return count(batches, self._place.world_size, self._device, self._wide)

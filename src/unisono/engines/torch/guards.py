@@ -57,13 +57,15 @@ def optimizer_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     stale = len(set(held) - {id(parameter) for parameter in trainable.values()})
     if len(held) != len(set(held)):
         raise GuardError(
-            f"the optimizer holds {len(held) - len(set(held))} parameters twice, and would move them twice"
+            f"the optimizer holds {len(held) - len(set(held))} parameters twice, and would move them twice",
+            fault="The optimizer holds a parameter twice",
         )
     if lost or stale:
         raise GuardError(
             f"the optimizer does not hold the model's parameters: {len(lost)} are not in it ({_some(lost)}), and "
             f"{stale} of its own are not in the model. It was built before the model was wrapped, or the model was "
-            "changed afterwards."
+            "changed afterwards.",
+            fault="The optimizer was built before wrapping",
         )
 
 
@@ -80,7 +82,10 @@ def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         if (p.is_floating_point() or p.is_complex()) and p.dtype not in kept
     ]
     if wrong:
-        raise GuardError(f"the master weights should be {dtype}, but these are not: {_some(wrong)}")
+        raise GuardError(
+            f"the master weights should be {dtype}, but these are not: {_some(wrong)}",
+            fault="The master weights have the wrong dtype",
+        )
 
 
 def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
@@ -99,38 +104,98 @@ def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Se
     if lr > 0 and still and len(still) == len(with_gradient):
         raise GuardError(
             f"the update changed none of the {len(still)} parameters that have a gradient ({_some(still)}): the "
-            "optimizer does not reach the parameters that the model computes with"
+            "optimizer does not reach the parameters that the model computes with",
+            fault="Parameters do not train",
         )
 
 
-def replicas_agree(
-    group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], when: str, cause: str
-) -> None:
-    """Ranks that hold copies of the same tensors hold the same bits.
+def replicas_that_differ(
+    group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
+) -> list[str]:
+    """Tensors that ranks should hold copies of and do not, each in a few words with the ranks of either side.
 
     Args:
         group: all ranks.
         tensors: this rank's tensors by name.
         replicas: groups of ranks that hold copies of each other.
-        when: e.g. `after step 100`.
-        cause: a sentence: what makes such tensors differ.
+        what: is compared, for whoever waits in vain for it.
+
+    Returns:
+        The same on every rank; of several groups that differ in a tensor, the first.
+    """
+    if all(len(ranks) < 2 for ranks in replicas):
+        return []
+    everyone = group.gather(digests(tensors), what)
+    differing = []
+    for name in dict.fromkeys(name for rank in everyone for name in rank):
+        for ranks in replicas:
+            sides: dict[int | None, list[int]] = {}
+            for rank in ranks:
+                sides.setdefault(everyone[rank].get(name), []).append(rank)
+            if len(sides) > 1:
+                differing.append(f"'{name}' is not the same on ranks {' and '.join(map(str, sides.values()))}")
+                break
+    return differing
+
+
+def parameters_agree(
+    group: Group, parameters: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int
+) -> None:
+    """Ranks that hold copies of the same parameters hold the same bits.
+
+    Args:
+        group: all ranks.
+        parameters: this rank's by name.
+        replicas: groups of ranks that hold copies of each other.
+        step: after which they are compared, from 1.
 
     Raises:
-        GuardError: on every rank, naming the first tensor that differs and the ranks.
+        GuardError: on every rank, naming the first parameter that differs and the ranks.
     """
-    everyone = group.gather(digests(tensors), f"the digests of all ranks {when}")
-    for ranks in replicas:
-        for name in tensors:
-            groups: dict[int, list[int]] = {}
-            for rank in ranks:
-                groups.setdefault(everyone[rank].get(name), []).append(rank)
-            if len(groups) > 1:
-                differing = sum(len({everyone[rank].get(n) for rank in ranks}) > 1 for n in tensors)
-                sides = " and ".join(map(str, groups.values()))
-                raise GuardError(
-                    f"replicas differ {when}: '{name}' is not the same on ranks {sides} ({differing} of "
-                    f"{len(tensors)} tensors differ). {cause}"
-                )
+    told = _that_differ(group, parameters, replicas, step)
+    if told:
+        raise GuardError(
+            f"{told} Gradients were not synchronised (a forward round the wrapper, a parameter changed outside the "
+            "optimizer), or randomness depends on the rank.",
+            fault="Replicas drift apart",
+        )
+
+
+def buffers_agree(group: Group, buffers: Mapping[str, Tensor], step: int) -> None:
+    """All ranks hold the same bits of the buffers that are not those of one process; see `parameters_agree`."""
+    told = _that_differ(group, buffers, [range(group.size)], step)
+    if told:
+        raise GuardError(
+            f"{told} The model changes this buffer from the rows it sees, and every process sees others: reduce it "
+            "over processes in the model, or leave it out of training.",
+            fault="Buffers are those of one process",
+        )
+
+
+def _that_differ(group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int) -> str:
+    """A sentence, or nothing if all agree."""
+    differing = replicas_that_differ(group, tensors, replicas, f"the digests of all ranks after step {step}")
+    more = f"{len(differing)} of {len(tensors)} tensors differ"
+    return f"replicas differ: step {step}, {differing[0]} ({more})." if differing else ""
+
+
+def begins_alike(group: Group, model: nn.Module) -> None:
+    """All ranks begin with the same parameters.
+
+    Args:
+        group: all ranks.
+        model: before it is sharded.
+
+    Raises:
+        GuardError: on every rank, naming the first parameter that differs and the ranks.
+    """
+    parameters = dict(model.named_parameters())
+    if differing := replicas_that_differ(group, parameters, [range(group.size)], "the initial weights of all ranks"):
+        raise GuardError(
+            f"initial parameters differ: {differing[0]} ({len(differing)} of {len(parameters)} tensors differ). "
+            "build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
+            fault="Initialisation depends on the rank",
+        )
 
 
 def _some(names: Sequence[str]) -> str:

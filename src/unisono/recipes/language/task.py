@@ -140,6 +140,16 @@ class Language(Task):
         (directory / "special_tokens.json").write_text(json.dumps(special), encoding="utf-8")
         models.check(self.model_config, self.tokenizer.size).save_pretrained(directory)
 
+    def shrunk(self, limit: int) -> Language | None:
+        """The same documents, read by the same tokenizer, and a small model of the same architecture."""
+        from unisono.recipes.language.shrink import shrunk
+
+        model = shrunk(self.model_config, self.tokenizer.size, limit)
+        if model is None:
+            return None
+        tokenizer = self.data_config.tokenizer or getattr(self.model_config, "path", None)
+        return Language(self.config, model=model, data=self.data_config.model_copy(update={"tokenizer": tokenizer}))
+
     @cached_property
     def store(self) -> TokenStore:
         """The tokenised corpus."""

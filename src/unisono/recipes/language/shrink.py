@@ -1,0 +1,83 @@
+"""A small model of the same architecture, for proofs: the same code with fewer layers, heads and features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unisono.errors import ConfigError
+from unisono.recipes.language import model as models
+from unisono.recipes.language.settings import FromConfig, ModelGroup
+
+_LAYERS = 2
+_EXPERTS = 8
+_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner")
+
+
+def shrunk(config: ModelGroup, vocab_size: int, limit: int) -> FromConfig | None:
+    """Settings of a model with random weights and fewer parameters.
+
+    What decides which code runs stays as it is: the architecture, the size of a head, whether heads of queries share
+    those of keys and values, kinds of layers, tied or untied heads, dropout, the vocabulary.
+
+    Args:
+        config: of the large model.
+        vocab_size: of the tokenizer.
+        limit: parameters that a model may have without being made smaller.
+
+    Returns:
+        The settings, or None if the model is small enough, or if its architecture takes none of the smaller ones.
+    """
+    large = models.check(config, vocab_size)
+    whole = _parameters(_from(large.to_diff_dict(), config, large.model_type), vocab_size)
+    if whole is None or whole <= limit:
+        return None
+    for smaller in _smaller(large):
+        made = _from({**large.to_diff_dict(), **smaller}, config, large.model_type)
+        size = _parameters(made, vocab_size)
+        if size is not None and size < whole:
+            return made
+    return None
+
+
+def _smaller(large: Any) -> Iterator[dict[str, Any]]:
+    """Settings to try, the smallest first: fewer layers and features, then fewer layers."""
+    text = large.get_text_config()
+    name = {
+        key: text.attribute_map.get(key, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    }
+    layers: dict[str, Any] = {name["num_hidden_layers"]: min(_LAYERS, text.num_hidden_layers)}
+    if isinstance(kinds := getattr(text, "layer_types", None), list):  # one of each kind, where there are several
+        kept = list(dict.fromkeys(kinds))
+        kept += kinds[len(kept) : _LAYERS]
+        layers = {name["num_hidden_layers"]: len(kept), "layer_types": kept}
+    heads = getattr(text, "num_attention_heads", None)
+    if heads:
+        shared = getattr(text, "num_key_value_heads", None) or heads
+        few = min(heads, 4 if shared < heads else 2)
+        features = few * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        width = {name["num_attention_heads"]: few, name["hidden_size"]: features}
+        width |= {key: min(_EXPERTS, text.to_dict()[key]) for key in _OF_EXPERTS if text.to_dict().get(key)}
+        width |= {key: 2 * features for key in _INNER if text.to_dict().get(key)}
+        if text.to_dict().get("num_key_value_heads"):
+            width["num_key_value_heads"] = min(shared, 2)
+        yield {**layers, **width}
+    yield layers
+
+
+def _from(settings: dict[str, Any], config: ModelGroup, architecture: str) -> FromConfig:
+    left_out = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+    kept = {key: value for key, value in settings.items() if key not in left_out and not key.startswith("_")}
+    return FromConfig(kind="config", architecture=architecture, attention=config.attention, settings=kept)
+
+
+def _parameters(config: FromConfig, vocab_size: int) -> int | None:
+    """Of a model that is given no memory; None if its architecture refuses the settings."""
+    try:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in models.untrained(config, vocab_size).parameters())
+    except ConfigError:
+        return None

@@ -1,0 +1,98 @@
+"""Every fault that can be told has a page, and every page is of a fault that can be told."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import unisono
+from unisono.errors import page
+from unisono.proof.faults import REMEDIES, named
+
+SOURCE = Path(unisono.__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "diagnoses.md").read_text(encoding="utf-8")
+SECTIONS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
+
+
+def told(file: Path) -> Iterator[str]:
+    """Names of faults that a module tells: what it calls `named` with, the `fault` of its errors, and its tables."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "fault"]
+            given += node.args[:1] if isinstance(node.func, ast.Name) and node.func.id == "named" else []
+            for value in given:
+                yield from (part.value for part in ast.walk(value) if _is_name(part))
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if [target.id for target in targets if isinstance(target, ast.Name)] == ["_INVARIANTS"]:
+                assert isinstance(node.value, ast.Dict)
+                yield from (value.value for value in node.value.values if _is_name(value))
+            if [target.id for target in targets if isinstance(target, ast.Name)] == ["fault"] and _is_name(node.value):
+                yield node.value.value
+
+
+def _is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:1].isupper()
+
+
+TOLD = {name for file in sorted(SOURCE.rglob("*.py")) for name in told(file)}
+
+
+def test_every_fault_that_is_told_has_a_remedy_and_no_remedy_is_left_over() -> None:
+    assert set(REMEDIES) == TOLD
+
+
+def test_every_fault_has_one_section_and_every_section_is_of_a_fault() -> None:
+    assert sorted(SECTIONS) == sorted(REMEDIES)
+
+
+def test_sections_stand_in_the_order_of_the_table() -> None:
+    assert list(REMEDIES) == SECTIONS
+
+
+@pytest.mark.parametrize("fault", REMEDIES)
+def test_a_section_is_short_and_explains(fault: str) -> None:
+    section = PAGE.partition(f"### {fault}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+    prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL).strip()
+    assert 1 <= len(prose.splitlines()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("A mean of means", "a-mean-of-means"),
+        ("All gradients are scaled by N", "all-gradients-are-scaled-by-n"),
+        ("The optimizer's state, lost", "the-optimizers-state-lost"),
+        ("Half-precision all_reduce (bf16)", "half-precision-all_reduce-bf16"),
+    ],
+)
+def test_an_anchor_is_made_as_github_makes_it(heading: str, anchor: str) -> None:
+    assert page(heading) == f"docs/diagnoses.md#{anchor}"
+
+
+def test_no_two_headings_have_one_anchor() -> None:
+    anchors = [page(heading) for heading in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)]
+    assert len(anchors) == len(set(anchors))
+
+
+@pytest.mark.parametrize("file", sorted(DOCS.glob("*.md")), ids=lambda file: file.name)
+def test_links_to_sections_lead_to_one(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    linked = {f"docs/{link}" for link in re.findall(r"\((diagnoses\.md#[^)]+)\)", text)}
+    if file.name == "diagnoses.md":
+        linked |= {f"docs/diagnoses.md{link}" for link in re.findall(r"\((#[^)]+)\)", text)}
+    assert linked <= {page(fault) for fault in REMEDIES}
+
+
+def test_a_diagnosis_has_its_remedy_and_its_page() -> None:
+    told = named("A mean of means", "because")
+    assert (told.because, told.remedy, told.page) == (
+        "because",
+        REMEDIES[told.fault],
+        "docs/diagnoses.md#a-mean-of-means",
+    )
