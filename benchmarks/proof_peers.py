@@ -40,7 +40,7 @@ from tests.proofs.zoo import zoo  # noqa: E402
 from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing  # noqa: E402
 from unisono.engines.torch import guards  # noqa: E402
 from unisono.place import Group, Place  # noqa: E402
-from unisono.proof import compare, record  # noqa: E402
+from unisono.proof import comparison, record  # noqa: E402
 from unisono.proof.cases import Case  # noqa: E402
 from unisono.proof.prove import FLOOR  # noqa: E402
 from unisono.proof.trace import Trace, folder_of  # noqa: E402
@@ -184,7 +184,7 @@ def trained_otherwise(name: str, root: Path) -> bool:
     if len(mine.facts.steps) != len(clean.facts.steps):
         return True
     last = len(clean.facts.steps) - 1
-    apart = compare.distances(mine.tensors("parameters", last), clean.tensors("parameters", last))
+    apart = comparison.distances(mine.tensors("parameters", last), clean.tensors("parameters", last))
     return bool(losses_differ(losses(mine), losses(clean))) or any(d > FLOOR["fp64"] for d in apart.values())
 
 

@@ -21,7 +21,7 @@ from unisono.launch import code, folder, local, start
 from unisono.place import Place
 from unisono.proof import certificate, prove, worker
 from unisono.proof.cases import Proof, cases
-from unisono.proof.compare import Compared
+from unisono.proof.comparison import Compared
 from unisono.proof.verdict import Verdict
 
 TWO = ("train.steps=3", "train.global_batch=8", "layout.world_size=2", "layout.device=cpu")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unisono.proof import diagnose
-from unisono.proof.compare import Compared, Difference
+from unisono.proof.comparison import Compared, Difference
 from unisono.proof.diagnose import of_error
 from unisono.proof.faults import Diagnosis
 from unisono.proof.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.proof.compare import Compared, Difference
+from unisono.proof.comparison import Compared, Difference
 from unisono.proof.faults import named
 from unisono.proof.verdict import Verdict, exit_code, lines
 

@@ -25,9 +25,9 @@ from tests.runs import ADAMW, SGD, configuration
 from tests.tasks import TransformerTask
 from unisono.config.schema import RunConfig, Settings
 from unisono.place import Group, Place
-from unisono.proof import compare, prove, record
+from unisono.proof import comparison, prove, record
 from unisono.proof.cases import Case, Proof
-from unisono.proof.compare import Compared
+from unisono.proof.comparison import Compared
 from unisono.proof.trace import QUANTITIES, Trace, folder_of, write_tensors
 from unisono.proof.verdict import Verdict
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
@@ -678,5 +678,5 @@ def test_beside_the_elements_that_are_left_out_a_fault_is_seen(
     tensors["body.inner.attention.in_proj_bias"][element] += 1e-9
     write_tensors(folder, "parameters", last, tensors)
     tolerance = dict.fromkeys(QUANTITIES, 1e-12)
-    told = compare.compare(Trace(folder), Trace(folder_of(root, alone)), tolerance, adaptive=True)
+    told = comparison.compare(Trace(folder), Trace(folder_of(root, alone)), tolerance, adaptive=True)
     assert {c.mark for c in told if c.quantity == "parameters"} == {mark}

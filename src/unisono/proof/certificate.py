@@ -26,7 +26,7 @@ from unisono.engines.torch import devices
 from unisono.errors import RunError
 from unisono.launch import code, folder
 from unisono.proof.cases import Proof
-from unisono.proof.compare import Mark
+from unisono.proof.comparison import Mark
 from unisono.proof.verdict import Verdict, exit_code
 
 _SHOWN = 6  # files of code that are named where many have changed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unisono.proof.compare import Compared, Difference, first_failed
+from unisono.proof.comparison import Compared, Difference, first_failed
 from unisono.proof.faults import REMEDIES, Diagnosis, named
 from unisono.proof.trace import Array, StepFacts, Trace
 

@@ -17,7 +17,7 @@ from unisono.config.schema import RunConfig, Sgd
 from unisono.errors import ConfigError, RunError
 from unisono.launch import code, local, start
 from unisono.launch import folder as run_folder
-from unisono.proof import certificate, compare, diagnose, worker
+from unisono.proof import certificate, comparison, diagnose, worker
 from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
@@ -129,13 +129,13 @@ def _judged(
     found = Verdict(case.name, case.reference, case.bitwise)
     why = _nothing_to_compare(case, mine, reference, traces[_first(case, every).name])
     if why:
-        found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
+        found.compared = [comparison.Compared("the run", "ABSTAIN", why=why)]
         return found
     found.fault = mine.facts.fault
     if not found.fault:
         allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else tolerance(case, every, traces)
-        found.compared = compare.compare(mine, reference, allowed, adaptive and not case.bitwise)
-        found.invariants = compare.invariants(mine)
+        found.compared = comparison.compare(mine, reference, allowed, adaptive and not case.bitwise)
+        found.invariants = comparison.invariants(mine)
     found.diagnosis = diagnose.diagnose(
         mine, reference, [*found.compared, *found.invariants], case.world_size, case.name
     )
@@ -184,7 +184,7 @@ def tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]) -> dic
     if perturbed and not traces[perturbed.name].facts.fault:
         pair = traces[perturbed.name], traces[first.name]
         infinite = dict.fromkeys(QUANTITIES, float("inf"))
-        for compared in compare.compare(*pair, infinite, adaptive=False):
+        for compared in comparison.compare(*pair, infinite, adaptive=False):
             if compared.quantity not in exact:
                 result[compared.quantity] = max(floor, _MARGIN * compared.worst.size)
     # From equal gradients and equal state there is nothing to amplify.
@@ -237,7 +237,7 @@ def _not_run(case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local.
         why = f"{case.reference} was not run"
     else:
         why = "the processes had ended before it"
-    found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
+    found.compared = [comparison.Compared("the run", "ABSTAIN", why=why)]
     return found
 
 
@@ -245,16 +245,16 @@ def _alone(case: Case, trace: Trace) -> Verdict:
     found = Verdict(case.name, "", False)
     if "not implemented for" in trace.facts.fault:  # what torch says of a dtype that an operation has no kernel for
         found.compared = [
-            compare.Compared("the run", "ABSTAIN", why=f"no {case.precision} kernel: {trace.facts.fault}")
+            comparison.Compared("the run", "ABSTAIN", why=f"no {case.precision} kernel: {trace.facts.fault}")
         ]
         return found
     if trace.facts.unrepeatable:
         why = f"it cannot be repeated: {trace.facts.unrepeatable}"
-        found.compared = [compare.Compared("the run", "ABSTAIN", why=why)]
+        found.compared = [comparison.Compared("the run", "ABSTAIN", why=why)]
         return found
     found.fault = trace.facts.fault
     if not found.fault:
-        found.invariants = compare.invariants(trace)
+        found.invariants = comparison.invariants(trace)
     if trace.facts.lower:
         found.notes = [
             f"computes in a lower precision inside, whose floor was measured: {', '.join(trace.facts.lower)}"

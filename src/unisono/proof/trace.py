@@ -1,6 +1,6 @@
 """What a run did, on disk: a JSON file of facts, and a safetensors file of tensors for every moment that is compared.
 
-A trace is written by `record` and read by `compare`; nothing in it says which framework made it.
+A trace is written by `record` and read by `comparison`; nothing in it says which framework made it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unisono.proof.compare import Compared, Difference, Mark, first_failed
+from unisono.proof.comparison import Compared, Difference, Mark, first_failed
 from unisono.proof.faults import Diagnosis
 from unisono.proof.trace import QUANTITIES
 
