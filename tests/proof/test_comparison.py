@@ -44,6 +44,7 @@ def trace(folder: Path, world: int = 1, change: Change | None = None) -> Trace:
             ("optimizer state", number): {f"optimizer/{name}/m": value for name, value in gradient.items()},
             ("parameters", number): moved,
             ("buffers", number): {"b": np.ones(1)},
+            ("EMA", number): {name: value.copy() for name, value in moved.items()},
         }
     tensors["update", 1] = {**tensors["parameters", 1], **tensors["optimizer state", 1]}
     if change:
@@ -124,6 +125,7 @@ def tensor(moment: str, number: int | None, name: str) -> Change:
         (tensor("optimizer state", 0, "optimizer/w/m"), "optimizer state", 1, "optimizer/w/m"),
         (tensor("parameters", 1, "w"), "parameters", 2, "w"),
         (tensor("buffers", 0, "b"), "buffers", 1, "b"),
+        (tensor("EMA", 1, "w"), "EMA", 2, "w"),
     ],
 )
 def test_one_difference_fails_one_quantity_at_its_step(
@@ -257,6 +259,34 @@ def test_what_must_hold_of_a_single_run(tmp_path: Path, change: Change, name: st
     assert all(one.mark != "FAIL" for one in good)
     bad = invariants(trace(tmp_path / "bad", 2, change))
     assert [one.quantity for one in bad if one.mark == "FAIL"] == [name]
+
+
+def test_rows_that_differ_come_before_steps_that_are_missing(tmp_path: Path) -> None:
+    def doubled(facts: Facts, tensors: Any) -> None:
+        facts.steps[0].rows = list(range(8))
+        del facts.steps[1]
+
+    worst = compared(tmp_path, doubled)["sample ids"].worst
+    assert (worst.step, worst.name) == (1, "rows of the global batch")
+
+
+def test_nothing_is_said_of_what_was_not_recorded(tmp_path: Path) -> None:
+    def bare(facts: Facts, tensors: Any) -> None:
+        for one in facts.steps:
+            one.rows, one.by_rank, one.loss, one.terms, one.grad_norm, one.clean = [], [[], []], None, {}, None, None
+            one.metrics, one.samples, one.outputs = [], [], []
+        facts.evaluation, facts.evaluation_again, facts.evaluation_left = [], [], None
+        for key in list(tensors):
+            if key[0] not in ("initial parameters", "raw gradients", "parameters"):
+                del tensors[key]
+
+    mine, one = trace(tmp_path / "mine", 2, bare), trace(tmp_path / "one", 1, bare)
+    told = {c.quantity: c for c in compare(mine, one, TOLERANCE, adaptive=False)}
+    passed = {name for name, c in told.items() if c.mark == "PASS"}
+    assert passed == {"initial parameters", "raw gradients", "learning rate", "parameters", "replicas"}
+    assert {c.why for c in told.values() if c.mark != "PASS"} == {"there is none"}
+    moved = {"trained parameters moved", "frozen parameters did not move"}
+    assert {c.quantity for c in invariants(mine) if c.mark == "PASS"} == moved
 
 
 def test_a_parameter_without_gradient_is_named_and_nothing_is_said_of_it(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def task_class(reference: str) -> type[Task]:
     place, _, name = TASKS.get(reference, reference).rpartition(":")
     if not place:
         raise ConfigError(f"unknown recipe '{reference}', {nearest(reference, TASKS)} (or path/to/file.py:Class)")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, reference)
+    module = module_of(reference, place)
     found = getattr(module, name, None)
     tasks = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Task) and v is not Task]
     if found is None:
@@ -105,6 +105,15 @@ def task_class(reference: str) -> type[Task]:
     if missing:
         raise ConfigError(f"{reference} does not define {', '.join(f'{method}()' for method in missing)}")
     return found
+
+
+def module_of(reference: str, place: str) -> types.ModuleType:
+    """The module of a reference: `path/to/file.py` is run from the file, `package.module` is imported.
+
+    Raises:
+        ConfigError: where it is missing.
+    """
+    return _from_file(Path(place)) if place.endswith(".py") else _from_package(place, reference)
 
 
 def lasting(reference: str) -> str:

@@ -29,13 +29,33 @@ class WorkerError(UnisonoError):
 
 
 def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono.launch.worker") -> None:
-    """Start `layout.world_size` processes and wait for them.
+    """Start the processes of a run, `layout.world_size` of them, and wait for them.
 
     Args:
         config: concrete.
         folder: of the run; the processes read its `config.yaml`.
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
+
+    Raises:
+        WorkerError: with the text and the exit code of the first fault.
+        KeyboardInterrupt: after all processes have ended.
+    """
+    assert isinstance(config.layout.world_size, int)
+    loopback = config.layout.device == "cpu"
+    processes(module, folder, config.layout.world_size, threads, config.recipe, loopback)
+
+
+def processes(module: str, folder: Path, count: int, threads: int, reference: str, loopback: bool) -> None:
+    """Start processes that each run a module, with a folder as its argument, and wait for them.
+
+    Args:
+        module: e.g. `unisono.launch.worker`.
+        folder: what the processes read, and where they leave their logs.
+        count: how many.
+        threads: CPU threads per process, unless the user's environment says otherwise.
+        reference: to the user's code that they import, as `path/to/file.py:name` or `module:name`.
+        loopback: whether gloo, if the processes use it, is to stay inside of this host.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -54,12 +74,11 @@ def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono
         # A later attempt must not read the addresses of the earlier one (pytorch/pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and config.layout.device == "cpu":
-        defaults["GLOO_SOCKET_IFNAME"] = loopback  # all processes are on this host, whatever its name resolves to
+    interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if interface and loopback:
+        defaults["GLOO_SOCKET_IFNAME"] = interface  # all processes are on this host, whatever its name resolves to
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
-    variables |= {OURS: run_id, "PYTHONPATH": _import_path(config.recipe)}
-    assert isinstance(config.layout.world_size, int)
+    variables |= {OURS: run_id, "PYTHONPATH": _import_path(reference)}
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     for old in logs.glob("*.fault.json"):
@@ -67,7 +86,7 @@ def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.layout.world_size,
+        nproc_per_node=count,
         run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -84,10 +103,10 @@ def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono
         raise _headline(logs, error) from None
 
 
-def _import_path(recipe: str) -> str:
-    """`PYTHONPATH`, and before it where this process finds the package of a task that is given as `module:Class`."""
-    package = Path(recipe.partition(":")[0].partition(".")[0])
-    by_name = ":" in recipe and ".py:" not in recipe
+def _import_path(reference: str) -> str:
+    """`PYTHONPATH`, and before it where this process finds the package of what is given as `module:name`."""
+    package = Path(reference.partition(":")[0].partition(".")[0])
+    by_name = ":" in reference and ".py:" not in reference
     found = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
     return os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH")]))
 

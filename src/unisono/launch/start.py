@@ -168,22 +168,25 @@ def outcome(path: Path) -> Any:
     return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
 
 
-def reference_to(kind: type[Task]) -> str:
-    """`path/to/file.py:Class` for a task class, or `module:Class` where only that name makes its relative imports work.
+def reference_to(kind: type[Task] | Callable[..., Any]) -> str:
+    """`path/to/file.py:name` for a class or function, or `module:name` where only that makes its imports work.
 
     Raises:
-        ConfigError: for a class that another process could not import.
+        ConfigError: for something that another process could not import.
     """
+    name = getattr(kind, "__qualname__", type(kind).__name__)
     try:
         path = inspect.getfile(kind)
+        if not Path(path).is_file():
+            raise OSError(path)
     except (OSError, TypeError) as error:
         raise ConfigError(
-            f"{kind.__name__} is not defined in a file, so no other process can import it; put it in one"
+            f"{name} is not defined in a file, so no other process can import it; put it in one"
         ) from error
-    if "." in kind.__qualname__:
-        raise ConfigError(
-            f"{kind.__qualname__} is defined inside a function or class; move it to the top level of its file"
-        )
+    if name.endswith("<lambda>"):
+        raise ConfigError("a lambda has no name by which another process could import it; define a function")
+    if "." in name:
+        raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
     known = f"{kind.__module__}:{kind.__name__}"
     file = f"{path}:{kind.__name__}"
     packaged = next((name for name, place in resolve.TASKS.items() if place == known), None)

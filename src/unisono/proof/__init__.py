@@ -1,1 +1,23 @@
-"""Numerical evidence that many processes compute what one computes, from running a task under several layouts."""
+"""Numerical evidence that many processes compute what one computes, from running a task under several layouts.
+
+`World` and `compare` do the same for a training script that is not ours.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.proof.foreign import Report, compare
+    from unisono.proof.recorder import Records, World
+
+__all__ = ["Records", "Report", "World", "compare"]
+
+_HOME = {"Records": "recorder", "Report": "foreign", "World": "recorder", "compare": "foreign"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono.proof' has no attribute {name!r}")
+    return getattr(import_module(f"unisono.proof.{_HOME[name]}"), name)

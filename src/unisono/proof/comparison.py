@@ -77,13 +77,14 @@ def compare(mine: Trace, reference: Trace, tolerance: Mapping[str, float], adapt
     parts = elements_without_gradient(mine, reference, floor, names) if adaptive else {}
     told = (*sorted(names), *(f"{name} ({part.sum()} of {part.size} elements)" for name, part in parts.items()))
     for quantity in QUANTITIES:
-        moved = quantity in ("optimizer state", "parameters")
+        moved = quantity in ("optimizer state", "parameters", "EMA")
         found = list(_differences(quantity, mine, reference, names if moved else frozenset(), parts if moved else {}))
         if not found:
             result.append(Compared(quantity, "ABSTAIN", why="there is none"))
             continue
         over = [difference for difference in found if not difference.size <= tolerance[quantity]]
-        earliest = [difference for difference in over if difference.step == over[0].step]
+        first = min((difference.step for difference in over), default=0)
+        earliest = [difference for difference in over if difference.step == first]
         worst = max(earliest or found, key=lambda difference: difference.size)
         why = _of_one_process(quantity, over, mine, reference)
         if not over and tolerance[quantity] > _TOO_FAR:
@@ -168,7 +169,7 @@ def _differences(
     pairs = [
         (number, m, r)
         for number, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False))
-        if m.rows and r.rows
+        if m.computed and r.computed
     ]
     match quantity:
         case "initial parameters":
@@ -180,6 +181,8 @@ def _differences(
             if counts[0] != counts[1]:
                 yield Difference(math.inf, min(counts) + 1, "steps of the run", *counts)
             for number, m, r in pairs:
+                if not m.rows and not r.rows:
+                    continue
                 same = m.rows == r.rows
                 repeated = len({*m.rows}) < len({*r.rows})
                 text = "repeated" if repeated else "rows of the global batch"
@@ -207,7 +210,7 @@ def _differences(
                 yield Difference(math.inf if m.replicas else 0.0, number + 1, _some(m.replicas))
         case "loss":
             for number, m, r in pairs:
-                yield from _scalars(number + 1, {"loss": m.loss, **m.terms}, {"loss": r.loss, **r.terms})
+                yield from _scalars(number + 1, _losses(m), _losses(r))
         case "gradient norm":
             for number, m, r in pairs:
                 if m.grad_norm is not None and r.grad_norm is not None:
@@ -260,6 +263,10 @@ def _reported(step: int, mine: list[dict[str, float]], reference: list[dict[str,
             yield Difference(difference.size, step, difference.name, difference.mine, difference.reference, (rank,))
 
 
+def _losses(step: StepFacts) -> dict[str, float]:
+    return step.terms if step.loss is None else {"loss": step.loss, **step.terms}
+
+
 def _scalars(step: int, mine: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Difference]:
     for name in {**reference, **mine}:
         a, b = mine.get(name), reference.get(name)
@@ -279,23 +286,24 @@ def _norm(values: Any) -> float:
 def invariants(trace: Trace) -> list[Compared]:
     """What must hold of a single run, because two runs can agree on nothing."""
     facts = trace.facts
-    steps = [step for step in facts.steps if step.rows]
-    losses = [step.loss for step in steps]
-    result = [
-        # One step, of a run that another began, has no other loss to differ from.
-        _invariant("the loss moved", len(set(losses)) > 1 or len(losses) == 1, f"losses {losses}"),
-        _invariant("there is a gradient", all(step.grad_norm != 0 for step in steps), "the norm of the gradient is 0"),
-        _invariant("steps begin without gradients", all(step.clean for step in steps), "gradients of the step before"),
-        _invariant(
-            "evaluation repeats",
-            facts.evaluation == facts.evaluation_again,
-            f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}",
-        ),
-        _invariant(
-            "evaluation leaves things as they were", not facts.evaluation_left, ", ".join(facts.evaluation_left)
-        ),
-    ]
-    if any(len(step.by_rank) > 1 for step in steps):
+    steps = [step for step in facts.steps if step.computed]
+    losses = [step.loss for step in steps if step.loss is not None]
+    result = []
+    if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
+        result.append(_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
+    if any(step.grad_norm is not None for step in steps):
+        there = all(step.grad_norm != 0 for step in steps)
+        result.append(_invariant("there is a gradient", there, "the norm of the gradient is 0"))
+    if any(step.clean is not None for step in steps):
+        clean = all(step.clean is not False for step in steps)
+        result.append(_invariant("steps begin without gradients", clean, "gradients of the step before"))
+    if facts.evaluation_again:
+        told = f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}"
+        result.append(_invariant("evaluation repeats", facts.evaluation == facts.evaluation_again, told))
+    if facts.evaluation_left is not None:
+        left = ", ".join(facts.evaluation_left)
+        result.append(_invariant("evaluation leaves things as they were", not left, left))
+    if any(len(step.by_rank) > 1 and step.rows for step in steps):
         shared = next((s for s in steps if _overlap(s)), None)
         told = f"{shared.by_rank}" if shared else ""
         result.append(_invariant("ranks computed different rows", shared is None, told))

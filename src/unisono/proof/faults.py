@@ -65,6 +65,8 @@ REMEDIES = {
     "Nothing is learnt": "look at the learning rate, and at what the optimizer holds",
     "There is no gradient": "let the loss depend on the model",
     "Numbers that are not finite": "look at the rows that are named",
+    "Single precision meets double": "make inputs of torch.get_default_dtype(), or compare with precision='fp32'",
+    "Processes wait for each other": "let all ranks call the same collectives, equally often and in the same order",
     "The run ended with an error": "mend it first",
 }
 

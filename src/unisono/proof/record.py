@@ -127,7 +127,7 @@ class RecordingEngine(TorchEngine):
 
     def _whole(self, values: Mapping[str, Tensor]) -> dict[str, Array]:
         """Gather whole tensors, which is collective; rank 0 gets them, and the others none."""
-        whole = {name: _whole(value, keep=self._place.is_first) for name, value in values.items()}
+        whole = {name: tensors.whole(value, keep=self._place.is_first) for name, value in values.items()}
         return {name: value for name, value in whole.items() if value is not None}
 
     def _write(self, moment: str, step: int | None, values: Mapping[str, Array]) -> None:
@@ -374,13 +374,3 @@ def _content(micro: MicroBatch) -> str:
     for name, array in sorted(micro.arrays.items()):
         digest.update(name.encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _whole(tensor: Tensor, keep: bool) -> Array | None:
-    tensor = tensor.detach()
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if not keep:
-        return None
-    tensor = tensor.cpu()
-    result: Array = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
-    return np.atleast_1d(result)

@@ -33,6 +33,7 @@ QUANTITIES = (
     "parameters",
     "replicas",
     "buffers",
+    "EMA",
     "metrics",
     "evaluation",
 )
@@ -43,14 +44,15 @@ class StepFacts:
     """What one step came to, beside its tensors.
 
     Attributes:
-        rows: source rows of the global batch, in the order of the micro-batches.
+        rows: source rows of the global batch, in the order of the micro-batches; sorted where a script of another
+            library is free to deal them out in another order.
         by_rank: source rows that each rank computed.
-        loss: over the global batch.
+        loss: over the global batch; None where a script does not tell it.
         terms: of the loss.
         grad_norm: before clipping.
         lr: of every parameter group, as the optimizer used it, rank by rank.
         metrics: over the global batch, as every rank reports them.
-        clean: whether the step began without gradients.
+        clean: whether the step began without gradients; None where that is not known.
         samples: a digest of the arrays of every micro-batch, in the order of the global batch.
         replicas: parameters that ranks which hold copies have with other bits, each with these ranks.
         outputs: of every micro-batch, in the same order, a sketch of each tensor that the task's `outputs` returned.
@@ -58,15 +60,20 @@ class StepFacts:
 
     rows: list[int]
     by_rank: list[list[int]]
-    loss: float
+    loss: float | None
     terms: dict[str, float]
     grad_norm: float | None
     lr: list[list[float]]
     metrics: list[dict[str, float]]
-    clean: bool = True
+    clean: bool | None = True
     samples: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     outputs: list[dict[str, list[float]]] = field(default_factory=list)
+
+    @property
+    def computed(self) -> bool:
+        """Whether the run made this step itself, and did not take it over with a checkpoint."""
+        return bool(self.lr)
 
 
 @dataclass
@@ -85,7 +92,8 @@ class Facts:
         steps: in order.
         evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
         evaluation_again: the same a second time.
-        evaluation_left: what it did not leave as it was, e.g. `training mode`.
+        evaluation_left: what it did not leave as it was, e.g. `training mode`; None where nobody looked.
+        optimizer: the name of its class, where a script has made it.
         fault: the error that ended the run, if one did.
         called: the name of the likely fault behind that error, where the error says it.
     """
@@ -101,7 +109,8 @@ class Facts:
     steps: list[StepFacts] = field(default_factory=list)
     evaluation: list[dict[str, float]] = field(default_factory=list)
     evaluation_again: list[dict[str, float]] = field(default_factory=list)
-    evaluation_left: list[str] = field(default_factory=list)
+    evaluation_left: list[str] | None = field(default_factory=list)
+    optimizer: str = ""
     fault: str = ""
     called: str = ""
 

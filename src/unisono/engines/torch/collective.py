@@ -126,8 +126,9 @@ def waiting(place: Place, what: str, timeout: float) -> Iterator[None]:
 class TorchGroup:
     """The control channel of a job with several processes."""
 
-    def __init__(self, place: Place, timeout: float) -> None:
+    def __init__(self, place: Place, timeout: float, channel: dist.ProcessGroup | None = None) -> None:
         self.place = place
+        self.channel = channel  # torch's own group of all processes, unless another one is given
         self.rank = place.rank
         self.size = place.world_size
         self.timeout = timeout
@@ -138,11 +139,11 @@ class TorchGroup:
         with waiting(self.place, what, self.timeout):
             sizes = torch.zeros(self.size, dtype=torch.int64)
             sizes[self.rank] = message.numel()
-            dist.all_reduce(sizes)
+            dist.all_reduce(sizes, group=self.channel)
             padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
             padded[: message.numel()] = message
             everyone = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(everyone, padded)
+            dist.all_gather(everyone, padded, group=self.channel)
         return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
 
     def barrier(self, what: str) -> None:
@@ -152,5 +153,5 @@ class TorchGroup:
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over all ranks, in place."""
         with waiting(self.place, what, self.timeout):
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.channel)
         return tensor

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Sharded
@@ -41,7 +44,7 @@ def shards(tensors: Mapping[str, Tensor], place: Place) -> list[Shard]:
     result = []
     for number, (name, tensor) in enumerate(tensors.items()):
         tensor = tensor.detach()
-        offset = _where(tensor)[1]
+        offset = piece(tensor)[1]
         if _copies(tensor, number, place) and (local(tensor).numel() or not tensor.numel()):
             result.append(Shard(name, tuple(tensor.shape), offset, local(tensor).cpu()))
     return result
@@ -71,7 +74,7 @@ def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] =
             raise CheckpointError(
                 f"'{name}' has shape {saved[name]} in the checkpoint, but {tuple(tensor.shape)} in the model"
             )
-        shape, offset = _where(tensor)
+        shape, offset = piece(tensor)
         with torch.no_grad():
             local(tensor).copy_(reader.read(name, offset, shape))
 
@@ -97,12 +100,27 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
         optimizer.state[parameter][entry] = value
 
 
-def _where(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offset of the local piece."""
+def piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of the part of a tensor that lies on this process."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def whole(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
+    """The whole tensor, gathered if it is sharded, as an array of at least one dimension.
+
+    Gathering is collective; a process that does not `keep` it takes part and gets None. Half precision comes as fp32,
+    since numpy has no bf16.
+    """
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not keep:
+        return None
+    tensor = tensor.cpu()
+    result = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+    return np.atleast_1d(result)
 
 
 def _copies(tensor: Tensor, number: int, place: Place) -> bool:

@@ -1,0 +1,295 @@
+"""What the recorder takes from a script, on one process and on two, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from tests import processes
+from unisono.errors import ConfigError
+from unisono.place import Group, Place
+from unisono.proof import Records, World
+from unisono.proof.trace import Trace
+
+DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
+
+
+def world(folder: Path, rank: int = 0, size: int = 1, perturbed: float = 0.0) -> World:
+    return World(rank, size, rank, folder, 60.0, perturbed)
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def begun(folder: Path, model: nn.Module | None = None, **more: Any) -> tuple[nn.Module, Any, Records]:
+    model = made() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return model, optimizer, world(folder, **more).records(model, optimizer)
+
+
+def initial(folder: Path) -> dict[str, Any]:
+    """Initial parameters, which are there before there is a trace."""
+    return load_file(folder / "start-initial-parameters.safetensors")
+
+
+def backward(model: nn.Module, rows: slice = slice(None)) -> torch.Tensor:
+    loss: torch.Tensor = model(DATA[rows]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_a_step_is_recorded_as_the_optimizer_made_it(tmp_path: Path) -> None:
+    model, optimizer, records = begun(tmp_path)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    first = {name: value.detach().clone().numpy() for name, value in model.named_parameters()}
+    loss = backward(model)
+    raw = {name: value.grad.clone().numpy() for name, value in model.named_parameters() if value.grad is not None}
+    records.gradients()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    optimizer.step()
+    schedule.step()
+    records.step(rows=torch.tensor([[3], [1]]), loss=loss, metrics={"accuracy": torch.tensor(0.5)})
+    records.close()
+    trace = Trace(tmp_path)
+    (step,) = trace.facts.steps
+    assert (step.rows, step.by_rank) == ([1, 3], [[3, 1]])
+    assert step.lr == [[0.5]]  # not what the schedule made of it since
+    assert (step.loss, step.metrics) == (float(loss), [{"accuracy": 0.5}])
+    assert step.grad_norm == pytest.approx(norm)
+    clipped = trace.tensors("clipped gradients", 0)
+    for name, value in model.named_parameters():
+        np.testing.assert_array_equal(trace.tensors("initial parameters")[name], first[name])
+        np.testing.assert_array_equal(trace.tensors("raw gradients", 0)[name], raw[name])
+        np.testing.assert_allclose(clipped[name], raw[name] * 0.01 / norm, rtol=1e-4)
+        np.testing.assert_array_equal(trace.tensors("parameters", 0)[name], value.detach().numpy())
+        state = trace.tensors("optimizer state", 0)[f"optimizer/{name}/momentum_buffer"]
+        np.testing.assert_array_equal(state, clipped[name])
+    assert (trace.facts.optimizer, trace.facts.trainable) == ("SGD", list(first))
+
+
+def test_a_script_that_does_not_clip_need_not_record_gradients(tmp_path: Path) -> None:
+    model, optimizer, records = begun(tmp_path)
+    backward(model)
+    optimizer.step()
+    records.step()
+    records.close()
+    trace = Trace(tmp_path)
+    assert set(trace.tensors("raw gradients", 0)) == set(dict(model.named_parameters()))
+    assert trace.tensors("clipped gradients", 0) == {}
+    (step,) = trace.facts.steps
+    assert (step.rows, step.loss, step.metrics) == ([], None, [])
+
+
+def test_recording_changes_neither_numbers_nor_random_states(tmp_path: Path) -> None:
+    def run(recorded: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        model = nn.Sequential(made(), nn.Dropout(0.5))
+        optimizer = torch.optim.AdamW(model.parameters())
+        records = world(tmp_path).records(model, optimizer) if recorded else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            if records:
+                records.gradients()
+            optimizer.step()
+            if records:
+                records.step(rows=range(8), loss=0.0)
+        return [parameter.detach() for parameter in model.parameters()], torch.get_rng_state()
+
+    (with_, state), (without, expected) = run(True), run(False)
+    assert all(torch.equal(a, b) for a, b in zip(with_, without, strict=True))
+    assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("clear", "clean"), [("before the forward pass", True), ("after it", True), ("to zeros", True), ("never", False)]
+)
+def test_gradients_that_are_left_are_noticed_when_backward_adds_to_them(
+    tmp_path: Path, clear: str, clean: bool
+) -> None:
+    model, optimizer, records = begun(tmp_path)
+    for _ in range(2):
+        if clear == "before the forward pass":
+            optimizer.zero_grad()
+        loss = model(DATA).square().mean()
+        if clear in ("after it", "to zeros"):
+            optimizer.zero_grad(set_to_none=clear == "after it")
+        loss.backward()
+        backward(model)  # a second micro-batch adds to the first, as it should
+        optimizer.step()
+        records.step()
+    records.close()
+    assert [step.clean for step in Trace(tmp_path).facts.steps] == [True, clean]
+
+
+@pytest.mark.parametrize(("dropout", "random"), [(0.5, True), (0.0, False)])
+def test_a_forward_pass_that_draws_is_noticed(tmp_path: Path, dropout: float, random: bool) -> None:
+    model, optimizer, records = begun(tmp_path, nn.Sequential(made(), nn.Dropout(dropout)))
+    backward(model)
+    torch.rand(3)  # the script's own draws are not the model's
+    optimizer.step()
+    records.step()
+    records.close()
+    assert Trace(tmp_path).facts.random is random
+
+
+def test_the_perturbed_run_begins_with_other_last_bits(tmp_path: Path) -> None:
+    plain = [parameter.detach().clone() for parameter in made().parameters()]
+    model, _, _ = begun(tmp_path, perturbed=1e-3)
+    for before, now in zip(plain, model.parameters(), strict=True):
+        assert not torch.equal(before, now)
+        torch.testing.assert_close(now.detach(), before, rtol=1.1e-3, atol=0)
+
+
+def test_tied_weights_are_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    begun(tmp_path, model)
+    assert list(initial(tmp_path)) == ["0.weight"]
+
+
+def test_wrappers_leave_no_mark_in_names(tmp_path: Path) -> None:
+    inner = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"block": nn.Linear(2, 2), "submodule": nn.Linear(2, 1)})})
+    begun(tmp_path, nn.ModuleDict({"module": nn.ModuleDict({"_forward_module": inner})}))
+    assert sorted(initial(tmp_path)) == ["block.bias", "block.weight", "submodule.bias", "submodule.weight"]
+
+
+def test_names_that_become_the_same_are_refused(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+            self.module = nn.ParameterDict({"gain": nn.Parameter(torch.ones(1))})
+
+    with pytest.raises(ConfigError, match="two tensors would be called 'gain'"):
+        begun(tmp_path, Twice())
+
+
+def test_a_moving_average_is_recorded(tmp_path: Path) -> None:
+    model = made()
+    optimizer, ema = torch.optim.SGD(model.parameters(), lr=0.5), AveragedModel(model)
+    records = world(tmp_path).records(model, optimizer, ema=ema)
+    backward(model)
+    optimizer.step()
+    ema.update_parameters(model)
+    records.step()
+    records.close()
+    assert set(Trace(tmp_path).tensors("EMA", 0)) == set(dict(model.named_parameters()))
+
+
+def test_evaluation_may_be_recorded_twice_and_not_more(tmp_path: Path) -> None:
+    model, optimizer, records = begun(tmp_path)
+    backward(model)
+    optimizer.step()
+    records.step()
+    records.evaluation({"loss": 0.5})
+    records.evaluation({"loss": torch.tensor(0.25)})
+    records.close()
+    facts = Trace(tmp_path).facts
+    assert (facts.evaluation, facts.evaluation_again) == ([{"loss": 0.5}], [{"loss": 0.25}])
+    with pytest.raises(ConfigError, match="called once, or twice"):
+        records.evaluation({"loss": 0.5})
+
+
+def test_a_step_without_an_update_is_refused(tmp_path: Path) -> None:
+    _, _, records = begun(tmp_path)
+    with pytest.raises(ConfigError, match=r"step 1 was called, but the optimizer that is recorded made no update"):
+        records.step()
+
+
+def test_a_second_update_in_a_step_is_refused(tmp_path: Path) -> None:
+    model, optimizer, _ = begun(tmp_path)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(ConfigError, match="a second update, and step 1 is not recorded yet"):
+        optimizer.step()
+
+
+def test_a_run_of_no_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no update was recorded"):
+        begun(tmp_path)[2].close()
+
+
+def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a Linear is no torch\.optim\.Optimizer"):
+        world(tmp_path).records(made(), nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_processes_that_have_not_joined_are_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"started on 2 processes, but world\.records\(\) finds a group of 1"):
+        begun(tmp_path, size=2)
+
+
+# two processes --------------------------------------------------------------------------------------------------------
+
+
+def on_two(place: Place, group: Group, folder: Path, kind: str) -> list[str] | str:
+    """Two steps, each process on its half of the rows."""
+    model: nn.Module = made()
+    if kind == "fsdp1":
+        with pytest.raises(ConfigError, match="keeps parameters in flat pieces"):
+            begun(folder, FullyShardedDataParallel(model, device_id=torch.device("cpu")), rank=place.rank, size=2)
+        return "refused"
+    if kind == "sharded":
+        fully_shard(model)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    records = world(folder, place.rank, 2).records(model, optimizer)
+    mine = slice(place.rank, None, 2)
+    for _ in range(2):
+        loss = backward(model, mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        reported = {"loss": loss} if place.is_first else None
+        records.step(rows=list(range(8))[mine], loss=loss if place.is_first else None, metrics=reported)
+    records.close()
+    return records._facts.steps[1].replicas
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    folder = tmp_path_factory.mktemp("alone")
+    model, optimizer, records = begun(folder)
+    for _ in range(2):
+        loss = backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        records.step(rows=range(8), loss=loss)
+    records.close()
+    return Trace(folder)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+def test_two_processes_leave_the_trace_of_one(tmp_path: Path, alone: Trace, kind: str) -> None:
+    assert processes.run(on_two, 2, tmp_path, kind) == [[], []]
+    trace = Trace(tmp_path)
+    for step in trace.facts.steps:
+        assert (step.rows, step.by_rank) == (list(range(8)), [[0, 2, 4, 6], [1, 3, 5, 7]])
+        assert (step.lr, len(step.metrics)) == ([[0.5], [0.5]], 1)
+        assert step.clean is (True if kind == "ddp" else None)
+    for moment in ("raw gradients", "optimizer state", "parameters"):
+        ours, theirs = trace.tensors(moment, 1), alone.tensors(moment, 1)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_copies_that_drift_apart_are_named_with_their_ranks(tmp_path: Path) -> None:
+    first, second = processes.run(on_two, 2, tmp_path, "not wrapped")
+    assert first == second
+    assert first[0] == "'0.weight' is not the same on ranks [0] and [1]"
+
+
+def test_flat_parameters_are_refused(tmp_path: Path) -> None:
+    assert processes.run(on_two, 2, tmp_path, "fsdp1") == ["refused", "refused"]
