@@ -37,11 +37,12 @@ EVEN, UNEVEN = [[4, 4], [4, 4]], [[4, 4], [4, 2]]
 
 
 def told(
-    folder: Path, first: Compared, *more: Compared, counts: Any = EVEN, case: str = "ddp", **facts: Any
+    folder: Path, first: Compared, *more: Compared, counts: Any = EVEN, starts: Any = (), **facts: Any
 ) -> Diagnosis:
+    folder.mkdir(exist_ok=True)
     mine = trace(folder / "mine", counts, **facts)
     reference = trace(folder / "one", [[sum(step)] for step in counts])
-    found = diagnose.diagnose(mine, reference, [first, *more], 2, case)
+    found = diagnose.diagnose(mine, reference, [first, *more], 2, starts)
     assert found is not None
     return found
 
@@ -69,16 +70,16 @@ def test_nothing_is_told_where_nothing_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("random", "case", "fault"),
+    ("random", "starts", "fault"),
     [
-        (False, "ddp", "The forward pass depends on the layout"),
-        (True, "ddp", "Randomness depends on the rank"),
-        (True, "ddp resumed", "The state was not carried on"),
-        (False, "ddp resumed", "The state was not carried on"),
+        (False, (), "The forward pass depends on the layout"),
+        (True, (), "Randomness depends on the rank"),
+        (True, (1,), "The state was not carried on"),
+        (False, (1,), "The state was not carried on"),
     ],
 )
-def test_outputs_that_differ_first(tmp_path: Path, random: bool, case: str, fault: str) -> None:
-    assert told(tmp_path, failed("outputs", 2), random=random, case=case).fault == fault
+def test_outputs_that_differ_first(tmp_path: Path, random: bool, starts: Any, fault: str) -> None:
+    assert told(tmp_path, failed("outputs", 2), random=random, starts=starts).fault == fault
 
 
 # the loss -------------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_a_loss_that_differs_where_the_model_draws(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_differs_after_a_resume(tmp_path: Path) -> None:
-    assert told(tmp_path, loss(2), case="fsdp resumed").fault == "The state was not carried on"
+    assert told(tmp_path, loss(2), starts=[1]).fault == "The state was not carried on"
 
 
 def test_a_loss_that_differs_alone(tmp_path: Path) -> None:
@@ -156,11 +157,11 @@ def test_a_gradient_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantity", ["update", "optimizer state"])
 @pytest.mark.parametrize(
-    ("case", "fault"),
-    [("ddp", "The update is computed otherwise"), ("ddp resumed", "The state of the optimizer was lost")],
+    ("starts", "fault"),
+    [((), "The update is computed otherwise"), ((1,), "The state of the optimizer was lost")],
 )
-def test_an_update_that_differs_first(tmp_path: Path, quantity: str, case: str, fault: str) -> None:
-    assert told(tmp_path, failed(quantity, 2), case=case).fault == fault
+def test_an_update_that_differs_first(tmp_path: Path, quantity: str, starts: Any, fault: str) -> None:
+    assert told(tmp_path, failed(quantity, 2), starts=starts).fault == fault
 
 
 def test_an_average_of_weights_that_differs_first(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_an_average_of_weights_that_differs_first(tmp_path: Path) -> None:
 
 
 def test_a_learning_rate_that_differs_after_a_resume(tmp_path: Path) -> None:
-    found = told(tmp_path, failed("learning rate", 2, mine=0.1, reference=0.2), case="ddp resumed")
+    found = told(tmp_path, failed("learning rate", 2, mine=0.1, reference=0.2), starts=[1])
     assert found.fault == "The state was not carried on"
 
 
@@ -178,13 +179,20 @@ THREE = [[4, 4], [4, 4], [4, 4]]
 
 
 def test_a_second_resume_that_drifts_is_told_with_what_it_would_be_by_itself(tmp_path: Path) -> None:
-    found = told(tmp_path, failed("optimizer state", 3), counts=THREE, case="ddp resumed twice")
+    found = told(tmp_path, failed("optimizer state", 3), counts=THREE, starts=[1, 2])
     assert found.fault == "A second resume drifts"
     assert "'The state of the optimizer was lost'" in found.because
 
 
+def test_starts_count_wherever_they_are(tmp_path: Path) -> None:
+    late = told(tmp_path / "late", failed("optimizer state", 4), counts=EVEN * 2, starts=[2, 3])
+    assert late.fault == "A second resume drifts"
+    before = told(tmp_path / "before", failed("optimizer state", 2), counts=EVEN * 2, starts=[2, 3])
+    assert before.fault == "The update is computed otherwise"  # no start lies before it
+
+
 def test_a_first_resume_that_drifts_is_not_a_second(tmp_path: Path) -> None:
-    found = told(tmp_path, failed("optimizer state", 2), counts=THREE, case="ddp resumed twice")
+    found = told(tmp_path, failed("optimizer state", 2), counts=THREE, starts=[1, 2])
     assert found.fault == "The state of the optimizer was lost"
 
 

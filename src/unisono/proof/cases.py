@@ -89,6 +89,11 @@ class Case:
         """Rows of a micro-batch."""
         return int(self.layout["micro_batch"])
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Updates after which a process of its own begins again."""
+        return (*((self.starts_after,) if self.starts_from else ()), *self.interrupted)
+
 
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8}
 

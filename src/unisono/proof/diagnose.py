@@ -26,7 +26,7 @@ class Pattern:
         compared: everything that was compared.
         first: the first that failed.
         world_size: processes of the run.
-        case: its name.
+        starts: updates after which the run was started again.
     """
 
     mine: Trace
@@ -34,7 +34,7 @@ class Pattern:
     compared: Sequence[Compared]
     first: Compared
     world_size: int
-    case: str
+    starts: Sequence[int]
 
     @property
     def worst(self) -> Difference:
@@ -54,7 +54,7 @@ class Pattern:
     @property
     def resumed(self) -> bool:
         """Whether steps before were made by another start of the run."""
-        return "resume" in self.case and self.worst.step > 1
+        return any(start < self.worst.step for start in self.starts)
 
     def failed(self, quantity: str) -> bool:
         """Whether it differs in the same step; what differs later may follow from this."""
@@ -74,7 +74,7 @@ class Pattern:
 
 
 def diagnose(
-    mine: Trace, reference: Trace, compared: Sequence[Compared], world_size: int, case: str = ""
+    mine: Trace, reference: Trace, compared: Sequence[Compared], world_size: int, starts: Sequence[int] = ()
 ) -> Diagnosis | None:
     """The likely fault behind the first quantity that failed, or None if nothing did.
 
@@ -83,14 +83,14 @@ def diagnose(
         reference: the run that it must equal.
         compared: quantities and invariants, as `compare` and `invariants` return them.
         world_size: processes of the run.
-        case: its name, which says whether it was resumed, and whether twice.
+        starts: updates after which it was started again.
     """
     if mine.facts.fault:
         return of_error(mine.facts.called)
     first = first_failed(compared)
     if first is None:
         return None
-    found = Pattern(mine, reference, compared, first, world_size, case)
+    found = Pattern(mine, reference, compared, first, world_size, starts)
     if first.quantity in _INVARIANTS:
         return named(_INVARIANTS[first.quantity], first.worst.name)
     if first.quantity not in _RULES:
@@ -98,9 +98,9 @@ def diagnose(
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
         return named("Sums are added in another order", "the difference is one of rounding")
     told = _RULES[first.quantity](found)
-    if "resumed twice" in case and first.worst.step > 2:
-        step = f"step {first.worst.step}, after the second"
-        because = f"step 2, after the first resume, agrees; {step}, does not; by itself it would be '{told.fault}'"
+    if len(starts) > 1 and first.worst.step > starts[1]:
+        agree = f"all steps up to {starts[1]}, after the first resume too, agree"
+        because = f"{agree}; step {first.worst.step}, after the second, does not; by itself it would be '{told.fault}'"
         return named("A second resume drifts", because)
     return told
 

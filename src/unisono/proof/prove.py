@@ -137,7 +137,7 @@ def _judged(
         found.compared = comparison.compare(mine, reference, allowed, adaptive and not case.bitwise)
         found.invariants = comparison.invariants(mine)
     found.diagnosis = diagnose.diagnose(
-        mine, reference, [*found.compared, *found.invariants], case.world_size, case.name
+        mine, reference, [*found.compared, *found.invariants], case.world_size, case.starts
     )
     return found
 
