@@ -15,7 +15,7 @@ from unisono.proof.faults import Diagnosis
 from unisono.proof.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
 
 
-def trace(folder: Path, counts: list[list[int]], gradient: Any = None, **facts: Any) -> Trace:
+def trace(folder: Path, counts: list[list[int]], gradient: Any = None, loss: float | None = 1.0, **facts: Any) -> Trace:
     """Steps in which ranks computed so many rows; of no row twice."""
     folder.mkdir()
     steps, row = [], 0
@@ -25,7 +25,7 @@ def trace(folder: Path, counts: list[list[int]], gradient: Any = None, **facts: 
             by_rank.append(list(range(row, row + count)))
             row += count
         rows = [row for rank in by_rank for row in rank]
-        steps.append(StepFacts(rows, by_rank, 1.0, {}, 1.0, [[0.1]] * len(of_ranks), [{}] * len(of_ranks)))
+        steps.append(StepFacts(rows, by_rank, loss, {}, 1.0, [[0.1]] * len(of_ranks), [{}] * len(of_ranks)))
         write_tensors(folder, "raw gradients", number, gradient or {"a": np.ones(3), "b": np.arange(3.0)})
         write_tensors(folder, "clipped gradients", number, gradient or {"a": np.ones(3), "b": np.arange(3.0)})
     write_facts(folder, Facts(["a", "b"], ["frozen"], steps=steps, **facts))
@@ -132,6 +132,12 @@ def test_gradients_that_differ_from_the_first_uneven_step_on_are_a_mean_of_means
 def test_gradients_that_differ_in_an_even_step_are_not(tmp_path: Path) -> None:
     found = told(tmp_path, failed("raw gradients", 2), gradient=OTHER)
     assert found.fault == "Gradients are those of a part of the batch"
+    assert "no loss was recorded" not in found.because
+
+
+def test_gradients_of_a_script_that_records_no_loss_may_be_of_means_too(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("raw gradients", 2), gradient=OTHER, loss=None)
+    assert found.because.endswith("no loss was recorded, and without it a mean of means looks the same")
 
 
 def test_gradients_after_which_replicas_differ_are_not_synchronised(tmp_path: Path) -> None:

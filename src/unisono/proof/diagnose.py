@@ -221,7 +221,10 @@ def _gradients(found: Pattern) -> Diagnosis:
     if found.worst.size < 1e-1 and not found.failed("loss"):
         told = f"all differ a little ({found.worst.size:.0e}), the loss does not"
         return named("Gradients are reduced in a lower precision", told)
-    return named("Gradients are those of a part of the batch", "they differ in direction, tensor by tensor")
+    told = "they differ in direction, tensor by tensor"
+    if found.step.loss is None:
+        told += "; no loss was recorded, and without it a mean of means looks the same"
+    return named("Gradients are those of a part of the batch", told)
 
 
 def _norm(found: Pattern) -> Diagnosis:

@@ -124,8 +124,9 @@ class Records:
         if self._rates is None:
             raise ConfigError(
                 f"records.step() of step {self._number + 1} was called, but the optimizer that is recorded made no "
-                "update since the one before: call it after every optimizer.step(), and give world.records() the "
-                "optimizer that makes the updates"
+                "update since the one before: call it once per update (where a library accumulates, with the last "
+                "micro-batch alone: `if accelerator.sync_gradients`), and give world.records() the optimizer "
+                "that makes the updates"
             )
         mine = [
             [] if rows is None else [int(row) for row in torch.as_tensor(_listed(rows)).flatten().tolist()],
