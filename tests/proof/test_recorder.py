@@ -293,3 +293,16 @@ def test_copies_that_drift_apart_are_named_with_their_ranks(tmp_path: Path) -> N
 
 def test_flat_parameters_are_refused(tmp_path: Path) -> None:
     assert processes.run(on_two, 2, tmp_path, "fsdp1") == ["refused", "refused"]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_whose_gradients_come_later_is_refused(tmp_path: Path, by_name: bool) -> None:
+    model, optimizer, _ = begun(tmp_path)
+
+    def closure() -> torch.Tensor:
+        return backward(model)
+
+    with pytest.raises(ConfigError, match=r"step\(\) of step 1 was given a closure"):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    backward(model)
+    optimizer.step(closure=None)

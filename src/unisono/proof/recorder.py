@@ -201,7 +201,12 @@ class Records:
 
     # what torch calls --------------------------------------------------------------------------------------------
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if any(value is not None for value in (*arguments[1:], *named.values())):
+            raise ConfigError(
+                f"optimizer.step() of step {self._number + 1} was given a closure, so its gradients are not there yet "
+                "when the update begins and cannot be recorded; call backward() before step() without a closure"
+            )
         if self._rates is not None:
             raise ConfigError(
                 f"the optimizer makes a second update, and step {self._number + 1} is not recorded yet: call "
