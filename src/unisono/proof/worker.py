@@ -27,7 +27,7 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
     if layout["strategy"] != "ddp":
         layout["bucket_mb"] = None
     train = {"precision": case.precision, "global_batch": proof.global_batch, "guard_every": 10**9}
-    rows = {"rows": 2 * proof.global_batch + 3, "micro_batch": None}
+    rows = {"rows": proof.global_batch + 3, "micro_batch": None}
     changed = config.model_copy(
         update={
             "layout": type(config.layout).model_validate(layout),
