@@ -251,6 +251,7 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
     config = folder.check(folder.named(config, job))
     if allow is not None:
         allow(config, None)
+    task.kernels(config.layout.device, config.train.precision)
     facts = preflight(task, config)
     if allow is not None:
         allow(config, facts)
