@@ -165,8 +165,8 @@ def _check(parsed: argparse.Namespace) -> int:
 
     config = folder.check(folder.named(start.concrete(_load(parsed), None)))
     task = worker.task_of(config)
-    kernels = task.kernels(config.layout.device, config.train.precision)
-    facts = {**kernels, **start.preflight(task, config)}
+    facts = start.preflight(task, config)
+    facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
     layout = config.layout
     print(
         f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"

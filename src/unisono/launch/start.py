@@ -251,8 +251,8 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
     config = folder.check(folder.named(config, job))
     if allow is not None:
         allow(config, None)
-    task.kernels(config.layout.device, config.train.precision)
     facts = preflight(task, config)
+    task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
         allow(config, facts)
     if new:

@@ -43,10 +43,7 @@ class Language(Task):
 
     def data(self) -> Rows:
         """Rows of the training documents."""
-        _ = (
-            self._flops,
-            self._best,
-        )  # now, before threads ask for it: while a model is made, torch's default dtype is another
+        _ = self._flops  # now, before threads ask for it: while a model is made, torch's default dtype is another
         return Rows(self.store, self._split[0], self.config.sequence)
 
     def held_out(self) -> Rows | None:
@@ -143,9 +140,8 @@ class Language(Task):
         """The loss with the terms of the routers, and how uneven their choices are."""
         from unisono.recipes.language import experts
 
-        counts = (
-            context.totals["routed"][None] if self.needs_totals else experts.routed(logits, real, self._best)
-        )  # of the global batch, or of each row
+        # Of the global batch, or of each row.
+        counts = context.totals["routed"][None] if self.needs_totals else experts.routed(logits, real, self._best)
         sums = {"next_token": total}
         if "balance" in self._router_weights:
             sums["balance"] = experts.balance(logits, real, counts, self._best)
