@@ -164,7 +164,9 @@ def _check(parsed: argparse.Namespace) -> int:
     from unisono.launch import folder, start, worker
 
     config = folder.check(folder.named(start.concrete(_load(parsed), None)))
-    facts = start.preflight(worker.task_of(config), config)
+    task = worker.task_of(config)
+    facts = start.preflight(task, config)
+    facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
     layout = config.layout
     print(
         f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"

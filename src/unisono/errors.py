@@ -31,6 +31,10 @@ class ConfigError(UnisonoError):
     """A key, a value or a combination of values that cannot be run."""
 
 
+class KernelError(ConfigError):
+    """A kernel that was asked for and is not there for this device, precision or model."""
+
+
 class DataError(UnisonoError):
     """A file, a column or a record that cannot be read or used."""
 

@@ -49,12 +49,14 @@ class Context:
         training: False in evaluation.
         scalars: scheduled scalars by name (`schedules.<name>` in the config), pure functions of the step.
         carry: the task's state for these rows, or None where the task keeps none; see `Task.first_carry`.
+        totals: in training, what `Task.totals` came to over the whole global batch, where the task asks for it.
     """
 
     step: int
     training: bool
     scalars: Mapping[str, float] = field(default_factory=dict)
     carry: Mapping[str, Any] | None = None
+    totals: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Loss:
     average of averages.
 
     Attributes:
-        sums: scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those `Task.counts` returns.
+        sums: scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those `Task.counts` returns;
+            in evaluation, terms that only guide the training may be left out.
         weights: weight per term; 1 where absent.
         metrics: `(sum, count)` per metric, each a scalar tensor or a number; reported as `Σ sum / Σ count`.
         carry: the state of these rows for the next step, detached; only for tasks that have a carry.
@@ -95,6 +98,9 @@ class Task(ABC):
     Config: Any = Nothing
     Model: Any = Nothing
     Data: Any = DataGroup
+
+    needs_totals = False
+    """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
 
     def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
         self.config = self._settings("Config", config)
@@ -164,6 +170,15 @@ class Task(ABC):
     def loss(self, outputs: Any, batch: Batch, context: Context) -> Loss:
         """Sums over the rows it is given."""
 
+    def totals(self, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """Sums over these rows that `loss` needs of the *whole* global batch, under names of the task's own.
+
+        For a loss that is a product of means. Where the task `needs_totals`, all micro-batches make one forward pass
+        without gradients before the first backward pass, with the same random draws as the second; what this returns
+        is added up over all of them, and is a constant in `context.totals` of every `loss`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs_totals, so it must define totals()")
+
     def first_carry(self, batch: Batch) -> dict[str, Any] | None:
         """The carry of rows before their first step: tensors whose first axis is the row; None for tasks without.
 
@@ -176,6 +191,20 @@ class Task(ABC):
 
     def check(self) -> None:  # noqa: B027 - optional, not abstract
         """Refuse what can be refused before processes start: a missing file, settings that do not fit each other."""
+
+    def kernels(self, device: str, precision: str) -> dict[str, str]:
+        """Choose among kernels that compute the same, before `build`; returns what was chosen, by setting, to be told.
+
+        Called before the start, and on every process; all have to choose alike.
+
+        Args:
+            device: its kind, e.g. `cpu` or `cuda`.
+            precision: `fp64`, `fp32` or `bf16`.
+
+        Raises:
+            KernelError: for a kernel that was asked for and cannot be had.
+        """
+        return {}
 
     def facts(self) -> dict[str, Any]:
         """What is worth knowing about the data before the start, as JSON; printed by `check` and kept with the run."""

@@ -174,7 +174,7 @@ class Training:
         self.record.say(
             f"{name}: {short(facts.parameters)} parameters, {where}, {self.plan.steps} steps, global batch {batch}"
         )
-        for name, value in self._about.items():
+        for name, value in {**facts.kernels, **self._about}.items():
             self.record.say(f"  {name}: {value}")
         if self.first:
             self.record.say(f"continuing after step {self.first}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import ADAMW, configuration
 from tests.tasks import LinearTask
+from unisono.errors import KernelError
 from unisono.place import Group, Place
 from unisono.proof import prove, record
 from unisono.proof.cases import EPSILON, Case, Proof
@@ -72,6 +73,20 @@ class NoDouble(Net):
         return x.tanh()
 
 
+class NoKernel(LinearTask):
+    """A task whose kernel there is not in fp64."""
+
+    def kernels(self, device: str, precision: str) -> dict[str, str]:
+        if precision == "fp64":
+            raise KernelError("model.kernel=fast cannot be used: it has no fp64")
+        return {"kernel": "fast"}
+
+
+class Chosen(NoKernel):
+    def kernels(self, device: str, precision: str) -> dict[str, str]:
+        return {"kernel": f"slow (fast has no {precision})"}
+
+
 class ChangingRows(list):  # type: ignore[type-arg]
     """Rows that are other rows each time they are read."""
 
@@ -98,6 +113,7 @@ def task(net: type[nn.Module], changing: bool = False) -> LinearTask:
 TASKS: dict[str, LinearTask] = {
     "plain": task(Net), "lower inside": task(LowerInside), "own draws": task(OwnDraws), "capacity": task(OnePerRow),
     "no double": task(NoDouble), "changing rows": task(Net, changing=True),
+    "no kernel": NoKernel(), "chosen": Chosen(),
 }  # fmt: skip
 
 
@@ -202,6 +218,18 @@ def test_without_a_kernel_for_double_nothing_is_said_of_fp64(root: Path) -> None
     found = verdicts(root, "no double")
     assert {v.mark for v in found.values()} == {"ABSTAIN"}
     assert "no fp64 kernel" in why(found["single m2"])
+
+
+def test_where_a_kernel_that_was_asked_for_is_not_there_nothing_is_said(root: Path) -> None:
+    found = verdicts(root, "no kernel")
+    assert {v.mark for v in found.values()} == {"ABSTAIN"}
+    assert all("model.kernel=fast cannot be used: it has no fp64" in why(v) for v in found.values())
+
+
+def test_the_kernels_that_were_chosen_are_told(root: Path) -> None:
+    found = verdicts(root, "chosen")
+    assert found["ddp m2"].mark == "PASS"
+    assert found["single m2"].notes == ["kernels: kernel slow (fast has no fp64)"]
 
 
 def test_the_table_of_differences_is_not_that_of_equal_bits(root: Path) -> None:

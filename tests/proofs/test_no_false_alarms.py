@@ -457,9 +457,10 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
 def language(name: str, data: Path) -> Task:
     """The language recipe with a tiny model of the transformers library."""
     settings = {"bos_token_id": None, "eos_token_id": None, **HUGGING_FACE[name]}
+    guided = {"balance_weight": 0.1, "router_z_weight": 0.01} if name == "mixtral" else {}
     return Language(
         LanguageConfig(sequence=12, pad_to_multiple=4),
-        model=FromConfig(kind="config", architecture=name, settings=settings),
+        model=FromConfig(kind="config", architecture=name, settings=settings, **guided),
         data=corpora.corpus(data),
     )
 
@@ -544,7 +545,7 @@ CLEAN: dict[str, Clean] = {
     ),
     "llama": Clean(adaptive=True),
     "qwen3": Clean(adaptive=True),
-    "mixtral": Clean(),
+    "mixtral": Clean(micro=_BOTH, resumed=True),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from unisono.data.loader import MicroBatch
@@ -43,10 +43,12 @@ class Facts:
     Attributes:
         parameters: number of trainable scalars, over all processes.
         device: what its maker calls it, e.g. `NVIDIA H200`, or `cpu`.
+        kernels: which the task has chosen for it, by setting.
     """
 
     parameters: int
     device: str
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -252,6 +252,7 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
     if allow is not None:
         allow(config, None)
     facts = preflight(task, config)
+    task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
         allow(config, facts)
     if new:

@@ -60,7 +60,8 @@ def parameter_groups(config: OptimizerGroup, model: nn.Module) -> list[dict[str,
         if not parameter.requires_grad:
             continue
         names.append(name)
-        decays = config.decay_all or (parameter.dim() >= 2 and id(parameter) not in exempt)
+        bias = name.endswith("bias")  # those of stacked experts have two axes
+        decays = config.decay_all or (parameter.dim() >= 2 and id(parameter) not in exempt and not bias)
         lr_scale, decay = 1.0, config.weight_decay if decays else 0.0
         for pattern in config.groups:
             if fnmatchcase(name, pattern.match):

@@ -40,7 +40,8 @@ class Watched:
     def outputs(self, model: nn.Module, batch: Any, context: Any) -> Any:
         """What the task returns, after it was looked at."""
         result = self._task.outputs(model, batch, context)
-        self.seen.append({name: sketch(tensor) for name, tensor in tensors(result)})
+        if torch.is_grad_enabled():  # not where a first pass only adds up what the loss needs of the whole batch
+            self.seen.append({name: sketch(tensor) for name, tensor in tensors(result)})
         return result
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig, Sgd
-from unisono.errors import ConfigError, RunError
+from unisono.errors import ConfigError, KernelError, RunError
 from unisono.launch import code, local, start
 from unisono.launch import folder as run_folder
 from unisono.proof import certificate, comparison, diagnose, worker
@@ -243,7 +243,8 @@ def _not_run(case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local.
 
 def _alone(case: Case, trace: Trace) -> Verdict:
     found = Verdict(case.name, "", False)
-    if "not implemented for" in trace.facts.fault:  # what torch says of a dtype that an operation has no kernel for
+    # What torch says of a dtype that an operation has no kernel for, and what a task says of kernels it was asked for.
+    if "not implemented for" in trace.facts.fault or trace.facts.fault.startswith(KernelError.__name__):
         found.compared = [
             comparison.Compared("the run", "ABSTAIN", why=f"no {case.precision} kernel: {trace.facts.fault}")
         ]
@@ -255,10 +256,12 @@ def _alone(case: Case, trace: Trace) -> Verdict:
     found.fault = trace.facts.fault
     if not found.fault:
         found.invariants = comparison.invariants(trace)
+    if trace.facts.kernels:
+        found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
     if trace.facts.lower:
-        found.notes = [
+        found.notes.append(
             f"computes in a lower precision inside, whose floor was measured: {', '.join(trace.facts.lower)}"
-        ]
+        )
     found.diagnosis = diagnose.diagnose(trace, trace, found.invariants, 1)
     return found
 

@@ -24,7 +24,7 @@ from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
 from unisono.data.order import Order, Plan
 from unisono.engines.base import StepResult
-from unisono.engines.torch import guards, precision, tensors
+from unisono.engines.torch import guards, precision, tensors, wrap
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
@@ -117,7 +117,8 @@ class RecordingEngine(TorchEngine):
         super()._update(step, scalars)
         parameters = dict(self._step.model.named_parameters())
         what = "the digests of parameters"
-        self.differing = guards.replicas_that_differ(self.group, parameters, self._replicas(), what)
+        alike = wrap.replicas(self._layout, self._place.world_size)
+        self.differing = guards.replicas_that_differ(self.group, parameters, alike, what)
         self._write("optimizer state", step, self._whole(tensors.of_optimizer(self._step.model, self._optimizer)))
         self._write("parameters", step, self._whole(parameters))
         self._write("buffers", step, self._whole(dict(self._step.model.named_buffers())))
@@ -233,7 +234,7 @@ class _Run:
         if self.first_samples not in (None, samples):
             facts.unrepeatable = "the first rows came out otherwise when they were read again"
         self.first_samples = samples
-        self.engine.setup(first, self.scalars(0))
+        facts.kernels = dict(self.engine.setup(first, self.scalars(0)).kernels)
         self.watched = self.engine.watch(self.case)
         if self.place.world_size == 1:
             why, facts.neighbours = self.engine.look(first[0], self.scalars(0))

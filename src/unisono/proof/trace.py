@@ -93,6 +93,7 @@ class Facts:
         evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
         evaluation_again: the same a second time.
         evaluation_left: what it did not leave as it was, e.g. `training mode`; None where nobody looked.
+        kernels: which the task has chosen, by setting.
         optimizer: the name of its class, where a script has made it.
         fault: the error that ended the run, if one did.
         called: the name of the likely fault behind that error, where the error says it.
@@ -110,6 +111,7 @@ class Facts:
     evaluation: list[dict[str, float]] = field(default_factory=list)
     evaluation_again: list[dict[str, float]] = field(default_factory=list)
     evaluation_left: list[str] | None = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
     optimizer: str = ""
     fault: str = ""
     called: str = ""

@@ -198,12 +198,6 @@ def test_settings_that_the_architecture_refuses_are_a_config_error() -> None:
         models.build(_config("gpt2", n_embd=30, n_head=4), 300)
 
 
-def test_an_attention_that_the_architecture_does_not_have_is_refused_with_the_remedy() -> None:
-    config = FromConfig(kind="config", architecture="gptj", settings={"n_embd": 32, "n_layer": 1, "n_head": 4})
-    with pytest.raises(ConfigError, match=r"gptj has no attention of the kind .*sdpa; set model\.attention=eager"):
-        models.build(config, 300)
-
-
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the model has 299 token embeddings, but the tokenizer makes ids up to 299"):
         models.check(_config("llama", vocab_size=299), 300)
@@ -344,12 +338,11 @@ def recipe(name: str) -> RunConfig:
     return load("language", [f"model={name}"])[0]
 
 
-@pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "qwen3_tiny", "moe_tiny"])
 def test_the_flops_of_a_batch_are_those_that_torch_counts(name: str) -> None:
     """Rows without padding, and plain attention: what the counter sees are the products of matrices."""
-    settings = recipe(name).model.model_copy(update={"attention": "eager"})
     rows, length, vocabulary = 2, 192, 1024
-    found = models.untrained(settings, vocabulary)
+    found = models.untrained(recipe(name).model, vocabulary)
     ids = torch.randint(vocabulary, (rows, length))
     with FlopCounterMode(display=False) as counter:
         found(input_ids=ids, labels=ids).loss.backward()
@@ -357,7 +350,7 @@ def test_the_flops_of_a_batch_are_those_that_torch_counts(name: str) -> None:
     assert rows * (constant * length + per_length * length**2) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "qwen3_tiny", "moe_tiny"])
 def test_flops_need_only_the_shapes(name: str) -> None:
     with torch.device("meta"):
         shapes = models.untrained(recipe(name).model, 512)
@@ -366,10 +359,10 @@ def test_flops_need_only_the_shapes(name: str) -> None:
 
 def test_the_models_of_the_recipe_are_as_tied_as_they_say() -> None:
     tied = {}
-    for name in ("llama_tiny", "gpt2_tiny", "qwen3_tiny"):
+    for name in ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "moe_tiny"):
         found = models.untrained(recipe(name).model, 512)
         tied[name] = found.get_output_embeddings().weight is found.get_input_embeddings().weight
-    assert tied == {"llama_tiny": True, "gpt2_tiny": True, "qwen3_tiny": False}
+    assert tied == {"llama_tiny": True, "gpt2_tiny": True, "qwen3_tiny": False, "moe_tiny": True}
 
 
 def test_a_tied_head_counts_once_and_an_embedding_not_at_all() -> None:

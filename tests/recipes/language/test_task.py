@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.recipes.language.corpora import corpus, model, sentences, store_of, task, write_jsonl
+from tests.recipes.language.corpora import corpus, model, overrides, sentences, store_of, task, write_jsonl
 from tests.runs import configuration, trace
-from unisono.errors import ConfigError, DataError
-from unisono.launch.start import preflight
+from unisono.errors import ConfigError, DataError, KernelError
+from unisono.launch import start
 from unisono.place import Alone, Place
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
@@ -183,11 +183,11 @@ def test_the_check_refuses_settings_of_the_model_before_anything_starts(data: Co
         Language(language.config, model=wrong, data=data).check()
 
 
-def test_an_attention_that_is_not_there_is_refused_before_processes_start(data: Corpus) -> None:
-    eager_only = model("gemma2, soft cap").model_copy(update={"attention": "sdpa"})
-    language = Language(task(data).config, model=eager_only, data=data)
-    with pytest.raises(ConfigError, match=r"set model\.attention=eager"):
-        preflight(language, configuration())
+def test_an_attention_that_is_not_there_is_refused_before_processes_start(data: Corpus, tmp_path: Path) -> None:
+    asked = overrides(Path(str(data.path)), tmp_path, **{"layout.world_size": 2, "model.attention": "flex"})
+    with pytest.raises(KernelError, match=r"model\.attention=flex cannot be used: .*set model\.attention=sdpa"):
+        start.train("language", asked)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_pretrained_model_without_tokenizer_says_what_is_needed(tmp_path: Path, data: Corpus) -> None:

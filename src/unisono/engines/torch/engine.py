@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import collective, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
 from unisono.engines.torch.randomness import Randomness
@@ -34,7 +34,7 @@ from unisono.keys import key
 from unisono.optim import optimizers
 from unisono.place import Group, Place
 from unisono.state import Reader, Shard
-from unisono.task import Batch, Context, Loss, Task
+from unisono.task import Batch, Context, Task
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class TorchEngine:
                 if isinstance(self._wrapped, DistributedDataParallel):
                     self._lay_out()
                     self._warm_up(batches[0], context)
-        return Facts(size, name_of(self._device))
+        return Facts(size, name_of(self._device), self._kernels)
 
     def _find_unused(self) -> None:
         """From now on, see which parameters a step uses."""
@@ -114,6 +114,9 @@ class TorchEngine:
                 self._wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: ordered.hook(bucket))
 
     def _build(self) -> nn.Module:
+        self._kernels = agreed.kernels(self._task, self.group, self._device.type, self._precision)
+        if self._kernels:
+            log.info("kernels: %s", ", ".join(f"{name} {kernel}" for name, kernel in self._kernels.items()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self._config.run.seed, "init"))
             model = self._task.build()
@@ -155,6 +158,7 @@ class TorchEngine:
             gradients.watching(self._step, lambda name, _: used.add(name)),
         ):
             scales = self._scales(self._count([first]))
+            context = self._with_totals([first], context)
             with wrap.synchronising(self._wrapped, self._layout, last=True):
                 seed = self._randomness.begin("dropout", 0, first.number)
                 total, loss = self._forward(first, context, scales)
@@ -192,7 +196,7 @@ class TorchEngine:
     def step(self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:
         """One update; see `Engine.step`."""
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
-            context = Context(step, training=True, scalars=scalars)
+            context = self._with_totals(batches, Context(step, training=True, scalars=scalars))
             counts = self._count(batches)
             scales = self._scales(counts)
             with self._forgetting_unused():
@@ -283,7 +287,9 @@ class TorchEngine:
         if guarded:
             guards.master_dtype(self._step.model, precision.MASTER[self._precision])
             guards.moved(before, guards.digests(parameters), with_gradient, scalars["lr"])
-            guards.parameters_agree(self.group, parameters, self._replicas(), step + 1)
+            guards.parameters_agree(
+                self.group, parameters, wrap.replicas(self._layout, self._place.world_size), step + 1
+            )
             shared = {n: b for n, b in self._step.model.named_buffers() if n not in self._local_buffers}
             guards.buffers_agree(self.group, shared, step + 1)
 
@@ -298,14 +304,28 @@ class TorchEngine:
     def _gradients(self) -> list[Tensor]:
         return gradients.gradients(self._trainable)
 
-    def _forward(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor]) -> tuple[Tensor, Loss]:
+    def _forward(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
         batch = self._on_device(micro.arrays)
         context = self._with_carry(context, micro, batch)
-        if micro.idle:
+        if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
         with precision.casting(self._precision, self._device):
-            result: tuple[Tensor, Loss] = self._wrapped(batch, context, scales)
-        return result
+            return self._wrapped(batch, context, scales)
+
+    def _with_totals(self, batches: Sequence[MicroBatch], context: Context) -> Context:
+        """The context with the task's sums over the whole global batch, where its loss needs them."""
+        if not self._task.needs_totals:
+            return context
+
+        def part(micro: MicroBatch) -> Mapping[str, Tensor]:
+            self._randomness.begin("dropout", context.step, micro.number)
+            totals: Mapping[str, Tensor] = self._forward(micro, context, None)
+            return totals
+
+        with self._restoring_buffers():
+            totals = agreed.totals(batches, part, self._place.world_size, self._device, self._wide)
+        wrap.shard_again(self._wrapped)
+        return replace(context, totals=totals)
 
     def _refuse(
         self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor], result: StepResult
@@ -467,14 +487,6 @@ class TorchEngine:
     def _on_device(self, arrays: Batch) -> Batch:
         return {name: precision.to_device(array, self._device, self._precision) for name, array in arrays.items()}
 
-    def _replicas(self) -> list[range]:
-        """Ranks that hold the same parameters."""
-        world, shards = self._place.world_size, self._layout.shards
-        if self._layout.strategy == "hsdp":
-            assert shards is not None
-            return [range(first, world, shards) for first in range(shards)]
-        return [range(world)] if self._layout.strategy == "ddp" else []
-
     @contextmanager
     def _restoring_buffers(self) -> Iterator[None]:
         kept = [buffer.clone() for buffer in self._step.buffers()]
@@ -487,7 +499,7 @@ class TorchEngine:
     def _with_carry(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
         kept = self._carry.of(micro) if context.training and not micro.idle else None
         carry = kept or self._task.first_carry(batch)
-        return context if carry is None else Context(context.step, context.training, context.scalars, carry)
+        return context if carry is None else replace(context, carry=carry)
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from unisono.config.schema import Layout
 from unisono.engines.torch.precision import promoting
 from unisono.errors import ConfigError
-from unisono.task import Batch, Context, Loss, Task
+from unisono.task import Batch, Context, Task
 
 Wrapped = nn.Module
 KNOWS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
@@ -43,12 +43,18 @@ class Step(nn.Module):
         self.model = model
         self.task = task
 
-    def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor]) -> tuple[Tensor, Loss]:
-        """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums."""
-        loss = self.task.loss(self.task.outputs(self.model, batch, context), batch, context)
+    def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
+        """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums.
+
+        Without scales, what these rows contribute to the task's totals.
+        """
+        outputs = self.task.outputs(self.model, batch, context)
+        if scales is None:
+            return self.task.totals(outputs, batch, context)
+        loss = self.task.loss(outputs, batch, context)
         if not loss.sums:
             raise ConfigError(f"{type(self.task).__name__}: loss() returned no term, so there is nothing to train on")
-        if set(loss.sums) != set(scales):
+        if not (set(loss.sums) == set(scales) if context.training else set(loss.sums) <= set(scales)):
             raise ConfigError(
                 f"{type(self.task).__name__}: loss() returned the terms {sorted(loss.sums)}, but counts() counted "
                 f"{sorted(scales)}; every term needs its count"
@@ -172,6 +178,14 @@ def _has_vectors_only(module: nn.Module) -> bool:
     """
     own = list(module.parameters(recurse=False))
     return bool(own) and all(parameter.dim() <= 1 for parameter in own)
+
+
+def replicas(layout: Layout, world_size: int) -> list[range]:
+    """Ranks that hold the same parameters."""
+    if layout.strategy == "hsdp":
+        assert layout.shards is not None
+        return [range(first, world_size, layout.shards) for first in range(layout.shards)]
+    return [range(world_size)] if layout.strategy == "ddp" else []
 
 
 def gradient_factor(layout: Layout, world_size: int) -> float:

@@ -41,7 +41,7 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
         special = json.loads((assets / "special_tokens.json").read_text(encoding="utf-8"))
     with _naming(assets / "config.json"):
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     load_weights(folder, model)
     model.eval()
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids

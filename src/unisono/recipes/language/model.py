@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 
 from unisono.errors import ConfigError, nearest
+from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
+
+_PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def check(config: ModelGroup, vocab_size: int) -> Any:
@@ -39,7 +43,7 @@ def check(config: ModelGroup, vocab_size: int) -> Any:
 
 
 def build(config: ModelGroup, vocab_size: int) -> nn.Module:
-    """A model in fp32 on the CPU: random weights from torch's generator, or those of the directory.
+    """A model in fp32 on the CPU, with plain kernels: random weights from torch's generator, or those of the directory.
 
     Raises:
         ConfigError: for what `check` and `untrained` refuse, weights that cannot be read or do not fit, and a model
@@ -47,11 +51,13 @@ def build(config: ModelGroup, vocab_size: int) -> nn.Module:
     """
     model = _pretrained(config, vocab_size) if isinstance(config, Pretrained) else untrained(config, vocab_size)
     _refuse_foresight(model)
+    if config.balance_weight or config.router_z_weight:
+        experts.check_router(model)
     return model
 
 
 def untrained(config: ModelGroup, vocab_size: int) -> nn.Module:
-    """The model with the weights that torch's generator gives it, on the current default device.
+    """The model with the weights that torch's generator gives it, on the current default device, with plain kernels.
 
     Raises:
         ConfigError: for what `check` refuses, and settings that the architecture itself refuses.
@@ -60,12 +66,8 @@ def untrained(config: ModelGroup, vocab_size: int) -> nn.Module:
 
     settings = check(config, vocab_size)
     try:
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=config.attention)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **_PLAIN)
     except Exception as error:  # each architecture validates in its own way
-        if "scaled_dot_product_attention" in str(error):
-            raise ConfigError(
-                f"{settings.model_type} has no attention of the kind model.attention=sdpa; set model.attention=eager"
-            ) from error
         raise ConfigError(f"a {settings.model_type} model cannot be made with these model.settings: {error}") from error
     assert isinstance(model, nn.Module)
     return model
@@ -102,19 +104,20 @@ def head_is_linear(model: Any) -> bool:
 def flops_per_token(model: Any) -> tuple[float, float]:
     """FLOPs of a token's forward and backward pass: a constant part, and a part to be multiplied with its row's length.
 
-    The constant is 6 per weight that is multiplied with the token (matrices of linear layers and the head, once where
-    it is tied; not embeddings, which are looked up). The other is attention's 12 · layers · heads · head size, for
-    scores and values, without a discount for causality (Chowdhery et al., "PaLM", 2022, appendix B).
+    The constant is 6 per weight that is multiplied with the token (matrices of linear layers, of the experts that it
+    is sent to, and the head, once where it is tied; not embeddings, which are looked up). The other is attention's
+    12 · layers · heads · head size, for scores and values, without a discount for causality (Chowdhery et al., "PaLM",
+    2022, appendix B).
     """
     matrices = {
         id(m.weight): m.weight.numel()
         for m in model.modules()
-        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" or type(m).__name__.endswith("Router")
     }
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and their scans are not counted
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    return 6.0 * sum(matrices.values()), 12.0 * text.num_hidden_layers * heads * size
+    return 6.0 * (sum(matrices.values()) + experts.active(model)), 12.0 * text.num_hidden_layers * heads * size
 
 
 def _refuse_foresight(model: Any) -> None:
@@ -156,7 +159,7 @@ def _pretrained(config: Pretrained, vocab_size: int) -> nn.Module:
             config.path,
             config=settings,
             dtype=torch.float32,
-            attn_implementation=config.attention,
+            **_PLAIN,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -187,7 +190,7 @@ def _from_settings(config: FromConfig, vocab_size: int) -> Any:
     kind = CONFIG_MAPPING[config.architecture]
     known = set(kind().to_dict()) | set(kind.attribute_map)
     for name in config.settings:
-        if name not in known:  # the library would keep it and ignore it
+        if name not in known and not _reads(kind, name):  # the library would keep it and ignore it
             hint = nearest(name, known)
             told = hint.replace("'", "'model.settings.", 1) if hint.startswith("did") else "see its configuration class"
             raise ConfigError(f"unknown key 'model.settings.{name}' for {config.architecture}, {told}")
@@ -196,6 +199,14 @@ def _from_settings(config: FromConfig, vocab_size: int) -> Any:
         return AutoConfig.for_model(config.architecture, **settings)
     except Exception as error:  # each architecture validates in its own way
         raise ConfigError(f"model.settings do not fit {config.architecture}: {error}") from error
+
+
+def _reads(kind: Any, name: str) -> bool:
+    """Whether a model reads a setting that its configuration class does not declare, as qwen3_moe does its head_dim."""
+    from transformers import AutoModelForCausalLM
+
+    source = inspect.getsource(inspect.getmodule(AutoModelForCausalLM._model_mapping[kind]) or object)
+    return f'getattr(config, "{name}",' in source
 
 
 def _from_directory(path: Path) -> Any:

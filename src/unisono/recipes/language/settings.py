@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.schema import Data, Settings
+from unisono.config.schema import Data, NonNegative, Settings
 
 
 class LanguageConfig(Settings):
@@ -25,7 +25,21 @@ class LanguageConfig(Settings):
 class ModelGroup(Settings):
     """What all models have."""
 
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = Field(
+        "auto", description="kernel of attention; auto: flash where it is installed and fits, else sdpa, flex, eager"
+    )
+    experts: Literal["auto", "grouped", "loop"] = Field(
+        "auto", description="how experts are multiplied with; auto: grouped where torch has it for device and precision"
+    )
+    balance_weight: NonNegative = Field(
+        0.0, description="weight of the load-balancing loss of a mixture of experts (Fedus et al., 2022); 0: none"
+    )
+    balance_over: Literal["global_batch", "row"] = Field(
+        "global_batch", description="rows over which experts are to be balanced; global_batch takes a forward pass more"
+    )
+    router_z_weight: NonNegative = Field(
+        0.0, description="weight of the router z-loss of a mixture of experts (Zoph et al., 2022); 0: none"
+    )
 
 
 class FromConfig(ModelGroup):

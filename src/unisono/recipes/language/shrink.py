@@ -71,7 +71,8 @@ def _smaller(large: Any) -> Iterator[dict[str, Any]]:
 def _from(settings: dict[str, Any], config: ModelGroup, architecture: str) -> FromConfig:
     left_out = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
     kept = {key: value for key, value in settings.items() if key not in left_out and not key.startswith("_")}
-    return FromConfig(kind="config", architecture=architecture, attention=config.attention, settings=kept)
+    common = {name: getattr(config, name) for name in ModelGroup.model_fields}
+    return FromConfig(kind="config", architecture=architecture, settings=kept, **common)
 
 
 def _parameters(config: FromConfig, vocab_size: int) -> int | None:

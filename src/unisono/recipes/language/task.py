@@ -17,7 +17,9 @@ from unisono.recipes.language.tokens import Rows, Tokenizer, TokenStore
 from unisono.task import Batch, Context, Loss, Task
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from unisono.recipes.language.kernels import Kernels
 
 IGNORED = -100
 
@@ -25,7 +27,8 @@ IGNORED = -100
 class Language(Task):
     """A causal language model and its documents.
 
-    The loss has one term, `next_token`: summed cross-entropy in nats over all targets that are not padding.
+    The loss has the term `next_token`: summed cross-entropy in nats over all targets that are not padding. Mixtures of
+    experts can have two more, which guide their routers and count the same tokens: `balance` and `router_z`.
     """
 
     Config = settings.LanguageConfig
@@ -60,8 +63,8 @@ class Language(Task):
         return {"inputs": inputs, "targets": targets}
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        """Targets that are not padding."""
-        return {"next_token": float((batch["targets"] != IGNORED).sum())}
+        """Targets that are not padding, for every term."""
+        return dict.fromkeys(["next_token", *self._router_weights], float((batch["targets"] != IGNORED).sum()))
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
@@ -75,11 +78,12 @@ class Language(Task):
     # model and loss ---------------------------------------------------------------------------------------------
 
     def build(self) -> nn.Module:
-        """The model; whether its head can be applied chunk by chunk is found out here, once."""
+        """The model, with the kernels that were chosen; its head is asked whether it can be applied chunk by chunk."""
         from unisono.recipes.language import model as models
 
         model = models.build(self.model_config, self.tokenizer.size)
         self._chunked = models.head_is_linear(model)
+        self._kernels.use(model)
         return model
 
     def outputs(self, model: Any, batch: Batch, context: Context) -> dict[str, Any]:
@@ -87,11 +91,21 @@ class Language(Task):
 
         Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
         """
+        inputs = {"input_ids": batch["inputs"], "use_cache": False}
+        guided = bool(self._router_weights) and context.training
+        if guided:
+            inputs["output_router_logits"] = True
+        made = (model.base_model if self._chunked else model)(**inputs)
+        router = {}
+        if guided:
+            import torch
+
+            rows, length = batch["inputs"].shape
+            router["router"] = torch.stack([logits.view(rows, length, -1) for logits in made.router_logits], dim=2)
         if not self._chunked:
-            return {"logits": model(input_ids=batch["inputs"], use_cache=False).logits}
+            return {"logits": made.logits, **router}
         head = model.get_output_embeddings()
-        hidden = model.base_model(input_ids=batch["inputs"], use_cache=False).last_hidden_state
-        return {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+        return {"hidden": made.last_hidden_state, "weight": head.weight, "bias": head.bias, **router}
 
     def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
         """Summed cross-entropy; in evaluation also the share of tokens that the model would have chosen itself."""
@@ -105,16 +119,67 @@ class Language(Task):
             total, right = linear_loss.summed_cross_entropy(
                 hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk
             )
-        metrics = {} if context.training else {"accuracy": (right, (targets != IGNORED).sum())}
-        return Loss({"next_token": total}, metrics=metrics)
+        if not context.training:
+            return Loss({"next_token": total}, metrics={"accuracy": (right, (targets != IGNORED).sum())})
+        if not self._router_weights:
+            return Loss({"next_token": total})
+        return self._guided(total, outputs["router"], batch["targets"] != IGNORED, context)
+
+    @property
+    def needs_totals(self) -> bool:  # type: ignore[override]
+        """Whether experts are balanced over the global batch."""
+        return self.model_config.balance_weight > 0 and self.model_config.balance_over == "global_batch"
+
+    def totals(self, outputs: dict[str, Any], batch: Batch, context: Context) -> dict[str, Tensor]:
+        """How many tokens of these rows choose each expert, (layers, experts)."""
+        from unisono.recipes.language import experts
+
+        return {"routed": experts.routed(outputs["router"], batch["targets"] != IGNORED, self._best).sum(0)}
+
+    def _guided(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
+        """The loss with the terms of the routers, and how uneven their choices are."""
+        from unisono.recipes.language import experts
+
+        # Of the global batch, or of each row.
+        counts = context.totals["routed"][None] if self.needs_totals else experts.routed(logits, real, self._best)
+        sums = {"next_token": total}
+        if "balance" in self._router_weights:
+            sums["balance"] = experts.balance(logits, real, counts, self._best)
+        if "router_z" in self._router_weights:
+            sums["router_z"] = experts.z_loss(logits, real)
+        tokens = real.sum(1)
+        return Loss(
+            sums, self._router_weights, metrics={"expert_load": ((experts.load(counts) * tokens).sum(), tokens.sum())}
+        )
+
+    @cached_property
+    def _router_weights(self) -> dict[str, float]:
+        """Of the terms that guide routers; empty where nothing does."""
+        weights = {"balance": self.model_config.balance_weight, "router_z": self.model_config.router_z_weight}
+        return {name: weight for name, weight in weights.items() if weight}
+
+    @cached_property
+    def _best(self) -> int:
+        """Experts per token."""
+        return int(getattr(self._skeleton.config.get_text_config(), "num_experts_per_tok", 0))
 
     # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""
+        from unisono.recipes.language import experts
         from unisono.recipes.language import model as models
 
         models.check(self.model_config, self.tokenizer.size)
+        if self._router_weights:
+            experts.check_router(self._skeleton)
+
+    def kernels(self, device: str, precision: str) -> dict[str, str]:
+        """Of attention and experts; `build` makes the model with them."""
+        from unisono.recipes.language import kernels
+
+        self._kernels = kernels.choose(self.model_config, self._skeleton, device, precision)
+        return self._kernels.described
 
     def facts(self) -> dict[str, Any]:
         """Sizes of the corpus, its fingerprint, and the loss of a model that knows only how frequent tokens are.
@@ -162,13 +227,27 @@ class Language(Task):
 
     @cached_property
     def _flops(self) -> tuple[float, float]:
-        """FLOPs per token, from a copy of the model that has shapes but no numbers."""
+        """FLOPs per token."""
+        from unisono.recipes.language import model as models
+
+        return models.flops_per_token(self._skeleton)
+
+    @cached_property
+    def _skeleton(self) -> Any:
+        """A copy of the model that has shapes but no numbers."""
         import torch
 
         from unisono.recipes.language import model as models
 
         with torch.device("meta"):
-            return models.flops_per_token(models.untrained(self.model_config, self.tokenizer.size))
+            return models.untrained(self.model_config, self.tokenizer.size)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        """What was chosen; for a CPU in fp32 where nobody has asked."""
+        from unisono.recipes.language import kernels
+
+        return kernels.choose(self.model_config, self._skeleton, "cpu", "fp32")
 
     @cached_property
     def _split(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

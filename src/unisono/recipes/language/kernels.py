@@ -1,0 +1,146 @@
+"""Which kernels a model computes with: chosen by what device, precision, installed packages and the model itself allow.
+
+The choice changes speed and memory, and the result by no more than rounding. What is asked for by name and cannot be
+had is refused before anything starts; `auto` takes the next best and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from unisono.errors import KernelError
+from unisono.recipes.language import experts
+from unisono.recipes.language.settings import ModelGroup
+
+_LEAST_FOR_FLEX = 16  # features of a head; torch's templates multiply blocks no narrower
+_DROPOUTS = ("attention_dropout", "attn_pdrop")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What was chosen, by the names of the settings.
+
+    Attributes:
+        attention: `eager`, `sdpa`, `flex` or `flash`.
+        experts: `grouped` or `loop`; empty for models without experts.
+        why: by setting, what kept `auto` from a better one.
+    """
+
+    attention: str
+    experts: str = ""
+    why: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def described(self) -> dict[str, str]:
+        """For the console."""
+        reasons = dict(self.why)
+        chosen = {"attention": self.attention, **({"experts": self.experts} if self.experts else {})}
+        return {name: f"{kernel} ({reasons[name]})" if name in reasons else kernel for name, kernel in chosen.items()}
+
+    def use(self, model: Any) -> None:
+        """Let a model compute with them, in place of the plain kernels that every device has."""
+        if self.attention != "eager":
+            names = {"flex": "flex_attention", "flash": _installed_flash()}
+            model.set_attn_implementation(names.get(self.attention, self.attention))
+        if self.experts == "grouped":
+            experts.register()
+            model.set_experts_implementation(experts.GROUPED)
+
+
+def choose(config: ModelGroup, model: nn.Module, device: str, precision: str) -> Kernels:
+    """The kernels of a model.
+
+    Args:
+        config: the `model` group.
+        model: the model, which may be without memory (`meta`).
+        device: its kind, e.g. `cpu` or `cuda`.
+        precision: `fp64`, `fp32` or `bf16`.
+
+    Raises:
+        KernelError: naming key, reason and remedy.
+    """
+    attention, why_attention = _attention(config.attention, model, device, precision)
+    how, why_experts = _experts(config.experts, model, device, precision)
+    reasons = {"attention": why_attention, "experts": why_experts}
+    return Kernels(attention, how, tuple((name, why) for name, why in reasons.items() if why))
+
+
+def _attention(asked: str, model: nn.Module, device: str, precision: str) -> tuple[str, str]:
+    order = ("flash", "sdpa", "flex", "eager")
+    reasons = {kernel: "; ".join(_against(kernel, model, device, precision)) for kernel in order}
+    if asked == "auto":
+        chosen = next(kernel for kernel in order if not reasons[kernel])
+        return chosen, f"sdpa: {reasons['sdpa']}" if chosen in ("flex", "eager") else ""
+    if reasons[asked]:
+        rest = [kernel for kernel in order if not reasons[kernel]]
+        raise KernelError(
+            f"model.attention={asked} cannot be used: {reasons[asked]}; set model.attention={rest[0]}, or auto"
+        )
+    return asked, ""
+
+
+def _against(kernel: str, model: Any, device: str, precision: str) -> Iterator[str]:
+    """What speaks against a kernel of attention; nothing where it can be used."""
+    text = model.config.get_text_config()
+    supported = {"sdpa": model._supports_sdpa, "flex": model._supports_flex_attn, "flash": model._supports_flash_attn}
+    if not supported.get(kernel, True) or (kernel != "eager" and not model._can_set_attn_implementation()):
+        yield f"{text.model_type} has no attention of this kind in transformers"
+    dropout = next((rate for key in _DROPOUTS if (rate := getattr(text, key, 0.0))), 0.0)
+    match kernel:
+        case "flex":
+            if device == "cpu":
+                yield "torch's flex_attention has no backward pass on a CPU"
+            if precision == "fp64":
+                yield "there is no fp64 kernel of it"
+            if dropout:
+                yield f"it drops no attention weights, and this model drops {dropout:g} of them"
+            if (width := _width_of_head(text)) < _LEAST_FOR_FLEX:
+                yield f"it needs heads of at least {_LEAST_FOR_FLEX} features, and this model's have {width}"
+        case "flash":
+            if device != "cuda":
+                yield f"it needs a CUDA or ROCm device, and this run is on {device}"
+            if precision != "bf16":
+                yield f"there is no {precision} kernel of it, only half precision (train.precision=bf16)"
+            if not _installed_flash():
+                yield "the package flash-attn is not installed"
+
+
+def _width_of_head(text: Any) -> int:
+    heads = getattr(text, "num_attention_heads", 0) or 1
+    return int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+
+def _installed_flash() -> str:
+    """The name of the installed flash attention in transformers; empty without one.
+
+    transformers would also fetch one from a hub through its `kernels` package. Nothing is downloaded here, code least.
+    """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    if is_flash_attn_2_available():
+        return "flash_attention_2"
+    return "flash_attention_3" if is_flash_attn_3_available() else ""
+
+
+def _experts(asked: str, model: nn.Module, device: str, precision: str) -> tuple[str, str]:
+    if not experts.has_experts(model):
+        if asked != "auto":
+            raise KernelError(
+                f"model.experts={asked}: transformers' {_name(model)} has no stacked experts to choose a kernel for; "
+                "leave it at auto"
+            )
+        return "", ""
+    why = experts.against_grouped(model, device, precision)
+    if asked == "grouped" and why:
+        raise KernelError(f"model.experts=grouped cannot be used: {why}; set model.experts=loop, or auto")
+    if asked == "auto":
+        return ("loop", why) if why else ("grouped", "")
+    return asked, ""
+
+
+def _name(model: Any) -> str:
+    return str(model.config.get_text_config().model_type)
