@@ -155,9 +155,8 @@ class Training:
         """Evaluate on the held-out rows, if there are any, after `made` updates."""
         if self.held_out is not None:
             began = perf_counter()
-            result = self._engine.evaluate(self.held_out.batches(), made, self._scalars(made))
-            self.record.evaluation(made, result, self.held_out.rows, perf_counter() - began)
-            self.evaluated = result.values
+            self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
+            self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
     def _save(self, made: int) -> None:
         group, keep = self._engine.group, self._config.checkpoint.keep

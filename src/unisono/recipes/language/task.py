@@ -87,9 +87,9 @@ class Language(Task):
 
         Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
         """
-        if not self._chunked:
-            return {"logits": model(input_ids=batch["inputs"], use_cache=False).logits}
         head = model.get_output_embeddings()
+        if not self._chunked or hasattr(head, "base_layer"):  # a head with an adapter does more than multiply, too
+            return {"logits": model(input_ids=batch["inputs"], use_cache=False).logits}
         hidden = model.base_model(input_ids=batch["inputs"], use_cache=False).last_hidden_state
         return {"hidden": hidden, "weight": head.weight, "bias": head.bias}
 
