@@ -154,7 +154,10 @@ def _targets(config: Lora, model: nn.Module) -> list[str]:
         if not chosen:
             raise ConfigError("adapter=lora: the model has no linear layer that could have an adapter")
         return chosen
-    matched = {pattern: [name for name in layers if _matches(name, pattern)] for pattern in config.targets}
+    matched = {
+        pattern: [pattern] if pattern in layers else [name for name in layers if _matches(name, pattern)]
+        for pattern in config.targets
+    }
     for pattern, names in matched.items():
         if not names:
             known = {*layers, *(name.rpartition(".")[2] for name in layers)}
