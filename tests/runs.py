@@ -47,6 +47,7 @@ class Trace:
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     before: dict[str, np.ndarray] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
+    average: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class Recording(TorchEngine):
@@ -93,6 +94,7 @@ def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
             result.metrics.append({**done.terms, **done.metrics, **done.work})
         result.gradients = engine.raw or {}
         result.parameters = engine.parameters()
+        result.average = {name: whole(value) for name, value in engine._average.tensors.items()}
         held_out = task.held_out()
         if held_out is not None:
             from unisono.evaluation.held_out import HeldOut
@@ -100,6 +102,8 @@ def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
             rows = HeldOut(task, held_out, config, place, split.micro_batch)
             done = engine.evaluate(rows.batches(), plan.steps, scalars(plan.steps))
             result.evaluation = {"loss": done.loss, **done.terms, **done.metrics}
+            if result.average:
+                result.evaluation |= rows.evaluate(engine, plan.steps, scalars(plan.steps))
     finally:
         loader.close()
         engine.close()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unisono.config.schema import Data, RunConfig, Settings
     from unisono.data.order import Order
     from unisono.errors import UnisonoError
-    from unisono.launch.reload import load_weights
+    from unisono.launch.reload import load_model, load_weights
     from unisono.launch.start import train
     from unisono.task import Context, Loss, Source, Task
 
@@ -30,6 +30,7 @@ __all__ = [
     "Task",
     "UnisonoError",
     "__version__",
+    "load_model",
     "load_weights",
     "train",
 ]
@@ -44,6 +45,7 @@ _HOME = {
     "Source": "unisono.task",
     "Task": "unisono.task",
     "UnisonoError": "unisono.errors",
+    "load_model": "unisono.launch.reload",
     "load_weights": "unisono.launch.reload",
     "train": "unisono.launch.start",
 }

@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--tokens", type=int, default=64, help="how many tokens to write (default 64)")
     verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--ema", action="store_true", help="with the moving average of the weights (ema.decay)")
     verb.set_defaults(run=_generate)
     return parser
 
@@ -235,5 +236,5 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 def _generate(parsed: argparse.Namespace) -> int:
     from unisono.recipes.language.generate import generate
 
-    print(generate(parsed.folder, parsed.prompt, parsed.tokens, parsed.temperature, parsed.seed))
+    print(generate(parsed.folder, parsed.prompt, parsed.tokens, parsed.temperature, parsed.seed, parsed.ema))
     return 0

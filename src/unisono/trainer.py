@@ -155,9 +155,8 @@ class Training:
         """Evaluate on the held-out rows, if there are any, after `made` updates."""
         if self.held_out is not None:
             began = perf_counter()
-            result = self._engine.evaluate(self.held_out.batches(), made, self._scalars(made))
-            self.record.evaluation(made, result, self.held_out.rows, perf_counter() - began)
-            self.evaluated = result.values
+            self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
+            self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
     def _save(self, made: int) -> None:
         group, keep = self._engine.group, self._config.checkpoint.keep
@@ -182,7 +181,8 @@ class Training:
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
         unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")
         peak = peak_flops(self._facts.device, self._config.train.precision)
-        flops = result.work.get("flops", 0.0)
+        # A frozen matrix gets no gradient, so with adapters there are fewer than the task counts.
+        flops = 0.0 if self._config.adapter else result.work.get("flops", 0.0)
         mfu = flops / seconds / (peak * self._place.world_size) if peak and flops else None
         return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds)
 

@@ -39,6 +39,7 @@ HARMLESS = {
     "eval.every": "3",
     "eval.rows": "3",
     "eval.micro_batch": "3",
+    "eval.weights": "model",
     "eval.at_end": "false",
     "checkpoint.every": "3",
     "checkpoint.keep": "3",
@@ -59,6 +60,10 @@ MATHEMATICS = {
     "task.rows": "28",
     "task.dropout": "0.1",
     "task.embedding_penalty": "0.1",
+    "ema.decay": "0.5",
+    "ema.start": "3",
+    "ema.every": "3",
+    "ema.warmup": "false",
     "optim.kind": "sgd",
     "optim.lr": "1",
     "optim.weight_decay": "0.5",
@@ -85,10 +90,13 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "layout.shards": ("layout.strategy=hsdp",),
     "layout.reduction": ("layout.strategy=auto",),
     "layout.bucket_mb": ("layout.strategy=auto",),
+    "ema.start": ("ema.decay=0.5",),
+    "ema.every": ("ema.decay=0.5",),
+    "ema.warmup": ("ema.decay=0.5",),
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
 }
-NOT_TO_BE_CHANGED = {"recipe", "layout.engine", "model", "schedules.lr.peak"}  # one value alone, or none
+NOT_TO_BE_CHANGED = {"recipe", "layout.engine", "model", "adapter", "schedules.lr.peak"}  # one value alone, or none
 
 
 def config(*overrides: str) -> RunConfig:
@@ -123,6 +131,14 @@ def test_a_mathematical_key_makes_another_run_and_is_named(base: RunConfig, key:
     found = fingerprint.changes(base, other, random=False)
     assert found[key] == tuple(fingerprint.flat(fingerprint.plain(c))[key] for c in (base, other))
     assert fingerprint.digest(base) != fingerprint.digest(other)
+
+
+def test_adapters_and_each_of_their_settings_make_another_run(base: RunConfig):
+    lora = config("adapter=lora")
+    assert "adapter.kind" in fingerprint.changes(base, lora, random=False)
+    for word in ("rank=4", "alpha=2", "dropout=0.1", "targets=[query]"):
+        other = config("adapter=lora", f"adapter.{word}")
+        assert list(fingerprint.changes(lora, other, random=False)) == [f"adapter.{word.partition('=')[0]}"]
 
 
 def test_the_place_of_the_task_s_file_makes_no_other_run(base: RunConfig):

@@ -146,6 +146,25 @@ def test_gradients_after_which_replicas_differ_are_not_synchronised(tmp_path: Pa
     assert found.fault == "Gradients are not synchronised"
 
 
+ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np.arange(3.0)}  # in their first step
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"a.B": 2 * np.ones(3), "b.B": 2 * np.arange(3.0)}, "All gradients are scaled by N"),
+        ({"a.B": OTHER["a"], "b.B": OTHER["b"]}, "Gradients are those of a part of the batch"),
+        ({"a.B": OTHER["a"]}, "Some parameters are not synchronised"),
+    ],
+)
+def test_matrices_of_adapters_without_a_gradient_yet_say_nothing(tmp_path: Path, change: Any, fault: str) -> None:
+    mine = trace(tmp_path / "mine", EVEN, {**ADAPTERS, **change})
+    reference = trace(tmp_path / "one", [[sum(step)] for step in EVEN], ADAPTERS)
+    found = diagnose.diagnose(mine, reference, [failed("raw gradients", 1)], 2, "ddp")
+    assert found is not None
+    assert found.fault == fault
+
+
 @pytest.mark.parametrize(("factor", "by"), [(2.0, True), (0.5, True), (4.0, False)])
 def test_gradients_that_are_scaled(tmp_path: Path, factor: float, by: bool) -> None:
     scaled = {"a": factor * np.ones(3), "b": factor * np.arange(3.0)}
@@ -172,6 +191,10 @@ def test_an_update_that_differs_first(tmp_path: Path, quantity: str, starts: Any
 
 def test_an_average_of_weights_that_differs_first(tmp_path: Path) -> None:
     assert told(tmp_path, failed("EMA", 2)).fault == "The moving average drifts"
+
+
+def test_an_average_that_differs_only_after_a_resume_was_lost(tmp_path: Path) -> None:
+    assert told(tmp_path, failed("EMA", 2), case="ddp resumed").fault == "The moving average was lost"
 
 
 def test_a_learning_rate_that_differs_after_a_resume(tmp_path: Path) -> None:

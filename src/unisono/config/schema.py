@@ -146,6 +146,20 @@ class ParameterGroup(Settings):
     weight_decay: NonNegative | None = Field(None, description="null: as for the rest")
 
 
+class Lora(Settings):
+    """LoRA (Hu et al., 2021): the model stays as it is, and each targeted layer gets alpha / rank · B·A, trained."""
+
+    kind: Literal["lora"]
+    rank: PositiveInt = Field(8, description="columns of B and rows of A")
+    alpha: Positive = Field(16.0, description="over the rank: what the product is multiplied with")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="of what goes into A")
+    targets: list[str] = Field(
+        [],
+        description="linear layers: their names, the last parts of these, or globs, e.g. [q_proj,v_proj]; empty: all "
+        "but the head",
+    )
+
+
 class OptimizerGroup(Settings):
     """What all optimizers have."""
 
@@ -235,6 +249,26 @@ class InverseSqrt(ScheduleGroup):
 Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt, Field(discriminator="kind")]
 
 
+class Ema(Settings):
+    """A moving average of the weights: after an update, `average ← decay · average + (1 - decay) · weights`."""
+
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="of the moving average of the weights, e.g. 0.999; null: none is kept"
+    )
+    start: Annotated[int, Field(ge=0)] = Field(
+        0, description="updates before the average begins; until then it is the weights"
+    )
+    every: PositiveInt = Field(1, description="updates between one renewal of the average and the next")
+    warmup: bool = Field(True, description="the decay of the n-th renewal is n / (n + 9), up to ema.decay")
+
+    @model_validator(mode="after")
+    def _nothing_without_a_decay(self) -> Ema:
+        for name in ("start", "every", "warmup"):
+            if self.decay is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"ema.{name} says nothing without an average; give ema.decay, e.g. 0.999")
+        return self
+
+
 class Eval(Settings):
     """Evaluation on the rows that the task holds out, exact at any world size."""
 
@@ -243,6 +277,9 @@ class Eval(Settings):
         None, description="so many of the held-out rows, drawn from all of them; null: all"
     )
     micro_batch: PositiveInt | None = Field(None, description="rows in one pass; null: as in training")
+    weights: Literal["both", "model", "ema"] = Field(
+        "both", description="the model's, their moving average, or both where there is an average (ema.decay)"
+    )
     at_end: bool = True
 
 
@@ -288,12 +325,20 @@ class RunConfig(Settings):
     task: Any = {}
     model: Any = {}
     data: Any = {}
+    adapter: Lora | None = None
     optim: Optimizer
     schedules: dict[str, Schedule] = {}
+    ema: Ema = Ema()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     launch: Launch = Launch()
+
+    @model_validator(mode="after")
+    def _an_average_is_there(self) -> RunConfig:
+        if self.eval.weights == "ema" and self.ema.decay is None:
+            raise ValueError("eval.weights=ema: no moving average is kept; set ema.decay, e.g. 0.999")
+        return self
 
     @model_validator(mode="after")
     def _schedules_fit(self) -> RunConfig:

@@ -75,8 +75,13 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float]) -> StepResult:
-        """The loss and metrics of all rows together; leaves mode, buffers and random state as they were."""
+    def evaluate(
+        self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float], average: bool = False
+    ) -> StepResult:
+        """The loss and metrics of all rows together; leaves weights, mode, buffers and random state as they were.
+
+        With the model's weights, or with their moving average in their place.
+        """
         ...
 
     def state(self) -> list[Shard]:

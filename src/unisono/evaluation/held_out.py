@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
 from unisono.data.order import Order, Plan
+from unisono.engines.base import Engine
 from unisono.errors import DataError
 from unisono.place import Place
 from unisono.task import Source, Task
@@ -36,6 +37,10 @@ class HeldOut:
         self._split = Split.of(micro * place.world_size, place.world_size, micro)
         self._plan = Plan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
         self._task, self._source, self._rank, self._data = task, source, place.rank, config.data
+        self._averages = [
+            average for average, one in ((False, "model"), (True, "ema"))
+            if config.eval.weights in ("both", one) and (config.ema.decay is not None or not average)
+        ]  # fmt: skip
         self.rows = rows
 
     def batches(self) -> Iterator[list[MicroBatch]]:
@@ -48,3 +53,17 @@ class HeldOut:
             yield from loader.steps()
         finally:
             loader.close()
+
+    def evaluate(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Loss and metrics, with the weights that `eval.weights` names; what the moving average gives is `ema/…`.
+
+        Args:
+            engine: to compute with.
+            step: updates made.
+            scalars: of that step.
+        """
+        values: dict[str, float] = {}
+        for average in self._averages:
+            told = engine.evaluate(self.batches(), step, scalars, average).values
+            values |= {f"{'ema/' if average else ''}{name}": value for name, value in told.items()}
+        return values

@@ -181,7 +181,7 @@ def replace(path: Path, text: str) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of whatever could change what a run computes."""
-    names = ("torch", "numpy", "transformers", "tokenizers", "pydantic", "safetensors", "flash_attn")
+    names = ("torch", "numpy", "transformers", "tokenizers", "peft", "pydantic", "safetensors", "flash_attn")
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     return {
         "unisono": __version__,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import resolve
+from unisono.config.schema import Lora, RunConfig
 from unisono.errors import RunError
 from unisono.place import Alone, Place
 
@@ -15,25 +20,69 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def load_weights(folder: Path | str, model: nn.Module) -> int:
+def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False) -> int:
     """Fill a torch module with the weights of a run's newest checkpoint, whatever layout it was trained on.
+
+    Adapters (`adapter=lora`) are merged into the weights of their layers.
 
     Args:
         folder: of the run.
-        model: as the task's `build` makes it.
+        model: as the task's `build` makes it; for a run with adapters, with the weights of its base.
+        ema: whether to take the moving average of the weights; buffers are always the model's.
 
     Returns:
         The number of updates that made these weights.
 
     Raises:
-        RunError: if there is no run or no checkpoint.
-        CheckpointError: if it is damaged, or does not fit the model.
+        RunError: if there is no run or no checkpoint, or no average that could be taken.
+        CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
-    from unisono.engines.torch import tensors
+    from unisono.engines.torch import adapter, average, tensors
 
     checkpoint = commit.open_(newest(Path(folder)))
-    tensors.load(tensors.of_model(model), ArrayReader(checkpoint.path, checkpoint.arrays), kinds=("model/",))
+    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    chosen = adapter_of(Path(folder))
+    if chosen is not None:
+        adapter.same_base(model, reader)
+    adapters = adapter.Adapter(chosen, model, seed=0)
+    tensors.load(adapters.kept(tensors.of_model(model)), reader, kinds=("model/",))
+    if ema:
+        averaged = {name: p for n, p in model.named_parameters() if (name := average.KIND + n) in reader.shapes}
+        if not averaged:
+            raise RunError(f"{folder} keeps no moving average of its weights; it was trained without ema.decay")
+        tensors.load(averaged, reader, kinds=(average.KIND,))
+    adapters.merge()
     return checkpoint.step
+
+
+def load_model(
+    folder: Path | str, *, ema: bool = False, build: Callable[[RunConfig], nn.Module] | None = None
+) -> nn.Module:
+    """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
+
+    Args:
+        folder: of the run.
+        ema: as for `load_weights`.
+        build: makes the model that the task's `build` made, from the run's configuration; None asks the task itself,
+            which may want its data.
+
+    Raises:
+        UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
+    """
+    from unisono.engines.torch.build import built
+    from unisono.launch import worker
+
+    newest(Path(folder))
+    config = resolve.read(Path(folder) / "config.yaml")
+    model = built(partial(build, config) if build else worker.task_of(config).build, config.run.seed)
+    load_weights(folder, model, ema=ema)
+    return model.eval()
+
+
+def adapter_of(folder: Path) -> Lora | None:
+    """The adapters that a run trains, if it does."""
+    values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")).get("adapter")
+    return None if values is None else Lora.model_validate(values)
 
 
 def newest(folder: Path) -> Path:

@@ -98,18 +98,22 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
     from unisono import trainer
     from unisono.data.order import Order, Plan
+    from unisono.engines.torch import adapter
     from unisono.observe import tensorboard
+    from unisono.optim import ema
 
     assert isinstance(config.layout.world_size, int)
     split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
     task.check()
     if config.observe.tensorboard:
         tensorboard.check()
+    adapter.check(config.adapter)
     source = trainer.rows_of(task)
     plan = Plan.of(
         Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
     )
     trainer.Scalars(config, plan.steps)
+    ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
     rows = {"rows": len(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
     return {**rows, **task.facts()}

@@ -61,10 +61,10 @@ class Record:
         self._write(step, values)
         self._progress.step(step, result.loss, speed)
 
-    def evaluation(self, step: int, result: StepResult, rows: int, seconds: float) -> None:
+    def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """A finished evaluation after `step` updates."""
-        self._write(step, {"eval": True, **result.values, "rows": rows, "seconds": seconds}, prefix="eval/")
-        told = "  ".join(f"{name} {value:.4f}" for name, value in result.values.items())
+        self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
+        told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
 
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:

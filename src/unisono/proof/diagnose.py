@@ -202,13 +202,14 @@ def _gradients(found: Pattern) -> Diagnosis:
     a, b = (trace.tensors("raw gradients", number) for trace in (found.mine, found.reference))
     if missing := sorted({*b} - {*a}):
         return named("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
-    scales = [scale for name in b if (scale := _scale(a[name], b[name])) is not None]
-    alike = len(scales) > len(b) // 2 and max(scales) - min(scales) < _CLOSE * abs(max(scales))
+    there = [name for name in b if a[name].any() or b[name].any()]  # an adapter's second matrix has none at step 1
+    scales = [scale for name in there if (scale := _scale(a[name], b[name])) is not None]
+    alike = len(scales) > len(there) // 2 and max(scales) - min(scales) < _CLOSE * abs(max(scales))
     if alike and abs(scales[0] - 1) > _CLOSE:
         by = ": by the number of processes" if _is_ratio(scales[0], 1.0, found.world_size) else ""
         return named("All gradients are scaled by N", f"every tensor is {scales[0]:.6g} times what it should be{by}")
-    wrong = [name for name in b if np.linalg.norm(np.float64(a[name]) - b[name]) > _CLOSE * np.linalg.norm(b[name])]
-    if wrong and len(wrong) <= len(b) // 2:
+    wrong = [name for name in there if np.linalg.norm(np.float64(a[name]) - b[name]) > _CLOSE * np.linalg.norm(b[name])]
+    if wrong and len(wrong) <= len(there) // 2:
         return named("Some parameters are not synchronised", f"only {', '.join(wrong[:3])} differ")
     limit = _size(found.reference.tensors("clipped gradients", number))
     if _size(a) <= limit * (1 + 1e-6) < _size(b):
@@ -265,6 +266,8 @@ def _parameters(found: Pattern) -> Diagnosis:
 
 
 def _replicas(found: Pattern) -> Diagnosis:
+    if found.step.replicas and all(told.startswith("'ema/") for told in found.step.replicas):
+        return named("The moving average drifts", f"{found.step.replicas[0]}, and their weights are")
     return named("Replicas drift apart", "rank 0's parameters are those of one process, and others are not")
 
 
@@ -273,7 +276,8 @@ def _buffers(found: Pattern) -> Diagnosis:
 
 
 def _average(found: Pattern) -> Diagnosis:
-    return named("The moving average drifts", f"the average of '{found.worst.name}' differs, parameters agree")
+    told = f"the average of '{found.worst.name}' differs, parameters agree"
+    return named("The moving average was lost" if found.resumed else "The moving average drifts", told)
 
 
 def _metrics(found: Pattern) -> Diagnosis:

@@ -57,7 +57,8 @@ REMEDIES = {
     # after it
     "Replicas drift apart": "let all ranks make the same update",
     "Buffers are those of one process": "synchronise batch statistics over ranks, or use a norm without them",
-    "The moving average drifts": "update it once per update, alike on every rank, and save it with the checkpoint",
+    "The moving average drifts": "update it once per update, after the optimizer, alike on every rank",
+    "The moving average was lost": "save it with the checkpoint beside the weights, and load both",
     "A metric is not summed over ranks": "report sums and counts, reduced over ranks",
     "Evaluation changes the training": "restore modes, buffers and generators",
     "Evaluation draws at random": "switch to evaluation mode, and key what it draws",

@@ -118,10 +118,12 @@ class RecordingEngine(TorchEngine):
         parameters = dict(self._step.model.named_parameters())
         what = "the digests of parameters"
         alike = wrap.replicas(self._layout, self._place.world_size)
-        self.differing = guards.replicas_that_differ(self.group, parameters, alike, what)
+        self.differing = guards.replicas_that_differ(self.group, parameters | self._average.named, alike, what)
         self._write("optimizer state", step, self._whole(tensors.of_optimizer(self._step.model, self._optimizer)))
         self._write("parameters", step, self._whole(parameters))
         self._write("buffers", step, self._whole(dict(self._step.model.named_buffers())))
+        if self._average.tensors:
+            self._write("EMA", step, self._whole(self._average.tensors))
 
     def _gradients_by_name(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._step.model.named_parameters() if p.grad is not None}
@@ -159,7 +161,7 @@ class RecordingEngine(TorchEngine):
     def what_evaluation_could_change(self) -> dict[str, Any]:
         """Mode of every module, and digests of tensors and of the random state."""
         model = self._step.model
-        named = [*model.named_parameters(), *model.named_buffers()]
+        named = [*model.named_parameters(), *model.named_buffers(), *self._average.tensors.items()]
         return {
             "training mode": [module.training for module in model.modules()],
             "parameters and buffers": [guards.digest(value) for _, value in named],
@@ -292,7 +294,9 @@ class _Run:
     def _find_room(self) -> None:
         """Refuse a model whose traces the disk has no room for, on all ranks, before the first is written."""
         count = sum(parameter.numel() for parameter in self.engine._step.parameters())
-        copies = 6 * self.proof.steps + 3 * (len(self.proof.stops) + 1)  # of a trace, and of its checkpoints
+        averages = self.config.ema.decay is not None
+        copies = (6 + averages) * self.proof.steps  # of a trace
+        copies += (3 + averages) * (len(self.proof.stops) + 1)  # and of its checkpoints
         needed, free = 8 * count * copies, shutil.disk_usage(self.root).free
         if any(self.group.gather(needed > free, "whether there is room for the traces")):
             raise ConfigError(
@@ -313,7 +317,7 @@ class _Run:
     def _evaluate(self, held_out: HeldOut, facts: Facts) -> None:
         engine, steps = self.engine, self.plan.steps
         before = engine.what_evaluation_could_change()
-        told = [engine.evaluate(held_out.batches(), steps, self.scalars(steps - 1)).values for _ in range(2)]
+        told = [held_out.evaluate(engine, steps, self.scalars(steps - 1)) for _ in range(2)]
         left = [what for what, value in engine.what_evaluation_could_change().items() if value != before[what]]
         everyone = self.group.gather([*told, left], "the evaluation of all ranks")
         facts.evaluation, facts.evaluation_again = [e[0] for e in everyone], [e[1] for e in everyone]

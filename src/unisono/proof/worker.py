@@ -28,11 +28,13 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
         layout["bucket_mb"] = None
     train = {"precision": case.precision, "global_batch": proof.global_batch, "guard_every": 10**9}
     rows = {"rows": proof.global_batch + 3, "micro_batch": None}
+    averaged = {"start": 0, "every": 1} if config.ema.decay is not None else {}  # within so few steps
     changed = config.model_copy(
         update={
             "layout": type(config.layout).model_validate(layout),
             "train": config.train.model_copy(update=train),
             "eval": config.eval.model_copy(update=rows),
+            "ema": config.ema.model_copy(update=averaged),
             "data": config.data.model_copy(update=case.data),
             "optim": config.optim.model_copy(update=case.optim),
         }

@@ -25,6 +25,7 @@ from unisono.data.loader import Loader
 from unisono.data.order import Order, Plan
 from unisono.engines.torch import engine as engines
 from unisono.engines.torch import gradients, tensors, wrap
+from unisono.engines.torch.average import Average
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.sums import Sums
@@ -56,7 +57,9 @@ TASKS: dict[str, Callable[[], Task]] = {
     "few rows": lambda: TransformerTask(TransformerTask.Config(rows=9)),
     "batch norm": Normed,
     "frozen": Frozen,
+    "averaged": TransformerTask,
 }
+SETTINGS: dict[str, dict[str, Any]] = {"averaged": {"ema": {"decay": 0.9}}}  # of the configuration, by task
 
 
 @dataclass(frozen=True)
@@ -449,6 +452,32 @@ def not_cleared() -> Iterator[None]:
         yield
 
 
+@fault("moving average renewed per micro-batch", "The moving average drifts", task="averaged")
+def average_per_micro_batch() -> Iterator[None]:
+    def follow(original: Any, self: Average, made: int) -> None:
+        for _ in range(2):
+            original(self, made)
+
+    with wrapping(Average, "follow", follow):
+        yield
+
+
+@fault("moving average on the first rank only", "The moving average drifts", task="averaged")
+def average_of_one_rank() -> Iterator[None]:
+    def follow(original: Any, self: Average, made: int) -> None:
+        if dist.get_rank() == 0:
+            original(self, made)
+
+    with wrapping(Average, "follow", follow):
+        yield
+
+
+@fault("moving average of one rank's shards", "The moving average drifts", task="averaged", strategy="fsdp")
+def average_of_shards() -> Iterator[None]:
+    with contextmanager(average_of_one_rank)():
+        yield
+
+
 # resume ---------------------------------------------------------------------------------------------------------------
 
 
@@ -458,6 +487,15 @@ def moments_dropped() -> Iterator[None]:
         tensors.load(tensors.of_model(self._step.model), reader, kinds=("model/",))
 
     with wrapping(TorchEngine, "load", load):
+        yield
+
+
+@fault("moving average begins anew on resume", "The moving average was lost", task="averaged", resumed=1)
+def average_dropped() -> Iterator[None]:
+    def load(original: Any, self: Average, reader: Any) -> None:
+        original(self, mock.Mock(shapes={}))
+
+    with wrapping(Average, "load", load):
         yield
 
 

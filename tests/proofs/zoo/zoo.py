@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import processes
-from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
+from tests.proofs.zoo.faults import FAULTS, SETTINGS, TASKS, Fault, nothing
 from tests.runs import SGD, configuration
 from unisono.config.schema import RunConfig
 from unisono.place import Group, Place
@@ -50,6 +50,7 @@ def configured(case: Case) -> RunConfig:
         optim=SGD,
         schedules={"lr": {"kind": "linear", "warmup": 1}},
         eval={"rows": 7},
+        **SETTINGS.get((case.reference or case.name).removeprefix("single "), {}),
     )
 
 

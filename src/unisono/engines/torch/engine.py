@@ -25,12 +25,14 @@ from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch.adapter import Adapter
+from unisono.engines.torch.average import Average
+from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.sums import Names, Sums, count
 from unisono.errors import ConfigError, NonFiniteError
-from unisono.keys import key
 from unisono.optim import optimizers
 from unisono.place import Group, Place
 from unisono.state import Reader, Shard
@@ -62,6 +64,7 @@ class TorchEngine:
         self._names: Names | None = None
         self.random = False
         self._steps_made = 0
+        self._looked = False
         self._default_dtype = torch.get_default_dtype()
 
     # setup ------------------------------------------------------------------------------------------------------
@@ -74,6 +77,7 @@ class TorchEngine:
         self._step = wrap.Step(self._task, model)
         self._lay_out()
         self._optimizer = optimizers.build(self._config.optim, model)
+        self._average = Average(self._config.ema, model)
         guards.optimizer_holds(self._optimizer, model)
         guards.master_dtype(model, precision.MASTER[self._precision])
         context = Context(0, training=True, scalars=scalars)
@@ -117,13 +121,8 @@ class TorchEngine:
         self._kernels = agreed.kernels(self._task, self.group, self._device.type, self._precision)
         if self._kernels:
             log.info("kernels: %s", ", ".join(f"{name} {kernel}" for name, kernel in self._kernels.items()))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key(self._config.run.seed, "init"))
-            model = self._task.build()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"{type(self._task).__name__}.build returned a {type(model).__name__}, not a torch module"
-            )
+        model = built(self._task.build, self._config.run.seed)
+        self._adapter = Adapter(self._config.adapter, model, self._config.run.seed)
         if self._precision == "fp64":  # after the build, so that the initial weights are those of the other precisions
             torch.set_default_dtype(torch.float64)
         precision.to_master(model, self._precision)
@@ -217,9 +216,10 @@ class TorchEngine:
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
                 self._refuse(batches, context, scales, result)
             if sums.without_gradient:
-                log.warning("step %d left parameters out; from now on every step looks which ones", step + 1)
-                self._find_unused()
-                unused.forget(self._step, self._used_in(batches, context, scales), self._device)
+                if unused.forget(self._step, self._used_in(batches, context, scales), self._device) or self._looked:
+                    log.warning("step %d left parameters out; from now on every step looks which ones", step + 1)
+                    self._find_unused()
+                self._looked = True  # once in vain is no sign: before its first update half an adapter has only zeros
             self._carry.keep(self._made_carry)
             gradients.clip(self._gradients(), result.grad_norm, scalars.get("clip_norm"))
             self._update(step, scalars)
@@ -282,14 +282,14 @@ class TorchEngine:
             ]
         optimizers.schedule(self._optimizer, scalars, self._config.optim)
         self._optimizer.step()
+        self._average.follow(step + 1)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps_made += 1
         if guarded:
             guards.master_dtype(self._step.model, precision.MASTER[self._precision])
             guards.moved(before, guards.digests(parameters), with_gradient, scalars["lr"])
-            guards.parameters_agree(
-                self.group, parameters, wrap.replicas(self._layout, self._place.world_size), step + 1
-            )
+            alike = wrap.replicas(self._layout, self._place.world_size)
+            guards.parameters_agree(self.group, parameters | self._average.named, alike, step + 1)
             shared = {n: b for n, b in self._step.model.named_buffers() if n not in self._local_buffers}
             guards.buffers_agree(self.group, shared, step + 1)
 
@@ -395,13 +395,16 @@ class TorchEngine:
 
     # evaluation -------------------------------------------------------------------------------------------------
 
-    def evaluate(self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float]) -> StepResult:
+    def evaluate(
+        self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float], average: bool = False
+    ) -> StepResult:
         """Loss and metrics over all rows together; see `Engine.evaluate`."""
         module = self._step if self._layout.strategy == "ddp" else self._wrapped
         training = {part: part.training for part in module.modules()}
         sums, seen = Sums(self._device, self._wide), []
         context = Context(step, training=False, scalars=scalars)
         with (
+            self._average.in_the_model() if average else nullcontext(),
             self._restoring_buffers(),
             self._randomness.kept(),
             self._waiting("the other processes in the evaluation"),
@@ -434,19 +437,23 @@ class TorchEngine:
 
     def state(self) -> list[Shard]:
         """The pieces this process has to save; see `Engine.state`."""
-        alike = {name: value for name, value in self._named().items() if name not in self._saved_by_first}
+        named = self._named() | self._average.named
+        alike = {name: value for name, value in named.items() if name not in self._saved_by_first}
         pieces = tensors.shards(alike, self._place)
         own = self._own_statistics()
         if self._place.is_first:
-            own |= {name: value for name, value in self._named().items() if name in self._saved_by_first}
+            own |= {name: value for name, value in named.items() if name in self._saved_by_first}
         pieces += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
         pieces += self._carry.shards()
+        pieces += self._adapter.shards() if self._place.is_first else []
         return pieces
 
     def load(self, reader: Reader) -> None:
         """Take over a saved state; see `Engine.load`."""
+        self._adapter.check_base(reader)
         tensors.make_optimizer_state(self._optimizer, self._step.model, reader)
         tensors.load(self._named(), reader)
+        self._average.load(reader)
         own = self._own_statistics()
         if all(name in reader.shapes for name in own):  # of as many processes, or more
             tensors.load(own, reader, kinds=(f"rank-{self._place.rank}/",))
@@ -455,7 +462,7 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
-        for name in ("_wrapped", "_step", "_optimizer", "_trainable", "_ordered", "_carry"):
+        for name in ("_wrapped", "_step", "_optimizer", "_average", "_adapter", "_trainable", "_ordered", "_carry"):
             self.__dict__.pop(name, None)
         gc.collect()
 
@@ -474,7 +481,8 @@ class TorchEngine:
         return {f"rank-{self._place.rank}/{name}": buffers[name] for name in sorted(self._local_buffers)}
 
     def _named(self) -> dict[str, Tensor]:
-        return tensors.of_model(self._step.model) | tensors.of_optimizer(self._step.model, self._optimizer)
+        kept = self._adapter.kept(tensors.of_model(self._step.model))
+        return kept | tensors.of_optimizer(self._step.model, self._optimizer)
 
     def _begin(self, passes_left: int) -> None:
         """Start an ordered sum of which so many passes are still to be made."""

@@ -21,8 +21,8 @@ def alive(parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.
     return torch.stack([flag.to(dtype) for flag in flags])
 
 
-def forget(step: nn.Module, used: Container[str], device: torch.device) -> None:
-    """Take away the gradients of parameters that no rank used; collective.
+def forget(step: nn.Module, used: Container[str], device: torch.device) -> list[str]:
+    """Take away the gradients of trainable parameters that no rank used, and return their names; collective.
 
     Args:
         step: the module whose parameters they are.
@@ -31,6 +31,9 @@ def forget(step: nn.Module, used: Container[str], device: torch.device) -> None:
     """
     flags = torch.tensor([name in used for name, _ in step.named_parameters()], dtype=torch.uint8).to(device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
-    for parameter, flag in zip(step.parameters(), flags.tolist(), strict=True):
-        if not flag:
+    left_out = []
+    for (name, parameter), flag in zip(step.named_parameters(), flags.tolist(), strict=True):
+        if not flag and parameter.requires_grad:
             parameter.grad = None
+            left_out.append(name)
+    return left_out

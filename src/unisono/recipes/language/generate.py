@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RunError
-from unisono.launch.reload import load_weights
+from unisono.launch.reload import adapter_of, load_model, load_weights
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unisono.config.schema import RunConfig
 
 
-def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
+def generate(
+    folder: Path, prompt: str, tokens: int = 64, temperature: float = 0.0, seed: int = 0, ema: bool = False
+) -> str:
     """The prompt and its continuation by a run's newest checkpoint.
 
     Args:
@@ -20,6 +29,7 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
         tokens: how many to write; it stops earlier at the end of a document.
         temperature: 0 takes the likeliest token each time; above it, tokens are drawn, from the whole vocabulary.
         seed: of the draws.
+        ema: whether the moving average of the weights writes.
 
     Raises:
         RunError: if this is not a run of a language model, or numbers or prompt leave nothing to write from.
@@ -41,8 +51,11 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
         special = json.loads((assets / "special_tokens.json").read_text(encoding="utf-8"))
     with _naming(assets / "config.json"):
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
-    load_weights(folder, model)
+    if adapter_of(folder):  # the checkpoint has no base
+        model: Any = load_model(folder, ema=ema, build=partial(_base, vocab_size=tokenizer.get_vocab_size()))
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+        load_weights(folder, model, ema=ema)
     model.eval()
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     first = [] if special["first"] is None else [special["first"]]
@@ -58,6 +71,12 @@ def generate(folder: Path, prompt: str, tokens: int = 64, temperature: float = 0
             pad_token_id=special["last"], use_cache=True, **drawn,
         )  # fmt: skip
     return str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+
+
+def _base(config: RunConfig, vocab_size: int) -> nn.Module:
+    from unisono.recipes.language import model as models
+
+    return models.build(config.model, vocab_size)
 
 
 @contextmanager

@@ -91,20 +91,21 @@ class Language(Task):
 
         Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
         """
+        head = model.get_output_embeddings()
+        whole = not self._chunked or hasattr(head, "base_layer")  # a head with an adapter does more than multiply, too
         inputs = {"input_ids": batch["inputs"], "use_cache": False}
         guided = bool(self._router_weights) and context.training
         if guided:
             inputs["output_router_logits"] = True
-        made = (model.base_model if self._chunked else model)(**inputs)
+        made = (model if whole else model.base_model)(**inputs)
         router = {}
         if guided:
             import torch
 
             rows, length = batch["inputs"].shape
             router["router"] = torch.stack([logits.view(rows, length, -1) for logits in made.router_logits], dim=2)
-        if not self._chunked:
+        if whole:
             return {"logits": made.logits, **router}
-        head = model.get_output_embeddings()
         return {"hidden": made.last_hidden_state, "weight": head.weight, "bias": head.bias, **router}
 
     def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
