@@ -64,6 +64,7 @@ MATHEMATICS = {
     "optim.weight_decay": "0.5",
     "optim.decay_all": "true",
     "optim.groups": "[{match: '*.bias', lr_scale: 2}]",
+    "optim.skip_spikes": "{sigma: 3}",
     "optim.betas": "[0.5,0.5]",
     "optim.eps": "1e-4",
     "schedules.lr.kind": "linear",
