@@ -249,7 +249,7 @@ class Muon(OptimizerGroup):
     )
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(5, description="iterations")
     ns_dtype: Literal["auto", "bf16"] = Field(
-        "auto", description="auto: that of the master weights; bf16: faster on accelerators, 0.4 % off"
+        "auto", description="auto: that of the master weights; bf16: faster on accelerators, some 0.5 % off"
     )
     eps: Positive = Field(1e-7, description="least norm that a matrix is divided by")
     adjust_lr: Literal["original", "match_rms_adamw"] = Field(

@@ -6,10 +6,10 @@ mean for `torch.optim.Muon`. That one is not used, for two reasons that `benchma
 orthogonalises in bf16 whatever the precision of the run, and sharded matrices it updates otherwise, or not at all.
 
 Momentum and decay are elementwise, and are done on shards. A matrix is orthogonalised by one process, in the same
-operations as on a single one, so the update has the same bits on every layout: the matrices are dealt out among all
+operations as on a single one, so the layout changes no bit of its update: the matrices are dealt out among all
 processes, the largest first, and one round handles as many as there are processes. A round gathers each matrix at its
-owner, and sends the result back to the shards and to the copies. So a step costs the 5 iterations once for the whole
-job, traffic of two shards per process and matrix (of one matrix under ddp), and memory for one whole matrix.
+owner, and sends the result back to the shards and to the copies. So a step costs the iterations once for the whole job,
+traffic of two shards per process and matrix (of one matrix under ddp), and memory for one whole matrix.
 """
 
 from __future__ import annotations
