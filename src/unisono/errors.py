@@ -54,6 +54,12 @@ class NonFiniteError(UnisonoError):
     fault = "Numbers that are not finite"
 
 
+class SpikeError(UnisonoError):
+    """A loss or a gradient that stays far above those of the steps before. It never reached the parameters."""
+
+    exit_code = 3
+
+
 class GuardError(UnisonoError):
     """A run that would have gone on silently wrong: replicas differ, parameters do not move, wrong master dtype."""
 

@@ -139,7 +139,8 @@ class Training:
                 micro_batches = next(batches)
             result = engine.step(micro_batches, step, self._scalars(step))
             made, last = step + 1, step + 1 == total
-            record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()))
+            rows = self.plan.batch(step).tolist() if result.skipped else []
+            record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()), rows)
             log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
             if _due(made, config.eval.every) or (last and config.eval.at_end):
                 self.evaluate(made)
@@ -175,6 +176,8 @@ class Training:
         )
         for name, value in {**facts.kernels, **self._about}.items():
             self.record.say(f"  {name}: {value}")
+        for line in facts.updates:
+            self.record.say(f"  {line}")
         if self.first:
             self.record.say(f"continuing after step {self.first}")
 

@@ -12,7 +12,8 @@ from unisono.config.schema import RunConfig
 
 TASK = f"{tasks.__file__}:TransformerTask"
 BASE = (
-    "run.name=a", "layout={strategy: fsdp, world_size: 2, micro_batch: 4}", "schedules.depth={kind: wsd, peak: 2}",
+    "run.name=a", "optim.skip_spikes={history: 64}", "layout={strategy: fsdp, world_size: 2, micro_batch: 4}",
+    "schedules.depth={kind: wsd, peak: 2}",
 )  # fmt: skip
 
 HARMLESS = {
@@ -69,6 +70,10 @@ MATHEMATICS = {
     "optim.weight_decay": "0.5",
     "optim.decay_all": "true",
     "optim.groups": "[{match: '*.bias', lr_scale: 2}]",
+    "optim.skip_spikes.history": "3",
+    "optim.skip_spikes.sigma": "3",
+    "optim.skip_spikes.of": "[loss]",
+    "optim.skip_spikes.in_a_row": "3",
     "optim.betas": "[0.5,0.5]",
     "optim.eps": "1e-4",
     "schedules.lr.kind": "linear",
@@ -100,7 +105,7 @@ NOT_TO_BE_CHANGED = {"recipe", "layout.engine", "model", "adapter", "schedules.l
 
 
 def config(*overrides: str) -> RunConfig:
-    base = BASE if not any(word.startswith("schedules.depth={") for word in overrides) else BASE[:2]
+    base = BASE if not any(word.startswith("schedules.depth={") for word in overrides) else BASE[:-1]
     return resolve.load(TASK, (*base, *overrides))[0]
 
 

@@ -21,6 +21,7 @@ class StepResult:
         metrics: each metric's sum / count.
         work: units of `Task.work`, summed.
         grad_norm: of the whole gradient before clipping; 0 in evaluation.
+        skipped: why the update was left out; empty if it was made.
     """
 
     loss: float
@@ -28,6 +29,7 @@ class StepResult:
     metrics: Mapping[str, float]
     work: Mapping[str, float]
     grad_norm: float = 0.0
+    skipped: str = ""
 
     @property
     def values(self) -> dict[str, float]:
@@ -44,11 +46,13 @@ class Facts:
         parameters: number of trainable scalars, over all processes.
         device: what its maker calls it, e.g. `NVIDIA H200`, or `cpu`.
         kernels: which the task has chosen for it, by setting.
+        updates: what the optimizer does to which parameters, a line per parameter group.
     """
 
     parameters: int
     device: str
     kernels: Mapping[str, str] = field(default_factory=dict)
+    updates: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -72,6 +76,7 @@ class Engine(Protocol):
 
         Raises:
             NonFiniteError: on every rank, before the update, if the loss or the gradient is not finite.
+            SpikeError: on every rank, if too many updates in a row would be left out.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,13 +51,24 @@ class Record:
         """A line on the console."""
         self._progress.say(line)
 
-    def step(self, step: int, result: StepResult, scalars: Mapping[str, float], speed: Speed) -> None:
-        """A finished update; `step` counts from 1."""
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        scalars: Mapping[str, float],
+        speed: Speed,
+        skipped_rows: Sequence[int] = (),
+    ) -> None:
+        """A finished step; `step` counts from 1. Where its update was left out, with the source rows of its batch."""
         values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
         values |= scalars
         values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
         if speed.mfu is not None:
             values["mfu"] = speed.mfu
+        if result.skipped:
+            values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
+            rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")
+            self.say(f"step {step}: update left out: {result.skipped}; source rows {rows}")
         self._write(step, values)
         self._progress.step(step, result.loss, speed)
 
@@ -71,6 +82,5 @@ class Record:
         if self._events is not None:
             self._events.write({"step": step, **values})
         if self._board is not None:
-            self._board.write(
-                step, {prefix + name: float(value) for name, value in values.items() if not isinstance(value, bool)}
-            )
+            numbers = {name: value for name, value in values.items() if not isinstance(value, bool | str | list)}
+            self._board.write(step, {prefix + name: float(value) for name, value in numbers.items()})

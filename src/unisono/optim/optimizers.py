@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unisono.config import schema
 from unisono.config.schema import AdamW, OptimizerGroup, Sgd
 from unisono.errors import ConfigError, nearest
+from unisono.optim.adafactor import Adafactor
+from unisono.optim.adam_atan2 import AdamAtan2
+from unisono.optim.muon import Muon
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
-_NOT_DECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)  # however many axes their weights have
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NOT_DECAYED = (*_EMBEDDINGS, nn.LayerNorm, nn.RMSNorm)  # however many axes their weights have
 
 
-def build(config: OptimizerGroup, model: nn.Module) -> torch.optim.Optimizer:
+def build(config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
     """The optimizer over a model's trainable parameters, grouped as the config says.
+
+    Args:
+        config: the group `optim`.
+        model: wrapped.
+        blocks: its repeated blocks, whose matrices Muon takes.
 
     Raises:
         ConfigError: for a pattern that matches no parameter, or a model with nothing to train.
     """
-    groups = parameter_groups(config, model)
-    how = _implementation(config, [parameter for group in groups for parameter in group["params"]])
+    groups = parameter_groups(config, model, blocks)
+    if not isinstance(config, schema.Muon):
+        return _one(config, groups, config.implementation)
+    matrices = Muon(
+        [group for group in groups if group["muon"]],
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_coefficients=config.ns_coefficients,
+        ns_steps=config.ns_steps,
+        ns_dtype=torch.bfloat16 if config.ns_dtype == "bf16" else None,
+        eps=config.eps,
+        adjust_lr=config.adjust_lr,
+    )
+    others = [group for group in groups if not group["muon"]]
+    return Together([matrices, _one(config.rest, others, config.implementation)]) if others else matrices
+
+
+def _one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
+    """The optimizer of one kind for all groups."""
+    how = _kernel(config, implementation, [parameter for group in groups for parameter in group["params"]])
     match config:
         case AdamW():
             return torch.optim.AdamW(
@@ -39,46 +71,111 @@ def build(config: OptimizerGroup, model: nn.Module) -> torch.optim.Optimizer:
                 weight_decay=config.weight_decay,
                 **how,
             )
+        case schema.Lion():
+            from unisono.optim.lion import Lion, LionForeach
+
+            kind = LionForeach if how["foreach"] else Lion
+            # It refuses an lr of 0; `schedule` sets that of every step.
+            made: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
+            return made
+        case schema.AdamAtan2():
+            return AdamAtan2(groups, config.lr, config.betas, config.a, config.b, config.weight_decay, how["foreach"])
+        case schema.Adafactor():
+            return Adafactor(
+                groups,
+                lr=config.lr,
+                beta2_decay=config.beta2_decay,
+                eps=config.eps,
+                d=config.clip,
+                weight_decay=config.weight_decay,
+                **how,
+            )
     raise AssertionError(config)
 
 
-def parameter_groups(config: OptimizerGroup, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters that share their settings; each group knows its `lr_scale` and its own decay.
+class Together(torch.optim.Optimizer):
+    """Several optimizers, of different parameters, as one: their groups in a row, and one state.
 
-    Matrices decay; biases, norm weights and embeddings do not, unless `decay_all` or a pattern says so.
+    Args:
+        parts: at least one; a parameter is in one of them.
     """
-    exempt = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, _NOT_DECAYED)
-        for p in module.parameters(recurse=False)
-    }
-    matched: set[str] = set()
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
-    names = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        names.append(name)
-        bias = name.endswith("bias")  # those of stacked experts have two axes
-        decays = config.decay_all or (parameter.dim() >= 2 and id(parameter) not in exempt and not bias)
-        lr_scale, decay = 1.0, config.weight_decay if decays else 0.0
-        for pattern in config.groups:
-            if fnmatchcase(name, pattern.match):
-                matched.add(pattern.match)
-                lr_scale = pattern.lr_scale
-                decay = decay if pattern.weight_decay is None else pattern.weight_decay
-                break
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of every part."""
+        assert closure is None, "the engine makes the backward pass"
+        for part in self.parts:
+            part.step()
+
+
+def parameter_groups(
+    config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
+) -> list[dict[str, Any]]:
+    """Parameters that share their settings; each group knows its `lr_scale`, its own decay, and whether it is Muon's.
+
+    Two rules say what a parameter is given, and the first pattern that matches it can say otherwise: matrices decay,
+    but no biases, norm weights and embeddings (unless `decay_all`); and Muon takes the matrices of blocks, but no
+    embeddings.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter: every requires_grad is False")
+    exempt, embeddings = _of_modules(model, _NOT_DECAYED), _of_modules(model, _EMBEDDINGS)
+    hidden = {id(parameter) for block in blocks for parameter in block.parameters()} - embeddings
+    rest = config.rest if isinstance(config, schema.Muon) else config
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), schema.ParameterGroup(match="*"))
+        matrix = not name.endswith("bias")  # biases of stacked experts have two axes
+        muon = isinstance(config, schema.Muon) and matrix and parameter.dim() == 2 and id(parameter) in hidden
+        if pattern.muon is not None:
+            muon = pattern.muon
+        if muon and (parameter.dim() != 2 or parameter.is_complex()):
+            raise ConfigError(
+                f"optim.groups: '{pattern.match}' gives '{name}' of shape {tuple(parameter.shape)} to Muon, which "
+                "updates real matrices only; let the pattern match those alone"
+            )
+        own = config if muon else rest
+        lr_scale = pattern.lr_scale * (own.lr / config.lr if own is not config else 1.0)
+        decays = config.decay_all or (matrix and parameter.dim() >= 2 and id(parameter) not in exempt)
+        decay = (own.weight_decay if decays else 0.0) if pattern.weight_decay is None else pattern.weight_decay
         group = groups.setdefault(
-            (lr_scale, decay), {"params": [], "weight_decay": decay, "own_decay": decay, "lr_scale": lr_scale}
+            (lr_scale, decay, muon),
+            {"params": [], "weight_decay": decay, "own_decay": decay, "lr_scale": lr_scale, "muon": muon},
         )
         group["params"].append(parameter)
-    if not names:
-        raise ConfigError("the model has no trainable parameter: every requires_grad is False")
     for pattern in config.groups:
-        if pattern.match not in matched and not any(fnmatchcase(name, pattern.match) for name in names):
-            raise ConfigError(f"optim.groups: '{pattern.match}' matches no parameter, {nearest(pattern.match, names)}")
+        if not any(fnmatchcase(name, pattern.match) for name in trainable):
+            raise ConfigError(
+                f"optim.groups: '{pattern.match}' matches no parameter, {_near(pattern.match, trainable)}"
+            )
+    if isinstance(config, schema.Muon) and not any(group["muon"] for group in groups.values()):
+        raise ConfigError(
+            "optim=muon: the model has no repeated blocks with matrices, so which of its matrices are hidden is not "
+            "known. Name them: optim.groups=[{match: '*.weight', muon: true}]; its parameters are "
+            f"{_some(trainable)}"
+        )
     return list(groups.values())
+
+
+def told(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """What updates what: a line per parameter group, with the names of its parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    lines = []
+    for group in optimizer.param_groups:
+        kind = config.rest.kind if isinstance(config, schema.Muon) and not group["muon"] else config.kind
+        count = sum(parameter.numel() for parameter in group["params"])
+        rates = f"lr {config.lr * group['lr_scale']:g}, weight decay {group['own_decay']:g}"
+        lines.append(f"{kind}, {rates}: {count:,} parameters in {_some(names[p] for p in group['params'])}")
+    return lines
 
 
 def schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float], config: OptimizerGroup) -> None:
@@ -90,14 +187,39 @@ def schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float], con
             group["weight_decay"] = group["own_decay"] * decay / config.weight_decay
 
 
-def _implementation(config: OptimizerGroup, parameters: list[nn.Parameter]) -> dict[str, bool]:
+def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Parameter]) -> dict[str, bool]:
     """Which kernel updates the parameters; the same on every layout, since kernels round differently.
 
-    torch has no fused SGD for sharded parameters (2.13), so SGD is foreach unless asked otherwise.
+    torch has no fused SGD for sharded parameters (2.13), so SGD is foreach unless asked otherwise; it has its Adafactor
+    go through parameters one by one, since foreach needs memory for another copy of them.
     """
-    if config.implementation == "auto":
+    if implementation == "auto":
         fused = isinstance(config, AdamW) and all(p.device.type in _FUSED and p.is_floating_point() for p in parameters)
-        return {"fused": True} if fused else {"foreach": True}
-    if config.implementation == "fused" and isinstance(config, Sgd) and any(isinstance(p, DTensor) for p in parameters):
-        raise ConfigError("optim.implementation=fused: torch has no fused SGD for sharded parameters; use foreach")
-    return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+        return {"fused": True} if fused else {"foreach": not isinstance(config, schema.Adafactor)}
+    foreach = {"foreach": implementation == "foreach"}
+    if isinstance(config, AdamW | Sgd):
+        if implementation == "fused" and isinstance(config, Sgd) and any(isinstance(p, DTensor) for p in parameters):
+            raise ConfigError("optim.implementation=fused: torch has no fused SGD for sharded parameters; use foreach")
+        return {"fused": implementation == "fused", **foreach}
+    if implementation == "fused":
+        raise ConfigError(f"optim.implementation=fused: there is no fused {config.kind}; use foreach or loop")
+    return foreach
+
+
+def _of_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
+    """The parameters that modules of some kinds have themselves."""
+    return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    """The name that was meant, or those that are nearest to a pattern."""
+    one = nearest(pattern, names)
+    if one.startswith("did you mean"):
+        return one
+    alike = {name: SequenceMatcher(None, pattern, name).ratio() for name in names}
+    return f"the nearest are {_some(sorted(alike, key=lambda name: (-alike[name], name)))}"
+
+
+def _some(names: Iterable[str], most: int = 4) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -31,6 +31,7 @@ from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
 from unisono.engines.torch.randomness import Randomness
+from unisono.engines.torch.spikes import Spikes
 from unisono.engines.torch.sums import Names, Sums, count
 from unisono.errors import ConfigError, NonFiniteError
 from unisono.optim import optimizers
@@ -61,6 +62,7 @@ class TorchEngine:
         self._carry = Carry(split, place.rank, self._device)
         self._made_carry: list[tuple[MicroBatch, Mapping[str, Tensor]]] = []
         self._randomness = Randomness(config.run.seed, self._device)
+        self._spikes = Spikes(config.optim.skip_spikes, group)
         self._names: Names | None = None
         self.random = False
         self._steps_made = 0
@@ -76,7 +78,7 @@ class TorchEngine:
         wrap.prepare(model, self._layout, self._precision)
         self._step = wrap.Step(self._task, model)
         self._lay_out()
-        self._optimizer = optimizers.build(self._config.optim, model)
+        self._optimizer = optimizers.build(self._config.optim, model, wrap.blocks(model))
         self._average = Average(self._config.ema, model)
         guards.optimizer_holds(self._optimizer, model)
         guards.master_dtype(model, precision.MASTER[self._precision])
@@ -94,7 +96,8 @@ class TorchEngine:
                 if isinstance(self._wrapped, DistributedDataParallel):
                     self._lay_out()
                     self._warm_up(batches[0], context)
-        return Facts(size, name_of(self._device), self._kernels)
+        updates = optimizers.told(self._config.optim, self._optimizer, model)
+        return Facts(size, name_of(self._device), self._kernels, tuple(updates))
 
     def _find_unused(self) -> None:
         """From now on, see which parameters a step uses."""
@@ -221,8 +224,12 @@ class TorchEngine:
                     self._find_unused()
                 self._looked = True  # once in vain is no sign: before its first update half an adapter has only zeros
             self._carry.keep(self._made_carry)
-            gradients.clip(self._gradients(), result.grad_norm, scalars.get("clip_norm"))
-            self._update(step, scalars)
+            result = self._spikes.judged(result, step)
+            if result.skipped:
+                self._optimizer.zero_grad(set_to_none=True)
+            else:
+                gradients.clip(self._gradients(), result.grad_norm, scalars.get("clip_norm"))
+                self._update(step, scalars)
         return result
 
     def _accumulate(self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> Sums:
@@ -444,7 +451,7 @@ class TorchEngine:
         if self._place.is_first:
             own |= {name: value for name, value in named.items() if name in self._saved_by_first}
         pieces += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
-        pieces += self._carry.shards()
+        pieces += [*self._carry.shards(), *self._spikes.shards(self._place.is_first)]
         pieces += self._adapter.shards() if self._place.is_first else []
         return pieces
 
@@ -458,6 +465,7 @@ class TorchEngine:
         if all(name in reader.shapes for name in own):  # of as many processes, or more
             tensors.load(own, reader, kinds=(f"rank-{self._place.rank}/",))
         self._carry.load(reader)
+        self._spikes.load(reader)
 
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""

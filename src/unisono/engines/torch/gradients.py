@@ -12,13 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this process: all of it, unless it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from unisono.optim.sharded import local as local
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

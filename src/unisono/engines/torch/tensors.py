@@ -95,8 +95,9 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
         on_device = group.get("fused") or group.get("capturable")
         if shape == tuple(parameter.shape) and entry != "step":
             value = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
-        else:  # a step counter: kept on the CPU unless the optimizer's kernel reads it on the device
-            value = reader.read(full, (0,) * len(shape), shape).to(local(parameter).device if on_device else "cpu")
+        else:  # whole on every process; a step counter stays on the CPU unless the optimizer's kernel reads it
+            device = local(parameter).device if shape or on_device else "cpu"
+            value = reader.read(full, (0,) * len(shape), shape).to(device)
         optimizer.state[parameter][entry] = value
 
 

@@ -1,0 +1,45 @@
+"""torch's Adafactor, for parameters that are sharded, too.
+
+Its row and column means are those of whole matrices. `torch.optim.Adafactor` refuses sharded parameters (2.13: an
+update in place of what would have to be reduced first), so each is gathered with its gradient, updated by torch's own
+code as on one process, and put back. A step costs two gathers of every parameter, and memory for one whole tensor at a
+time; the state is what saves memory: `rows + columns` numbers for a matrix, kept by every process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unisono.optim.sharded import put, whole
+
+
+class Adafactor(torch.optim.Adafactor):
+    """`torch.optim.Adafactor`, equal in every bit on shards and on whole tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update; collective where parameters are sharded."""
+        if not any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            return super().step(closure)  # type: ignore[no-untyped-call]
+        assert closure is None, "the engine makes the backward pass"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return None
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        stand_in = nn.Parameter(whole(parameter.detach()))
+        stand_in.grad = whole(parameter.grad)
+        state = self.state[parameter]
+        one = torch.optim.Adafactor([{**group, "params": [stand_in]}])
+        one.state[stand_in] = {name: whole(value) for name, value in state.items()}
+        one.step()
+        put(parameter, stand_in.detach())
+        for name, value in one.state[stand_in].items():
+            put(state.setdefault(name, value), value)

@@ -1,0 +1,252 @@
+"""Muon: the momentum of each hidden matrix, orthogonalised, whole, on every layout.
+
+Update and coefficients are those of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
+`match_rms_adamw` is of Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), and options mean what they
+mean for `torch.optim.Muon`. That one is not used, for two reasons that `benchmarks/torch_muon.py` measures: it
+orthogonalises in bf16 whatever the precision of the run, and sharded matrices it updates otherwise, or not at all.
+
+Momentum and decay are elementwise, and are done on shards. A matrix is orthogonalised by one process, in the same
+operations as on a single one, so the layout changes no bit of its update: the matrices are dealt out among all
+processes, the largest first, and one round handles as many as there are processes. A round gathers each matrix at its
+owner, and sends the result back to the shards and to the copies. So a step costs the iterations once for the whole job,
+traffic of two shards per process and matrix (of one matrix under ddp), and memory for one whole matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Sharded
+
+from unisono.optim.sharded import local
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices; what is no hidden matrix belongs to another optimizer.
+
+    Args:
+        params: matrices or groups of them.
+        lr: learning rate, before its adjustment to the shape.
+        weight_decay: times `lr`, taken off before the step.
+        momentum: decay rate of the momentum.
+        nesterov: whether the gradient is mixed in once more.
+        ns_coefficients: a, b, c of the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
+        ns_steps: iterations.
+        ns_dtype: in which they are made; None for that of the parameter. Parameters in fp64 are never lowered.
+        eps: least Frobenius norm that a matrix is divided by.
+        adjust_lr: `original` or `match_rms_adamw`.
+
+    Raises:
+        ValueError: for a parameter that is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | None = None,
+        eps: float = 1e-7,
+        adjust_lr: str = "match_rms_adamw",
+    ) -> None:
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype, "eps": eps,
+            "adjust_lr": adjust_lr,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.dim() != 2 or parameter.is_complex():
+                raise ValueError(f"Muon updates real matrices, not a parameter of shape {tuple(parameter.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update; collective where parameters are sharded or there are several processes."""
+        assert closure is None, "the engine makes the backward pass"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            directions = self._directions(parameters, group)
+
+            def orthogonal(matrix: Tensor, group: dict[str, Any] = group) -> Tensor:
+                return orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+            dtype = group["ns_dtype"]
+            if dtype is not None and parameters[0].dtype != torch.float64:
+                directions = [direction.to(dtype) for direction in directions]
+            updates = dealt_out(orthogonal, directions, parameters)
+            for parameter, update in zip(parameters, updates, strict=True):
+                rate = group["lr"] * adjustment(group["adjust_lr"], *parameter.shape)
+                local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+
+    def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Momentum, of this process's parts."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        if not group["nesterov"]:
+            return buffers
+        return list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+
+
+def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """A matrix with about the same singular vectors and singular values near one, by a quintic Newton-Schulz iteration.
+
+    With the usual coefficients the values end between 0.68 and 1.13 (Jordan et al., 2024).
+
+    Args:
+        matrix: shape (rows, columns), of any floating dtype, in which it is computed.
+        coefficients: a, b, c.
+        steps: iterations.
+        eps: least norm that the matrix is divided by.
+    """
+    a, b, c = coefficients
+    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller side's products are cheaper
+    x = wide / torch.linalg.vector_norm(wide).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    result: Tensor = x if wide is matrix else x.mT
+    return result
+
+
+def adjustment(kind: str, rows: int, columns: int) -> float:
+    """What a learning rate is multiplied with for a matrix of that shape.
+
+    `original` is that of Jordan et al. (2024); `match_rms_adamw` gives an update the root mean square that AdamW's have
+    in practice, 0.2 (Liu et al., 2025).
+    """
+    return math.sqrt(max(1.0, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How copies and shards of a matrix lie on processes: as a grid of `copies` × `shards`.
+
+    Attributes:
+        shards: the group of processes that hold the shards of this process's copy; None if it is not sharded.
+        copies: the group of those that hold the same shard; None if there is one copy.
+        place: of this process in the grid.
+        size: of the grid.
+    """
+
+    shards: dist.ProcessGroup | None
+    copies: dist.ProcessGroup | None
+    place: tuple[int, int]
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Spread:
+        """A sharded parameter says it itself; of any other every process of the job has a copy."""
+        if not isinstance(parameter, DTensor):
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            if world == 1:
+                return cls(None, None, (0, 0), (1, 1))
+            return cls(None, dist.group.WORLD, (dist.get_rank(), 0), (world, 1))
+        mesh, placements = parameter.device_mesh, parameter.placements
+        at = mesh.get_coordinate()
+        assert at is not None
+        (axis,) = (number for number, placement in enumerate(placements) if isinstance(placement, Sharded))
+        assert placements[axis] == Sharded(0), "FSDP2 shards rows"
+        others = [number for number in range(mesh.ndim) if number != axis]
+        if not others:
+            return cls(mesh.get_group(axis), None, (0, at[axis]), (1, mesh.size(axis)))
+        (other,) = others
+        return cls(
+            mesh.get_group(axis), mesh.get_group(other), (at[other], at[axis]), (mesh.size(other), mesh.size(axis))
+        )
+
+
+def dealt_out(
+    function: Callable[[Tensor], Tensor], parts: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """A function of whole matrices, applied to matrices of which each process has a part, each by one process.
+
+    Args:
+        function: of a matrix, to one of the same shape.
+        parts: what this process has of each matrix.
+        parameters: which the matrices belong to, and lie like.
+
+    Returns:
+        This process's part of each result.
+    """
+    spread = _Spread.of(parameters[0])
+    copies, shards = spread.size
+    if copies * shards == 1:
+        return [function(part) for part in parts]
+    # Those of a round wait for each other, so they should be alike.
+    order = sorted(range(len(parts)), key=lambda number: (-parameters[number].numel(), tuple(parameters[number].shape)))
+    results: dict[int, Tensor] = {}
+    for first in range(0, len(order), copies * shards):
+        matrices = [
+            _Matrix(parts[number], parameters[number].shape, spread, divmod(turn, shards))
+            for turn, number in enumerate(order[first : first + copies * shards])
+        ]
+        for stage in ("gather", "compute", "scatter", "copy"):
+            works = [work for matrix in matrices if (work := matrix.make(stage, function)) is not None]
+            for work in works:
+                work.wait()
+        results.update(zip(order[first:], (matrix.result() for matrix in matrices), strict=False))
+    return [results[number] for number in range(len(parts))]
+
+
+class _Matrix:
+    """One matrix on its way to its owner and back. Every process makes every stage of every matrix, in one order."""
+
+    def __init__(self, part: Tensor, shape: torch.Size, spread: _Spread, owner: tuple[int, int]) -> None:
+        self._spread, self._owner, self._shape = spread, owner, shape
+        self._own_rows = part.shape[0]
+        # FSDP2 cuts as torch.chunk does: all shards but the last ones have this many rows.
+        self._rows = -(-shape[0] // spread.size[1])
+        self._here = _padded(part, self._rows)
+        self._parts: list[Tensor] | None = None
+
+    def make(self, stage: str, function: Callable[[Tensor], Tensor]) -> Any:
+        """Begin a stage; returns what has to be waited for."""
+        spread, (copy, shard) = self._spread, self._owner
+        mine, among = spread.place == self._owner, spread.place[0] == copy
+        match stage:
+            case "gather" if spread.shards is not None and among:
+                self._parts = [torch.empty_like(self._here) for _ in range(spread.size[1])] if mine else None
+                source = dist.get_global_rank(spread.shards, shard)
+                return dist.gather(self._here, self._parts, dst=source, group=spread.shards, async_op=True)
+            case "compute" if mine:
+                parts = [self._here] if self._parts is None else self._parts
+                made = function(torch.cat(parts)[: self._shape[0]])
+                self._parts = list(_padded(made, self._rows * spread.size[1]).split(self._rows))
+                if spread.shards is None:
+                    self._here = self._parts[0]
+            case "scatter" if spread.shards is not None and among:
+                source = dist.get_global_rank(spread.shards, shard)
+                return dist.scatter(self._here, self._parts, src=source, group=spread.shards, async_op=True)
+            case "copy" if spread.copies is not None:
+                source = dist.get_global_rank(spread.copies, copy)
+                return dist.broadcast(self._here, src=source, group=spread.copies, async_op=True)
+        return None
+
+    def result(self) -> Tensor:
+        """This process's part."""
+        self._parts = None
+        return self._here[: self._own_rows]
+
+
+def _padded(matrix: Tensor, rows: int) -> Tensor:
+    """A copy with zeros below, since all shards on a wire have to be of one size."""
+    result = matrix.new_zeros(rows, matrix.shape[1])
+    result[: matrix.shape[0]] = matrix
+    return result

@@ -1,0 +1,97 @@
+"""Gradients are added up in fp32 under bf16: over micro-batches, and over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import processes
+from tests.runs import Recording, configuration
+from tests.tasks import TransformerTask
+from unisono.config.split import Split
+from unisono.data.loader import Loader
+from unisono.data.order import Order, Plan
+from unisono.engines.torch import gradients
+from unisono.place import Group, Place
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "ddp×2": (2, {"strategy": "ddp"}),
+    "fsdp×2": (2, {"strategy": "fsdp"}),
+    "fsdp×2 deferred": (2, {"strategy": "fsdp", "defer_reduction": True}),
+    "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
+}
+
+
+class Adding(Recording):
+    """Adds up the gradient of each pass on the side, in fp64 and in bf16."""
+
+    def _accumulate(self, *args: Any) -> Any:
+        self.passes = 0
+        self.exact: dict[str, torch.Tensor] = {}
+        self.low: dict[str, torch.Tensor] = {}
+        factor = self._place.world_size if self._layout.strategy == "ddp" else 1  # the loss was multiplied with it
+
+        def see(name: str, gradient: torch.Tensor) -> None:
+            self.passes += name == "model.norm.weight"
+            for sums, dtype in ((self.exact, torch.float64), (self.low, torch.bfloat16)):
+                sums[name] = sums.get(name, torch.zeros((), dtype=dtype)) + gradient.detach().to(dtype) / factor
+
+        with gradients.watching(self._step, see):
+            return super()._accumulate(*args)
+
+
+def added(place: Place, group: Group, layouts: list[str]) -> dict[str, tuple[int, dict[str, list[np.ndarray]]]]:
+    """By layout the passes of this process, and of every parameter the gradient, its sum in fp64, its sum in bf16."""
+    found = {}
+    for layout in layouts:
+        task = TransformerTask()
+        settings = {"world_size": place.world_size, "micro_batch": 1, **LAYOUTS[layout][1]}
+        config = configuration(layout=settings, train={"precision": "bf16", "steps": 1, "clip_norm": None})
+        split = Split.of(12, place.world_size, 1)
+        loader = Loader(task, task.data(), Plan(Order(27, 0), 12, 12), split, place.rank)
+        engine = Adding(task, config, place, group, split)
+        try:
+            (batches,) = loader.steps()
+            engine.setup(batches, {"lr": 0.1})
+            engine.step(batches, 0, {"lr": 0.1})
+            assert engine.raw is not None
+            sums = {}
+            for name, gradient in engine.raw.items():
+                exact, low = engine.exact[f"model.{name}"], engine.low[f"model.{name}"].double()
+                if place.world_size > 1:
+                    dist.all_reduce(exact)
+                    dist.all_reduce(low)
+                sums[name] = [gradient, exact.numpy(), low.numpy()]
+            found[layout] = (engine.passes, sums)
+        finally:
+            loader.close()
+            engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def everyone() -> dict[str, tuple[int, dict[str, list[np.ndarray]]]]:
+    found = processes.alone(added, ["single"])
+    for world in (2, 4):
+        found |= processes.run(added, world, [name for name, (size, _) in LAYOUTS.items() if size == world])[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_added_up_in_fp32_under_bf16(everyone: Any, layout: str) -> None:
+    passes, sums = everyone[layout]
+    assert passes == 12 // LAYOUTS[layout][0]
+    assert all(gradient.dtype == np.float32 for gradient, _, _ in sums.values())
+
+    def off(which: int) -> float:
+        apart = sum(float(np.square(parts[which] - parts[1], dtype=np.float64).sum()) for parts in sums.values())
+        return float(np.sqrt(apart / sum(float(np.square(exact).sum()) for _, exact, _ in sums.values())))
+
+    assert off(2) > 1e-3, "sums in bf16 would not have been seen"
+    assert off(0) < 1e-6
