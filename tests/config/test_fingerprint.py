@@ -48,6 +48,10 @@ HARMLESS = {
     "observe.tensorboard": "true",
     "launch.timeout": "3",
     "launch.start_timeout": "3",
+    "launch.nodes": "2",
+    "launch.node_rank": "0",
+    "launch.rendezvous": "10.0.0.1:29400",
+    "launch.interface": "eth0",
 }
 MATHEMATICS = {
     "run.seed": "1",
@@ -85,6 +89,7 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "layout.shards": ("layout.strategy=hsdp",),
     "layout.reduction": ("layout.strategy=auto",),
     "layout.bucket_mb": ("layout.strategy=auto",),
+    "launch.nodes": ("launch.node_rank=1", "launch.rendezvous=10.0.0.1:29400"),
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
 }
