@@ -75,6 +75,18 @@ def test_a_node_starts_its_share_of_the_processes_and_tells_them_which_it_is(
     assert (tmp_path / "logs" / "rank-00000.fault.json").exists()
 
 
+def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
+    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # launch.interface came before it
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    config = resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu"])[0]
+    (tmp_path / "logs").mkdir()
+    local.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
+    assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
 # which fault is shown -----------------------------------------------------------------------------------------------
 
 

@@ -90,7 +90,7 @@ def processes(
     }
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if node is not None:
-        defaults |= {network.GLOO: node.interface, network.NCCL: f"={node.interface}"}  # `=`: not whatever begins so
+        defaults[network.NCCL] = f"={node.interface}"  # `=`: not whatever begins so
     elif interface and loopback:
         defaults[network.GLOO] = interface  # all processes are on this host, whatever its name resolves to
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -98,7 +98,7 @@ def processes(
     if node is None:
         forget(folder)
     else:
-        variables[environment.NODE] = json.dumps(asdict(node))
+        variables |= {environment.NODE: json.dumps(asdict(node)), network.GLOO: node.interface}
     logs = folder / "logs"
     settings = LaunchConfig(
         min_nodes=1,

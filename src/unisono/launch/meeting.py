@@ -99,9 +99,11 @@ class Meeting:
             DeadlineError: in its place.
         """
         stop = threading.Event()
-        for line in self._lines.values():
-            threading.Thread(target=self._watch, args=(line, stop), daemon=True).start()
-        threading.Thread(target=self._beat, args=(stop,), daemon=True).start()
+        watches = [
+            threading.Thread(target=self._watch, args=(line, stop), daemon=True) for line in self._lines.values()
+        ]
+        for thread in (*watches, threading.Thread(target=self._beat, args=(stop,), daemon=True)):
+            thread.start()
         try:
             yield
         except BaseException as error:
@@ -109,10 +111,12 @@ class Meeting:
             if isinstance(error, KeyboardInterrupt) and self.lost:
                 raise DeadlineError(f"{self.lost}. The processes of this node were ended") from error
             raise
-        else:
-            self._tell({"left": 0})
         finally:
             stop.set()
+        self._tell({"left": 0})
+        deadline = time.monotonic() + self.timeout
+        for thread in watches:  # who hangs up with something unread takes back what it has said last
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Hang up."""
@@ -127,7 +131,7 @@ class Meeting:
 
     def _watch(self, line: _Line, stop: threading.Event) -> None:
         why = None
-        while why is None and not stop.is_set():
+        while why is None:
             try:
                 told = line.receive(time.monotonic() + self.timeout, "a sign of life")
             except DeadlineError as error:
