@@ -195,8 +195,7 @@ def _received(size: int, host: str, port: int, deadline: float, start_timeout: f
                     "(launch.start_timeout). Start the same command there, with its own launch.node_rank, and look at "
                     "what it says"
                 )
-                _refuse(lines, text)
-                raise DeadlineError(text) from None
+                raise _refused(lines, DeadlineError(text)) from None
             try:
                 told = line.receive(min(deadline, time.monotonic() + _GREETING), "a greeting")
                 came, theirs = int(told["node"]), int(told["nodes"])
@@ -207,8 +206,7 @@ def _received(size: int, host: str, port: int, deadline: float, start_timeout: f
             wrong = _wrong_number(came, theirs, size, line.name, lines)
             lines[-1 if wrong else came] = line
             if wrong:
-                _refuse(lines, wrong)
-                raise ConfigError(wrong)
+                raise _refused(lines, ConfigError(wrong))
     for line in lines.values():
         line.send({"welcome": f"node 0 ({platform.node()}, process {os.getpid()})"}, deadline)
     return dict(sorted(lines.items()))
@@ -223,11 +221,13 @@ def _wrong_number(came: int, theirs: int, size: int, name: str, lines: dict[int,
     return None
 
 
-def _refuse(lines: dict[int, _Line], text: str) -> None:
+def _refused(lines: dict[int, _Line], error: UnisonoError) -> UnisonoError:
+    """The same error, after all who came have been told."""
     for line in lines.values():
         with suppress(OSError):
-            line.send({"refused": text}, time.monotonic() + 1)
+            line.send({"refused": str(error), "late": isinstance(error, DeadlineError)}, time.monotonic() + 1)
         line.close()
+    return error
 
 
 def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_timeout: float) -> _Line:
@@ -252,7 +252,7 @@ def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_t
     told = line.exchange(me, max(0.0, deadline - time.monotonic()) + _PATIENCE, "all nodes to come")
     if "refused" in told:
         line.close()
-        raise (DeadlineError if "did not come" in told["refused"] else ConfigError)(told["refused"])
+        raise (DeadlineError if told["late"] else ConfigError)(told["refused"])
     line.name = str(told["welcome"])
     return line
 

@@ -91,8 +91,12 @@ def _connected(meeting: Meeting, config: RunConfig) -> Node:
 def _listener(address: str, size: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(size)
+    try:
+        listener.bind((address, 0))
+        listener.listen(size)
+    except OSError as error:
+        listener.close()
+        raise RunError(f"this node cannot be reached at {address}: {error.strerror}; name another interface") from error
     return listener
 
 
