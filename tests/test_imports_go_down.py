@@ -15,7 +15,7 @@ import unisono
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
     ("cli", "__main__"),
-    ("proof",),
+    ("proof", "doctor"),
     ("launch",),
     ("trainer",),
     ("evaluation", "observe", "checkpoint"),

@@ -106,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     verb.set_defaults(run=_prove)
+    text = "say what this host has, how fast it is, and what is wrong with its environment"
+    verb = verbs.add_parser("doctor", help=text, description=f"{text}; exit code 1 if a run would fail here")
+    verb.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="run.dir (default runs)")
+    verb.add_argument("--processes", type=int, help="for the all-reduce; default: one per accelerator, or two")
+    verb.add_argument("--no-rates", action="store_true", help="measure nothing")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_doctor)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
@@ -223,6 +230,16 @@ def _prove(parsed: argparse.Namespace) -> int:
     code = verdict.exit_code([*verdicts, *alone])
     print(f"{ {0: 'PASS', 1: 'FAIL', 2: 'ABSTAIN'}[code] }; certificate: {file}", file=sys.stderr)
     return code
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    import json
+
+    from unisono.doctor.report import report
+
+    found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
+    print(json.dumps(found.plain(), indent=1) if parsed.json else "\n".join(found.lines()))
+    return found.exit_code
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

@@ -36,6 +36,25 @@ class Place:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class Node:
+    """Where one host stands among those of a job that `unisono train` started on each.
+
+    Attributes:
+        rank: number of this node, from 0.
+        count: number of nodes.
+        host: address of node 0, at which the processes of all nodes meet.
+        port: a free port of it.
+        interface: network interface of this node that leads to the others.
+    """
+
+    rank: int
+    count: int
+    host: str
+    port: int
+    interface: str
+
+
 class Group(Protocol):
     """All processes of the job as one party. Every method is collective: all ranks call it, in the same order."""
 

@@ -50,6 +50,10 @@ HARMLESS = {
     "observe.tensorboard": "true",
     "launch.timeout": "3",
     "launch.start_timeout": "3",
+    "launch.nodes": "2",
+    "launch.node_rank": "0",
+    "launch.rendezvous": "10.0.0.1:29400",
+    "launch.interface": "eth0",
 }
 MATHEMATICS = {
     "run.seed": "1",
@@ -98,6 +102,7 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "ema.start": ("ema.decay=0.5",),
     "ema.every": ("ema.decay=0.5",),
     "ema.warmup": ("ema.decay=0.5",),
+    "launch.nodes": ("launch.node_rank=1", "launch.rendezvous=10.0.0.1:29400"),
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
 }

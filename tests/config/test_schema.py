@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from unisono.config.schema import Layout, Run, RunConfig, Settings, Sgd, Train
+from unisono.config.schema import Launch, Layout, Run, RunConfig, Settings, Sgd, Train
 
 
 def refusal(kind: type[Settings], /, **values: Any) -> str:
@@ -45,7 +45,6 @@ def test_a_resume_that_must_happen_needs_the_name_of_the_run():
     ("values", "told"),
     [
         ({"strategy": "single", "world_size": 2}, "layout.strategy=single is one process, but layout.world_size=2"),
-        ({"strategy": "hsdp", "world_size": 4}, "layout.strategy=hsdp needs layout.shards"),
         ({"strategy": "fsdp", "shards": 2}, "layout.shards belongs to layout.strategy=hsdp, but the strategy is fsdp"),
         ({"shards": 2}, "layout.shards belongs to layout.strategy=hsdp, but the strategy is auto"),
         (
@@ -87,6 +86,37 @@ def test_shards_that_do_not_divide_the_processes_are_refused_with_all_numbers_th
     listed = [int(number) for number in re.findall(r"\d+", told.partition("these do:")[2])]
     assert listed == [1, 2, 3, 4, 6, 12]
     assert all(Layout(strategy="hsdp", world_size=12, shards=number).shards == number for number in listed)
+
+
+# several nodes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"nodes": 2},
+            "launch.nodes=2 needs launch.node_rank and launch.rendezvous: node_rank is the number",
+        ),
+        ({"nodes": 2, "node_rank": 0}, "launch.nodes=2 needs launch.rendezvous: "),
+        ({"nodes": 2, "node_rank": 2, "rendezvous": "a:1"}, "launch.node_rank=2 of launch.nodes=2: nodes are numbered"),
+        ({"node_rank": 1}, "launch.node_rank=1 of launch.nodes=1: nodes are numbered from 0 to 0"),
+    ],
+)
+def test_nodes_that_are_not_numbered_are_refused(values: dict[str, Any], told: str):
+    assert told in refusal(Launch, **values)
+
+
+def test_one_node_may_be_numbered_as_one_of_several():
+    assert Launch(nodes=1, node_rank=0, rendezvous="a:1").nodes == 1
+
+
+@pytest.mark.parametrize(("world", "use"), [(1, "use 2"), (5, "use 4 or 6")])
+def test_processes_that_cannot_be_divided_among_nodes_are_refused(world: int, use: str):
+    values = {"recipe": "a", "train": {"steps": 1}, "optim": {"kind": "sgd"}, "layout": {"world_size": world}}
+    told = refusal(RunConfig, **values, launch={"nodes": 2, "node_rank": 0, "rendezvous": "a:1"})
+    assert f"layout.world_size={world} is the number of processes on all nodes" in told
+    assert told.endswith(use) or use in told
 
 
 # a length --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
-from unisono.launch.environment import OURS, complete, place
-from unisono.place import Place
+from unisono.launch.environment import NODE, OURS, across_nodes, complete, place
+from unisono.place import Node, Place
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -32,6 +34,27 @@ def completed(**variables: str) -> dict[str, str]:
 def test_nobody_launched_a_process_without_variables():
     assert place({}) is None
     assert place({"PATH": "/bin", "MASTER_ADDR": "a"}) is None
+
+
+# one of several nodes -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_of_a_node_is_numbered_among_all():
+    node = json.dumps(asdict(Node(1, 3, "10.0.0.1", 4000, "eth0")))
+    ours = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", OURS: "a", NODE: node}
+    across_nodes(ours)
+    assert place(ours) == Place(3, 6, 1, 2, "unisono")
+    assert (ours["MASTER_ADDR"], ours["MASTER_PORT"], ours["TORCHELASTIC_USE_AGENT_STORE"]) == (
+        "10.0.0.1",
+        "4000",
+        "False",
+    )
+
+
+def test_a_process_of_the_only_node_keeps_its_number():
+    alone = dict(TORCHRUN)
+    across_nodes(alone)
+    assert alone == TORCHRUN
 
 
 # torchrun -----------------------------------------------------------------------------------------------------------

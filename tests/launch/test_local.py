@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from tests import tasks
 from unisono.config import resolve
 from unisono.launch import local
 from unisono.launch.environment import OURS
+from unisono.place import Node
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -55,10 +57,40 @@ def test_a_launch_leaves_what_the_user_has_set(
     assert (seen[0]["OMP_NUM_THREADS"], seen[0]["GLOO_SOCKET_IFNAME"]) == ("7", "mine")
 
 
+def test_a_node_starts_its_share_of_the_processes_and_tells_them_which_it_is(
+    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    counts: list[int] = []
+    monkeypatch.setattr(api, "LaunchConfig", lambda **words: counts.append(words["nproc_per_node"]))
+    node = Node(1, 2, "10.0.0.1", 4000, "eth7")
+    config = resolve.load(TASK, ["layout.world_size=6", "layout.device=cpu"])[0]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-00000.fault.json").touch()  # node 0 has begun, and failed
+    local.launch(config, tmp_path, 1, node=node)
+    assert counts == [3]
+    assert json.loads(seen[0]["UNISONO_NODE"]) == asdict(node)
+    assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
+    assert (tmp_path / "logs" / "rank-00000.fault.json").exists()
+
+
+def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
+    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # launch.interface came before it
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    config = resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu"])[0]
+    (tmp_path / "logs").mkdir()
+    local.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
+    assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
 # which fault is shown -----------------------------------------------------------------------------------------------
 
 
-def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float]) -> tuple[str, int]:
+def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float], first: int = 0) -> tuple[str, int]:
     """What is told of processes that ended so, of which some had written a fault so many seconds ago."""
     for rank, kind, ago in faults:
         code = 5 if kind == "DeadlineError" else 1
@@ -66,7 +98,7 @@ def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float
         fault["fault"] = ""
         (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
     error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=code) for rank, code in exits.items()})
-    told = local._headline(folder, error)
+    told = local._headline(folder, error, first)
     return str(told), told.exit_code
 
 
@@ -80,6 +112,12 @@ def test_what_the_fault_is_called_is_kept(tmp_path: Path):
 def test_a_process_that_the_launcher_ended_does_not_hide_who_waited_for_it(tmp_path: Path):
     told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.2))
     assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 1", 5)
+
+
+def test_ranks_of_a_later_node_are_told_as_those_of_the_whole_job(tmp_path: Path):
+    told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.3), (2, "DeadlineError", 0.2), first=2)
+    assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 3", 5)
+    assert headline(tmp_path / "none", {1: -9}, first=2)[0].startswith("rank 3 died without a message")
 
 
 def test_a_process_that_did_not_listen_to_the_launcher_does_not_hide_who_waited_for_it(tmp_path: Path):

@@ -166,6 +166,44 @@ def test_what_a_launcher_s_number_of_processes_makes_impossible_is_refused(host:
     assert told == "layout.shards=2 does not divide layout.world_size=3; these do: [1, 3]"
 
 
+NODES = ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400")
+
+
+def test_every_accelerator_of_several_nodes_gets_a_process(host: Any):
+    host("cuda", 4)
+    assert layout(*NODES) == (8, "ddp", "cuda")
+    host("cpu", 0)
+    assert layout(*NODES) == (2, "ddp", "cpu")
+
+
+def test_the_device_is_decided_by_the_processes_of_one_node(host: Any):
+    host("cuda", 2)
+    assert layout(*NODES, "layout.world_size=4") == (4, "ddp", "cuda")
+    assert layout(*NODES, "layout.world_size=8") == (8, "ddp", "cpu")
+
+
+def test_several_nodes_share_one_copy_of_the_model_inside_of_a_node(host: Any):
+    host("cpu", 0)
+    found = start.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
+    assert found.shards == 4
+    place = Place(3, 6, 1, 2, "slurm")
+    assert start.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
+    asked = config(*NODES, "layout.world_size=8", "layout.strategy=hsdp", "layout.shards=2")
+    assert start.concrete(asked, None).layout.shards == 2
+
+
+@pytest.mark.parametrize("words", [["layout.world_size=4"], [*NODES, "layout.world_size=2"]])
+def test_shards_have_to_be_given_where_nodes_do_not_say_them(host: Any, words: list[str]):
+    host("cpu", 0)
+    assert refusal("layout.strategy=hsdp", *words).startswith("layout.strategy=hsdp needs layout.shards")
+
+
+def test_nodes_are_not_for_processes_of_another_launcher(host: Any):
+    host("cpu", 0)
+    told = refusal(*NODES, place=Place(0, 2, 0, 1, "slurm"))
+    assert told.startswith("launch.nodes=2, but slurm has started this process")
+
+
 def test_several_processes_of_a_launcher_cannot_be_a_single_one(host: Any, monkeypatch: pytest.MonkeyPatch):
     host("cpu", 0)
     told = refusal("layout.strategy=single", place=Place(0, 2, 0, 2, "torchrun"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def changes(
     return {
         key: (before.get(key), after.get(key)) for key in sorted({*before, *after}) if before.get(key) != after.get(key)
     }
+
+
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """What two flat configurations, versions or the like do not agree in, as a part of a sentence; empty if nothing.
+
+    >>> differing({"a": 1, "b": 2}, {"a": 1, "c": 3})
+    'b, c: b is 2 here and None there'
+    """
+    keys = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
+    if not keys:
+        return ""
+    return f"{', '.join(keys[:5])}: {keys[0]} is {here.get(keys[0])!r} here and {there.get(keys[0])!r} there"
 
 
 def digest(config: RunConfig) -> str:

@@ -56,9 +56,12 @@ class Layout(Settings):
     )
     world_size: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="processes; auto: one per accelerator of this host, or one; torchrun and srun decide it themselves",
+        description="processes, of all nodes; auto: one per accelerator, or one per node; torchrun and srun decide it "
+        "themselves",
     )
-    shards: PositiveInt | None = Field(None, description="hsdp: processes that share one copy of the model")
+    shards: PositiveInt | None = Field(
+        None, description="hsdp: processes that share one copy of the model; null: those of one node, of several"
+    )
     micro_batch: PositiveInt | None = Field(
         None, description="rows in one forward pass; null: all rows of a process at once (kept when the run is resumed)"
     )
@@ -94,8 +97,6 @@ class Layout(Settings):
             raise ValueError(
                 f"layout.strategy=single is one process, but layout.world_size={world}; use ddp, fsdp or hsdp"
             )
-        if self.strategy == "hsdp" and self.shards is None:
-            raise ValueError("layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model")
         if self.shards is not None and self.strategy != "hsdp":
             raise ValueError(f"layout.shards belongs to layout.strategy=hsdp, but the strategy is {self.strategy}")
         if self.shards is not None and isinstance(world, int) and world % self.shards:
@@ -411,6 +412,29 @@ class Launch(Settings):
         600.0, description="seconds a process waits for another before the run ends with an error"
     )
     start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
+    nodes: PositiveInt = Field(
+        1, description="hosts on which this command is given; each starts its share of processes"
+    )
+    node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
+    rendezvous: str | None = Field(None, description="host:port of node 0, where the nodes meet; a free port of it")
+    interface: str | None = Field(
+        None, description="network interface of this host for talking to the others; null: the one that leads to them"
+    )
+
+    @model_validator(mode="after")
+    def _nodes_are_numbered(self) -> Launch:
+        if self.nodes > 1 and (self.node_rank is None or self.rendezvous is None):
+            missing = [f"launch.{name}" for name in ("node_rank", "rendezvous") if getattr(self, name) is None]
+            raise ValueError(
+                f"launch.nodes={self.nodes} needs {' and '.join(missing)}: node_rank is the number of this host, 0 to "
+                f"{self.nodes - 1}, and rendezvous is host:port of node 0, the same on all"
+            )
+        if self.node_rank is not None and self.node_rank >= self.nodes:
+            raise ValueError(
+                f"launch.node_rank={self.node_rank} of launch.nodes={self.nodes}: nodes are numbered from 0 to "
+                f"{self.nodes - 1}"
+            )
+        return self
 
 
 class RunConfig(Settings):
@@ -446,6 +470,17 @@ class RunConfig(Settings):
                     f"optim.groups: 'muon' of '{group.match}' belongs to optim=muon, but the optimizer is "
                     f"{self.optim.kind}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_share_the_processes(self) -> RunConfig:
+        world, nodes = self.layout.world_size, self.launch.nodes
+        if isinstance(world, int) and world % nodes:
+            few, many = world // nodes * nodes, (world // nodes + 1) * nodes
+            raise ValueError(
+                f"layout.world_size={world} is the number of processes on all nodes, and launch.nodes={nodes} does not "
+                f"divide it; use {f'{few} or ' if few else ''}{many}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, MutableMapping
 
 from unisono.errors import ConfigError
-from unisono.place import Place
+from unisono.place import Node, Place
 
 OURS = "UNISONO_RUN_ID"  # what `unisono.launch.local` gives the processes that it starts: the run id of their launcher
+
+NODE = "UNISONO_NODE"  # where there are several nodes: which of them this is, as JSON
+
+
+def across_nodes(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Number this process among those of all nodes, where its launcher has counted those of its own node only."""
+    if NODE in environment:
+        node = Node(**json.loads(environment[NODE]))
+        here, rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+        environment.update(
+            RANK=str(node.rank * here + rank), WORLD_SIZE=str(node.count * here), GROUP_RANK=str(node.rank),
+            GROUP_WORLD_SIZE=str(node.count), ROLE_RANK=str(node.rank * here + rank),
+            ROLE_WORLD_SIZE=str(node.count * here), MASTER_ADDR=node.host, MASTER_PORT=str(node.port),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )  # fmt: skip
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:

@@ -1,4 +1,8 @@
-"""Several processes on this host, by torch's elastic launcher."""
+"""Several processes on this host, by torch's elastic launcher.
+
+It is told of this host alone, even where there are several nodes: its own rendezvous across hosts waits without a
+deadline once a link is dead. Which node this is goes to the processes in a variable (`unisono.launch.environment`).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from unisono.config.schema import RunConfig
 from unisono.errors import UnisonoError
+from unisono.launch import environment, network
 from unisono.launch.environment import OURS
+from unisono.place import Node
 
 _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
@@ -28,14 +35,17 @@ class WorkerError(UnisonoError):
         self.exit_code = code
 
 
-def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono.launch.worker") -> None:
-    """Start the processes of a run, `layout.world_size` of them, and wait for them.
+def launch(
+    config: RunConfig, folder: Path, threads: int, module: str = "unisono.launch.worker", node: Node | None = None
+) -> None:
+    """Start the processes of a run, this node's share of `layout.world_size`, and wait for them.
 
     Args:
         config: concrete.
         folder: of the run; the processes read its `config.yaml`.
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
+        node: which one this is, where there are several.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -43,19 +53,23 @@ def launch(config: RunConfig, folder: Path, threads: int, module: str = "unisono
     """
     assert isinstance(config.layout.world_size, int)
     loopback = config.layout.device == "cpu"
-    processes(module, folder, config.layout.world_size, threads, config.recipe, loopback)
+    count = config.layout.world_size // (node.count if node else 1)
+    processes(module, folder, count, threads, config.recipe, loopback, node)
 
 
-def processes(module: str, folder: Path, count: int, threads: int, reference: str, loopback: bool) -> None:
+def processes(
+    module: str, folder: Path, count: int, threads: int, reference: str, loopback: bool, node: Node | None = None
+) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
     Args:
         module: e.g. `unisono.launch.worker`.
         folder: what the processes read, and where they leave their logs.
-        count: how many.
+        count: how many on this node.
         threads: CPU threads per process, unless the user's environment says otherwise.
         reference: to the user's code that they import, as `path/to/file.py:name` or `module:name`.
-        loopback: whether gloo, if the processes use it, is to stay inside of this host.
+        loopback: whether gloo, if the processes use it, is to stay inside of this host; of one node only.
+        node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -75,14 +89,17 @@ def processes(module: str, folder: Path, count: int, threads: int, reference: st
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if interface and loopback:
-        defaults["GLOO_SOCKET_IFNAME"] = interface  # all processes are on this host, whatever its name resolves to
+    if node is not None:
+        defaults[network.NCCL] = f"={node.interface}"  # `=`: not whatever begins so
+    elif interface and loopback:
+        defaults[network.GLOO] = interface  # all processes are on this host, whatever its name resolves to
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     variables |= {OURS: run_id, "PYTHONPATH": _import_path(reference)}
+    if node is None:
+        forget(folder)
+    else:
+        variables |= {environment.NODE: json.dumps(asdict(node)), network.GLOO: node.interface}
     logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    for old in logs.glob("*.fault.json"):
-        old.unlink()
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -100,7 +117,14 @@ def processes(module: str, folder: Path, count: int, threads: int, reference: st
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
-        raise _headline(logs, error) from None
+        raise _headline(logs, error, node.rank * count if node else 0) from None
+
+
+def forget(folder: Path) -> None:
+    """Remove what the faults of an earlier start have left in a run's folder."""
+    (folder / "logs").mkdir(exist_ok=True)
+    for old in (folder / "logs").glob("*.fault.json"):
+        old.unlink()
 
 
 def _import_path(reference: str) -> str:
@@ -126,13 +150,20 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _headline(logs: Path, error: Any) -> WorkerError:
-    """The fault to show: a process that died, or the first fault that is not somebody waiting in vain for another."""
+def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
+    """The fault to show: a process that died, or the first fault that is not somebody waiting in vain for another.
+
+    Args:
+        logs: of the run, with the faults of all nodes.
+        error: torch's, whose ranks are those of this node.
+        first: rank of this node's first process.
+    """
     ended = time.time()
     faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
     faults.sort(key=lambda fault: (fault["kind"] == "DeadlineError", fault["time"]))
     told = {fault["rank"] for fault in faults}
-    silent = {rank: failure.exitcode for rank, failure in error.failures.items() if rank not in told}
+    ended_with = {first + rank: failure.exitcode for rank, failure in error.failures.items()}
+    silent = {rank: code for rank, code in ended_with.items() if rank not in told}
     # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= _GRACE
     by_launcher = {-signal.SIGTERM, *([-signal.SIGKILL] if late else [])} if faults else set()

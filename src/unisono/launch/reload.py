@@ -110,6 +110,7 @@ def evaluate(folder: Path) -> dict[str, float]:
         "defer_reduction": False,
         "bucket_mb": None,
     }
-    config = config.model_copy(update={"layout": config.layout.model_copy(update=alone)})
+    here = {"layout": config.layout.model_copy(update=alone), "launch": type(config.launch)()}
+    config = config.model_copy(update=here)
     config = start.concrete(config, None)
     return trainer.evaluate(worker.task_of(config), config, Place(), Alone(), folder)

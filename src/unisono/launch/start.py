@@ -19,7 +19,7 @@ from unisono.config.compose import Composed, compose
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.errors import ConfigError, RunError, UnisonoError
-from unisono.launch import environment, folder, local, worker
+from unisono.launch import environment, folder, local, meeting, nodes, worker
 from unisono.place import Group, Place
 from unisono.task import Task
 
@@ -85,6 +85,8 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
     if task is not None and not alone:
         _refuse_state(task, "other processes make it anew")
     task = task or worker.task_of(config)
+    if config.launch.nodes > 1:
+        return _as_a_node(config, task, allow)
     with _opened(config, task, _job(place), allow) as path:
         config = resolve.read(path / "config.yaml")
         if alone:
@@ -130,14 +132,25 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
     layout = config.layout
     if place is not None:
         world, here = place.world_size, place.local_world_size
+        if config.launch.nodes > 1 and place.launcher != "unisono":
+            raise ConfigError(
+                f"launch.nodes={config.launch.nodes}, but {place.launcher} has started this process, and it says which "
+                "nodes there are: leave launch.nodes out, or start one plain process on each node"
+            )
     elif layout.world_size == "auto":
-        world = here = (
-            max(1, devices.accelerators()[1]) if layout.device != "cpu" and layout.strategy != "single" else 1
-        )
+        here = max(1, devices.accelerators()[1]) if layout.device != "cpu" and layout.strategy != "single" else 1
+        world = here * config.launch.nodes
     else:
-        world = here = layout.world_size
+        world, here = layout.world_size, layout.world_size // config.launch.nodes
     strategy = ("single" if world == 1 else "ddp") if layout.strategy == "auto" else layout.strategy
     update: dict[str, Any] = {"world_size": world, "strategy": strategy}
+    if strategy == "hsdp" and layout.shards is None:
+        if here in (1, world):
+            raise ConfigError(
+                "layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model (only where "
+                "there are several nodes of several processes is it known: those of one node)"
+            )
+        update["shards"] = here  # whole parameters are gathered inside a node, gradients alone cross
     update["device"] = devices.resolve(layout.model_copy(update=update), here, config.train.precision)
     if layout.reduction == "ordered":
         if world & (world - 1):
@@ -232,6 +245,41 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             result = trainer.run(task or worker.task_of(config), config, place, group, path)
     worker.part()
     return result
+
+
+def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
+    """Run this node's processes of a run, once all nodes agree on what it is; node 0 makes the folder."""
+    launch = config.launch
+    assert launch.node_rank is not None and launch.rendezvous is not None and isinstance(config.layout.world_size, int)
+    with ExitStack() as opened:
+        all_nodes = opened.enter_context(
+            meeting.meet(launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout)
+        )
+        node = nodes.agree(all_nodes, config)
+        if allow is not None:
+            all_nodes.everywhere(lambda: allow(config, None), "all nodes to be allowed to start")
+
+        def opens() -> list[str]:
+            path = opened.enter_context(_opened(config, task, _job(None), allow)).resolve()
+            local.forget(path)
+            return [str(path), nodes.mark(path)]
+
+        def sees() -> dict[str, Any]:
+            nodes.shared(path, token)
+            return preflight(task, config)  # with the files and caches of this host
+
+        told, token = all_nodes.everywhere(
+            lambda: opens() if node.rank == 0 else None, "node 0 to check the run and prepare its data"
+        )[0]
+        path = Path(told)
+        facts = all_nodes.everywhere(sees, "all nodes to prepare the data")
+        nodes.same_data(facts)
+        nodes.unmark(path, node)
+        here = config.layout.world_size // node.count
+        config = resolve.read(path / "config.yaml")
+        with all_nodes.watched():
+            local.launch(config, path, threads_per_process(here), node=node)
+    return outcome(path)
 
 
 def _allowed_everywhere(config: RunConfig, place: Place, group: Group, allow: Allow) -> None:

@@ -46,12 +46,10 @@ def join(config: RunConfig, place: Place) -> Group:
     group = collective.start(place, device, config.launch.timeout, config.launch.start_timeout)
     mine = {k: v for k, v in fingerprint.flat(fingerprint.plain(config)).items() if k != "run.name"}
     for rank, theirs in enumerate(group.gather(mine, "the configuration of all ranks")):
-        differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
-        if differing:
-            key = differing[0]
+        if differing := fingerprint.differing(mine, theirs):
             raise ConfigError(
-                f"ranks {place.rank} and {rank} were given different configurations, in {', '.join(differing[:5])}: "
-                f"{key} is {mine.get(key)!r} here and {theirs.get(key)!r} there. Start all processes with one command."
+                f"ranks {place.rank} and {rank} were given different configurations, in {differing}. Start all "
+                "processes with one command."
             )
     return group
 
@@ -138,6 +136,7 @@ def die_with_parent() -> None:
 def main(folder: Path) -> NoReturn:
     """Entry of a process that `unisono.launch.local` started."""
     die_with_parent()
+    environment.across_nodes()
     place = environment.place()
     assert place is not None
 

@@ -37,6 +37,9 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
             "ema": config.ema.model_copy(update=averaged),
             "data": config.data.model_copy(update=case.data),
             "optim": config.optim.model_copy(update=case.optim),
+            "launch": config.launch.model_copy(
+                update={"nodes": 1, "node_rank": None}
+            ),  # its processes are on this host
         }
     )
     return start.concrete(changed, place)

@@ -1,0 +1,1 @@
+"""What `unisono doctor` finds out about this host: facts, rules about them, and measured rates."""

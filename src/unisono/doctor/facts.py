@@ -1,0 +1,206 @@
+"""What there is on this host. `None` is what cannot be found out here; nothing is judged."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unisono.launch import folder, network
+from unisono.launch.network import Interface
+
+GIB = 2**30
+_TOLD = ("torchaudio", "accelerate", "peft", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "filelock", "hydra-core")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What there is on this host.
+
+    Attributes:
+        environment: variables of this process.
+        versions: of packages, of CUDA, its driver and NCCL.
+        system: name and release of the operating system.
+        host: the host's name.
+        resolves: the address that its name leads to; empty if none.
+        interfaces: of the network.
+        cores: that this process may use.
+        quota: cores' worth of time that its container may use; 0 if not limited.
+        memory_gib: that could be had now.
+        shared_gib: free in /dev/shm.
+        files: open files that a process may have.
+        locked_memory: bytes that a process may lock, -1 without a limit.
+        infiniband: whether there is such a device.
+        accelerator: kind of the accelerators that torch sees, or `cpu`.
+        devices: their names.
+        device_memory: free part of the memory of each, 0 to 1.
+        driver_devices: accelerators that a driver offers, whether torch sees them or not.
+        compiler: whether there is a C++ compiler.
+        clock_behind: seconds by which the clock is behind what it must have shown once.
+        directory: where runs will lie.
+        writable: whether it can be written to; empty if so, else why not.
+        disk_gib: free there.
+    """
+
+    environment: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict)
+    system: str = ""
+    host: str = ""
+    resolves: str | None = None
+    interfaces: tuple[Interface, ...] = ()
+    cores: int = 1
+    quota: float | None = None
+    memory_gib: float | None = None
+    shared_gib: float | None = None
+    files: int | None = None
+    locked_memory: int | None = None
+    infiniband: bool = False
+    accelerator: str = "cpu"
+    devices: tuple[str, ...] = ()
+    device_memory: tuple[float, ...] | None = None
+    driver_devices: int | None = None
+    compiler: bool = True
+    clock_behind: float = 0.0
+    directory: str = "."
+    writable: str = ""
+    disk_gib: float | None = None
+
+
+def gather(directory: Path) -> Facts:
+    """The facts of this host.
+
+    Args:
+        directory: where runs will lie; it need not be there yet.
+    """
+    from unisono.engines.torch import devices
+
+    kind, count = devices.accelerators()
+    existing = next(parent for parent in (directory, *directory.resolve().parents) if parent.exists())
+    return Facts(
+        environment=dict(os.environ),
+        versions=_versions(kind),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        host=platform.node(),
+        resolves=_resolved(platform.node()),
+        interfaces=tuple(network.interfaces()),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        quota=_quota(),
+        memory_gib=psutil.virtual_memory().available / GIB,
+        shared_gib=shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else None,
+        files=_limit("RLIMIT_NOFILE"),
+        locked_memory=_limit("RLIMIT_MEMLOCK"),
+        infiniband=Path("/dev/infiniband").is_dir(),
+        accelerator=kind,
+        devices=tuple(_name(kind, index) for index in range(count)),
+        device_memory=_device_memory(kind, count),
+        driver_devices=_driver_devices(),
+        compiler=any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+        clock_behind=max(0.0, Path(sys.modules[__name__].__file__ or ".").stat().st_mtime - time.time()),
+        directory=str(directory),
+        writable=_why_not(existing),
+        disk_gib=shutil.disk_usage(existing).free / GIB,
+    )
+
+
+def _versions(kind: str) -> dict[str, str]:
+    import torch
+
+    installed = {dist.metadata["Name"] for dist in metadata.distributions()}
+    found = {**folder.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
+    found["torch"] = torch.__version__  # with its build
+    with suppress(Exception):  # each of these is there on some builds only
+        if torch.version.cuda:
+            found["cuda"] = torch.version.cuda
+        if getattr(torch.version, "hip", None):
+            found["hip"] = str(torch.version.hip)
+        if kind == "cuda":
+            found["cudnn"] = str(torch.backends.cudnn.version())
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with suppress(OSError):
+        told = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        found["driver"] = next(word for word in told.split() if word.count(".") >= 1 and word[0].isdigit())
+    return found
+
+
+def _name(kind: str, index: int) -> str:
+    import torch
+
+    from unisono.engines.torch import devices
+
+    return devices.name_of(torch.device(kind, index))
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _quota() -> float | None:
+    """Cores' worth of time, by control groups of either version; 0 where there is no limit."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        return 0.0 if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text(encoding="utf-8")
+        period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text(encoding="utf-8")
+        return max(0.0, int(quota) / int(period))
+    return None
+
+
+def _limit(name: str) -> int | None:
+    with suppress(ImportError, AttributeError):
+        import resource
+
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        return -1 if soft == resource.RLIM_INFINITY else int(soft)
+    return None
+
+
+def _device_memory(kind: str, count: int) -> tuple[float, ...] | None:
+    import torch
+
+    ask: Any = getattr(getattr(torch, kind, None), "mem_get_info", None)
+    if not count or ask is None:
+        return None
+    with suppress(RuntimeError):
+        told = [ask(index) for index in range(count)]
+        return tuple(free / total for free, total in told)
+    return None
+
+
+def _driver_devices() -> int | None:
+    """Accelerators that NVIDIA's or AMD's driver offers; None where only Linux would know."""
+    if sys.platform != "linux":
+        return None
+    nvidia = list(Path("/dev").glob("nvidia[0-9]*"))
+    amd = [path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _text(path) not in ("", "0")]
+    return len(nvidia) + len(amd)
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _why_not(existing: Path) -> str:
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

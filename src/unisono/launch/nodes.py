@@ -1,0 +1,178 @@
+"""What several nodes have to agree on before any of them starts a process.
+
+They must mean the same run: configuration, code, versions and data. They must reach each other by the interfaces they
+chose. And they must see one folder, since every process reads the run's configuration there and writes its part of a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.config import fingerprint
+from unisono.config.schema import RunConfig
+from unisono.errors import RunError
+from unisono.launch import code, folder, network
+from unisono.launch.meeting import Meeting
+from unisono.place import Node
+
+TOKEN = "nodes.token"  # in the run's folder while it starts: a number that only this start can know
+_OWN = ("launch.node_rank", "launch.interface", "run.name")  # keys that each node has for itself; node 0 names the run
+_PATIENCE = 10.0  # seconds in which a network file system shows what another host has written
+_REACH = 5.0  # seconds for a connection between two nodes
+
+
+def agree(meeting: Meeting, config: RunConfig) -> Node:
+    """Compare what the nodes were given, choose interfaces, and see that every node reaches every other.
+
+    Args:
+        meeting: of all nodes.
+        config: concrete, of this node; its task has been imported.
+
+    Returns:
+        This node, with the address at which all processes will meet.
+
+    Raises:
+        RunError: naming two nodes and what they differ in, or two that cannot reach each other.
+    """
+    values = fingerprint.flat(fingerprint.plain(config))
+    mine = {
+        "the configuration": {key: value for key, value in values.items() if key not in _OWN},
+        "the versions": folder.versions(),
+        "the code": code.digests(config.recipe),
+    }
+    told = meeting.gather({"host": platform.node(), "given": mine}, "the configuration and code of all nodes")
+    for rank, other in enumerate(told):
+        for what, first in told[0]["given"].items():
+            if differing := _differing(what, first, other["given"][what]):
+                raise RunError(
+                    f"node 0 ({told[0]['host']}, here) and node {rank} ({other['host']}, there) differ in {what}: "
+                    f"{differing}. Start all nodes with one command, one environment and one copy of the code"
+                )
+    return _connected(meeting, config)
+
+
+def _differing(what: str, first: dict[str, Any], other: dict[str, Any]) -> str:
+    if what == "the code":
+        return "; ".join(code.changes(first, other)[:5])
+    return fingerprint.differing(first, other)
+
+
+def _connected(meeting: Meeting, config: RunConfig) -> Node:
+    """This node with its interface, after every node has reached every other by theirs."""
+    assert config.launch.rendezvous is not None
+    asked, (host, port) = config.launch.interface, network.rendezvous(config.launch.rendezvous)
+
+    def choose() -> tuple[str, str] | None:  # node 0 cannot ask which way leads to itself: its name may mean 127.0.1.1
+        return network.choose(asked, host, port) if meeting.rank else None
+
+    others = meeting.everywhere(choose, "the interfaces of all nodes")
+    with ExitStack() as opened:
+
+        def listen() -> dict[str, Any]:
+            name, address = others[meeting.rank] or network.choose(asked, others[1][1], port)
+            listeners = [opened.enter_context(_listener(address, meeting.size)) for _ in range(2)]
+            return {"interface": name, "address": address, "ports": [each.getsockname()[1] for each in listeners]}
+
+        nodes = meeting.everywhere(listen, "the addresses of all nodes")
+        meeting.everywhere(lambda: _reach(nodes, meeting.rank), "all nodes to reach each other")
+    # The second port was free a moment ago, and nothing was ever connected to it.
+    return Node(meeting.rank, meeting.size, nodes[0]["address"], nodes[0]["ports"][1], nodes[meeting.rank]["interface"])
+
+
+def _listener(address: str, size: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(size)
+    except OSError as error:
+        listener.close()
+        raise RunError(f"this node cannot be reached at {address}: {error.strerror}; name another interface") from error
+    return listener
+
+
+def _reach(nodes: list[dict[str, Any]], mine: int) -> None:
+    """Connect to every other node once; the kernel there answers.
+
+    Raises:
+        RunError: naming the interfaces between which there is no way.
+    """
+    here = nodes[mine]
+    for rank, node in enumerate(nodes):
+        try:
+            if rank != mine:
+                socket.create_connection((node["address"], node["ports"][0]), _REACH, (here["address"], 0)).close()
+        except OSError as error:
+            raise RunError(
+                f"node {mine} ({here['interface']}, {here['address']}) cannot reach node {rank} ({node['interface']}, "
+                f"{node['address']}): {error.strerror or 'no answer'}. Name interfaces that lead to each other by "
+                "launch.interface, on each node its own, and let the firewall pass all ports between the nodes"
+            ) from error
+
+
+def mark(path: Path) -> str:
+    """Leave a number in the folder of a run, by which other nodes know that they see the same folder."""
+    token = secrets.token_hex(8)
+    folder.replace(path / TOKEN, token)
+    return token
+
+
+def unmark(path: Path, node: Node) -> None:
+    """Take the number away again, once all nodes have seen it."""
+    if node.rank == 0:
+        (path / TOKEN).unlink(missing_ok=True)
+
+
+def shared(path: Path, token: str) -> None:
+    """See that a folder is the one that node 0 has made, and that it can be written to from here.
+
+    Raises:
+        RunError: if it is not.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while not _holds(path / TOKEN, token):
+        if time.monotonic() > deadline:
+            there = "is another folder here" if path.exists() else "is not here"
+            raise RunError(
+                f"{path}, which node 0 has made for this run, {there}: run.dir must lie on a file system that all "
+                "nodes share, under the same path"
+            )
+        time.sleep(0.2)
+    try:
+        (path / "logs").mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=path / "logs"):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written to from this node: {error.strerror}; choose another run.dir"
+        ) from error
+
+
+def same_data(facts: Sequence[Mapping[str, Any]]) -> None:
+    """See that all nodes have the same data.
+
+    Args:
+        facts: of every node's task.
+
+    Raises:
+        RunError: naming a node whose data are not those of node 0.
+    """
+    for rank, theirs in enumerate(facts):
+        if differing := fingerprint.differing(facts[0], theirs):
+            raise RunError(f"node 0 (here) and node {rank} (there) have different data, in {differing}")
+
+
+def _holds(path: Path, token: str) -> bool:
+    with suppress(OSError):
+        list(path.parent.parent.iterdir())  # makes a network file system ask again what is there
+        return path.read_text(encoding="utf-8") == token
+    return False

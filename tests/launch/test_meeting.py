@@ -1,0 +1,243 @@
+"""Launchers of several nodes that meet, and do not wait for each other without end. Each is a thread here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from unisono.errors import ConfigError, DeadlineError, RunError, UnisonoError
+from unisono.launch import meeting
+from unisono.launch.meeting import Meeting
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def together(
+    *acts: Callable[[Meeting], Any], size: int | None = None, ranks: list[int] | None = None, start: float = 5,
+    timeout: float = 2,
+) -> list[Any]:  # fmt: skip
+    """What each node's act returned or raised; one thread is one node."""
+    ends: list[Any] = [None] * len(acts)
+    where = f"127.0.0.1:{free_port()}"
+
+    def node(number: int) -> None:
+        rank = number if ranks is None else ranks[number]
+        try:
+            with meeting.meet(rank, size or len(acts), where, start, timeout) as met:
+                ends[number] = acts[number](met)
+        except UnisonoError as error:
+            ends[number] = error
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in range(len(acts))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)  # so that it is known who comes first
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return ends
+
+
+def test_all_nodes_get_the_values_of_all_in_their_order():
+    ends = together(*[lambda met: [met.gather(met.rank * i, "numbers") for i in (1, 10)]] * 3)
+    assert ends == [[[0, 1, 2], [0, 10, 20]]] * 3
+
+
+def test_large_values_arrive_whole():
+    text = "ä" * 300_000
+    assert together(*[lambda met: met.gather(text + str(met.rank), "texts")] * 2) == [[text + "0", text + "1"]] * 2
+
+
+def test_nodes_may_come_in_any_order():
+    acts = [lambda met: met.gather(met.rank, "ranks")] * 3
+    assert together(*acts, ranks=[2, 0, 1]) == [[0, 1, 2]] * 3
+
+
+def test_a_refusal_of_one_node_is_everyone_s():
+    def act(met: Meeting) -> Any:
+        def refuse() -> int:
+            if met.rank == 1:
+                raise ConfigError("no such file")
+            return 1
+
+        return met.everywhere(refuse, "files")
+
+    ends = together(act, act, act)
+    assert [(type(end), str(end)) for end in ends] == [(RunError, "node 1: no such file")] * 3
+
+
+def test_what_all_refuse_is_told_without_a_name():
+    def act(met: Meeting) -> Any:
+        def refuse() -> int:
+            raise ConfigError("no such file")
+
+        return met.everywhere(refuse, "files")
+
+    assert [str(end) for end in together(act, act)] == ["no such file"] * 2
+
+
+# what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_does_not_come_is_named_to_all_who_did():
+    ends = together(*[lambda met: None] * 2, size=4, start=1)
+    assert [type(end) for end in ends] == [DeadlineError] * 2
+    assert {str(end)[: len("of 4 nodes, node 2, 3 did not come to 127.0.0.1:")] for end in ends} == {
+        "of 4 nodes, node 2, 3 did not come to 127.0.0.1:"
+    }
+
+
+def test_node_0_that_does_not_come_is_told_with_its_address():
+    (end,) = together(lambda met: None, size=2, ranks=[1], start=0.5)
+    assert isinstance(end, DeadlineError)
+    assert "node 1 could not meet node 0 at 127.0.0.1:" in str(end)
+    assert "within 0.5 s (launch.start_timeout): Connection refused." in str(end)
+
+
+def test_two_nodes_of_one_number_are_refused():
+    ends = together(*[lambda met: None] * 3, ranks=[0, 1, 1])
+    assert [type(end) for end in ends] == [ConfigError] * 3
+    assert all(str(end).startswith("launch.node_rank=1 was given to two nodes: node 1 (") for end in ends)
+
+
+def test_nodes_that_were_told_different_numbers_of_nodes_are_refused():
+    ends: list[Any] = [None, None]
+    where = f"127.0.0.1:{free_port()}"
+
+    def node(rank: int) -> None:
+        try:
+            with meeting.meet(rank, 2 + rank, where, 5, 5):
+                pass
+        except UnisonoError as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [type(end) for end in ends] == [ConfigError] * 2
+    assert all(str(end).startswith("launch.nodes is 2 on node 0 and 3 on node 1 (") for end in ends)
+
+
+def test_a_port_in_use_is_told():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="of this node is in use; choose another, on all nodes"):
+            meeting.meet(0, 2, where, 5, 5).__enter__()
+
+
+def test_a_rendezvous_at_another_host_is_told_with_the_addresses_of_this_one():
+    with pytest.raises(ConfigError, match=r"must be an address of node 0, and this node, .* has others: lo 127.0.0.1"):
+        meeting.meet(0, 2, "192.0.2.1:29400", 5, 5).__enter__()  # an address of nobody (RFC 5737)
+
+
+def test_whoever_is_no_node_of_ours_is_sent_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meeting, "_GREETING", 0.3)
+    where = free_port()
+    ends: list[Any] = [None, None]
+
+    def node(rank: int) -> None:
+        with meeting.meet(rank, 2, f"127.0.0.1:{where}", 10, 5) as met:
+            ends[rank] = met.gather(rank, "ranks")
+
+    first = threading.Thread(target=node, args=(0,))
+    first.start()
+    time.sleep(0.3)
+    with socket.create_connection(("127.0.0.1", where)) as loud, socket.create_connection(("127.0.0.1", where)):
+        loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        second = threading.Thread(target=node, args=(1,))
+        second.start()
+        first.join(20)
+        second.join(20)
+    assert ends == [[0, 1]] * 2
+
+
+def test_a_node_that_leaves_before_the_others_are_done_with_it_is_named():
+    ends = together(lambda met: met.gather(0, "the data"), lambda met: None, lambda met: met.gather(2, "the data"))
+    assert [type(ends[i]) for i in (0, 2)] == [DeadlineError] * 2
+    for i in (0, 2):
+        assert str(ends[i]).startswith("node 1 (")
+        assert str(ends[i]).endswith("is gone, in wait for the data")
+
+
+def test_a_node_that_says_nothing_is_named_after_the_deadline():
+    silent = threading.Event()
+    began = time.monotonic()
+    ends = together(lambda met: met.gather(0, "the data"), lambda met: silent.wait(4), timeout=1)
+    assert time.monotonic() - began < 10
+    assert str(ends[0]).endswith("has said nothing for 1 s, in wait for the data")
+
+
+# while processes run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When this process would have ended its children."""
+    found: list[float] = []
+    monkeypatch.setattr(meeting, "_GRACE", 0.3)
+    monkeypatch.setattr(meeting.signal, "pthread_kill", lambda thread, number: found.append(time.monotonic()))
+    return found
+
+
+def watched(seconds: float) -> Callable[[Meeting], str | None]:
+    def act(met: Meeting) -> str | None:
+        with met.watched():
+            time.sleep(seconds)
+        return met.lost
+
+    return act
+
+
+def test_nodes_that_live_are_not_given_up_however_long_it_takes(ended: list[float]):
+    assert together(watched(2.5), watched(2.5), timeout=1) == [None, None]
+    assert ended == []
+
+
+def test_a_node_that_is_done_sooner_is_not_given_up(ended: list[float]):
+    assert together(watched(2.0), watched(0.5), timeout=1) == [None, None]
+    assert ended == []
+
+
+def test_a_node_that_fails_ends_the_others(ended: list[float]):
+    def fails(met: Meeting) -> None:
+        with met.watched():
+            raise RunError("the sky fell")
+
+    ends = together(watched(1.5), fails, timeout=5)
+    assert str(ends[0]).endswith("has ended with an error, which it tells there")
+    assert len(ended) == 1
+
+
+def test_a_node_that_is_gone_ends_the_others(ended: list[float]):
+    ends = together(watched(1.5), lambda met: None, timeout=5)
+    assert str(ends[0]).endswith("is gone, in wait for a sign of life")
+    assert len(ended) == 1
+
+
+def test_a_node_that_falls_silent_ends_the_others_after_the_deadline(ended: list[float]):
+    ends = together(watched(3.0), lambda met: time.sleep(3.5), timeout=1)
+    assert str(ends[0]).endswith("has said nothing for 1 s, in wait for a sign of life")
+    assert len(ended) == 1
+
+
+def test_an_end_by_the_watch_is_told_as_a_deadline(monkeypatch: pytest.MonkeyPatch):
+    def act(met: Meeting) -> None:
+        with met.watched():
+            met.lost = "node 1 is gone"
+            raise KeyboardInterrupt
+
+    ends = together(act, lambda met: time.sleep(0.3))
+    assert str(ends[0]) == "node 1 is gone. The processes of this node were ended"
