@@ -160,7 +160,7 @@ ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np
 def test_matrices_of_adapters_without_a_gradient_yet_say_nothing(tmp_path: Path, change: Any, fault: str) -> None:
     mine = trace(tmp_path / "mine", EVEN, {**ADAPTERS, **change})
     reference = trace(tmp_path / "one", [[sum(step)] for step in EVEN], ADAPTERS)
-    found = diagnose.diagnose(mine, reference, [failed("raw gradients", 1)], 2, "ddp")
+    found = diagnose.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
     assert found is not None
     assert found.fault == fault
 
