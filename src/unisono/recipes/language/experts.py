@@ -82,8 +82,8 @@ class _Cast:
 
 
 def _stacks(model: nn.Module) -> list[nn.Module]:
-    """The modules that transformers' `use_experts_implementation` has made."""
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    """The modules that transformers' `use_experts_implementation` has made; it leaves these marks on them."""
+    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_bias")]
 
 
 def _matrices(stack: nn.Module) -> list[Tensor]:

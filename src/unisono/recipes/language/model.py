@@ -53,6 +53,7 @@ def build(config: ModelGroup, vocab_size: int) -> nn.Module:
     _refuse_foresight(model)
     if config.balance_weight or config.router_z_weight:
         experts.check_router(model)
+        _refuse_silent_routers(model)
     return model
 
 
@@ -134,6 +135,23 @@ def _refuse_foresight(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__} lets tokens see those after them, so it would learn to copy what it has to "
             "predict; a causal model is needed (bert and its relatives are causal with model.settings.is_decoder=true)"
+        )
+
+
+def _refuse_silent_routers(model: Any) -> None:
+    """Not every mixture hands out what its routers computed in the same form.
+
+    Raises:
+        ConfigError: unless there is a score for every token and expert of each layer.
+    """
+    ids = torch.arange(4)[None] + 1
+    with _asking(model):
+        made = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
+    found = getattr(made, "router_logits", None) or ()
+    if not found or {tuple(logits.shape) for logits in found} != {(ids.numel(), found[0].shape[-1])}:
+        raise ConfigError(
+            f"{type(model).__name__} does not return a score for every token and expert of each layer, which its "
+            "losses need; set model.balance_weight and model.router_z_weight to 0"
         )
 
 
