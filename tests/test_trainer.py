@@ -196,8 +196,12 @@ def test_a_run_says_what_is_trained_on_what(tmp_path: Path, capsys: pytest.Captu
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "test: 4 parameters, 1 × cpu, single, fp32, 3 steps, global batch 8 = 1 × 2 × 4 rows"
     assert told[1:3] == ["  rows: 40", "  mixture: 1:100:1 [b]"]
-    assert [line.split("/")[0] for line in told[3:5]] == ["step 1", "step 3"]
-    assert told[5:] == [f"run: {tmp_path}"]
+    assert told[3:5] == [
+        "  sgd, lr 0.1, weight decay 0.01: 3 parameters in weight",
+        "  sgd, lr 0.1, weight decay 0: 1 parameters in bias",
+    ]
+    assert [line.split("/")[0] for line in told[5:7]] == ["step 1", "step 3"]
+    assert told[7:] == [f"run: {tmp_path}"]
 
 
 def test_a_run_that_goes_on_says_after_which_step(

@@ -37,12 +37,19 @@ class Adding(Recording):
         factor = self._place.world_size if self._layout.strategy == "ddp" else 1  # the loss was multiplied with it
 
         def see(name: str, gradient: torch.Tensor) -> None:
+            if name in self.seen:  # every forward pass watches the same parameters once more
+                return
+            self.seen.add(name)
             self.passes += name == "model.norm.weight"
             for sums, dtype in ((self.exact, torch.float64), (self.low, torch.bfloat16)):
                 sums[name] = sums.get(name, torch.zeros((), dtype=dtype)) + gradient.detach().to(dtype) / factor
 
         with gradients.watching(self._step, see):
             return super()._accumulate(*args)
+
+    def _forward(self, *args: Any) -> Any:
+        self.seen: set[str] = set()
+        return super()._forward(*args)
 
 
 def added(place: Place, group: Group, layouts: list[str]) -> dict[str, tuple[int, dict[str, list[np.ndarray]]]]:
