@@ -40,7 +40,7 @@ def step_event(folder: Path, done: StepResult, scalars: Mapping[str, float] = SC
 def eval_event(folder: Path, done: StepResult) -> Any:
     """What the file says of one evaluation."""
     with record(folder) as recording:
-        recording.evaluation(2, done, rows=11, seconds=0.5)
+        recording.evaluation(2, done.values, rows=11, seconds=0.5)
     (event,) = events.read(folder / "events.jsonl")
     return event
 
@@ -86,7 +86,7 @@ def test_the_terms_of_an_evaluation_are_recorded_if_there_are_several(tmp_path: 
 def test_only_evaluations_are_marked_as_such(tmp_path: Path) -> None:
     with record(tmp_path) as recording:
         recording.step(1, result(), SCALARS, SPEED)
-        recording.evaluation(1, result(), 11, 0.5)
+        recording.evaluation(1, result().values, 11, 0.5)
     assert [event.get("eval", False) for event in events.read(tmp_path / "events.jsonl")] == [False, True]
 
 
@@ -103,7 +103,7 @@ def test_without_progress_the_console_is_silent_and_the_file_is_written(
 ) -> None:
     with record(tmp_path, progress=False) as recording:
         recording.step(1, result(), SCALARS, SPEED)
-        recording.evaluation(1, result(), 11, 0.5)
+        recording.evaluation(1, result().values, 11, 0.5)
         recording.say("a line")
     assert capsys.readouterr() == ("", "")
     assert len(events.read(tmp_path / "events.jsonl")) == 2
@@ -116,7 +116,7 @@ def test_other_ranks_and_runs_that_do_not_write_leave_and_say_nothing(
     with record(tmp_path, tensorboard=True, **which) as recording:
         recording.say("a line")
         recording.step(1, result(), SCALARS, SPEED)
-        recording.evaluation(1, result(), 11, 0.5)
+        recording.evaluation(1, result().values, 11, 0.5)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -135,7 +135,7 @@ def test_tensorboard_shows_what_the_file_says(tmp_path: Path) -> None:
     with record(tmp_path, tensorboard=True) as recording:
         recording.step(1, result(3.0, accuracy=0.5), SCALARS, SPEED)
         recording.step(2, result(2.0, accuracy=0.75), SCALARS, SPEED)
-        recording.evaluation(2, result(2.5, accuracy=0.25), 11, 0.5)
+        recording.evaluation(2, result(2.5, accuracy=0.25).values, 11, 0.5)
     shown = curves(tmp_path)
     assert shown["loss"] == [(1, 3.0), (2, 2.0)]
     assert shown["accuracy"] == [(1, 0.5), (2, 0.75)]
