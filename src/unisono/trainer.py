@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any
 
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
+from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, check_draws
@@ -120,7 +122,8 @@ class Training:
             self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
             self.first = _resume(self._engine, self._folder)
             total, observe = self.plan.steps, self._config.observe
-            record = Record(self._folder, observe, self._place, self.first, total, self._writing)
+            about = {"config": fingerprint.plain(self._config), "facts": self._told()}
+            record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
             self.record = opened.enter_context(record)
             self._introduce()
             self._opened = opened.pop_all()
@@ -178,6 +181,13 @@ class Training:
             self.record.say(f"  {name}: {value}")
         if self.first:
             self.record.say(f"continuing after step {self.first}")
+
+    def _told(self) -> dict[str, Any]:
+        """Facts of the run and its system, for trackers."""
+        known = self._folder / "fingerprint.json"
+        start = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
+        device = {"device": self._facts.device, "parameters": self._facts.parameters}
+        return {**start, **device, "world_size": self._place.world_size, "data": self._about}
 
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
         unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")

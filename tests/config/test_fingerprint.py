@@ -45,7 +45,10 @@ HARMLESS = {
     "checkpoint.at_end": "false",
     "observe.log_every": "3",
     "observe.progress": "false",
-    "observe.tensorboard": "true",
+    "observe.trackers": "[tensorboard]",
+    "observe.project": "mine",
+    "observe.tracker_timeout": "3",
+    "observe.profile": "[2,3]",
     "launch.timeout": "3",
     "launch.start_timeout": "3",
 }

@@ -21,6 +21,7 @@ class StepResult:
         metrics: each metric's sum / count.
         work: units of `Task.work`, summed.
         grad_norm: of the whole gradient before clipping; 0 in evaluation.
+        recompiled: what `torch.compile` compiled again in this step, on which ranks and why; empty as it should be.
     """
 
     loss: float
@@ -28,6 +29,7 @@ class StepResult:
     metrics: Mapping[str, float]
     work: Mapping[str, float]
     grad_norm: float = 0.0
+    recompiled: str = ""
 
     @property
     def values(self) -> dict[str, float]:
