@@ -18,13 +18,14 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.data.loader import Loader, check_draws
+from unisono.data.loader import Loader, MicroBatch, check_draws
 from unisono.data.order import Order, Plan
 from unisono.engines.base import Engine, StepResult
 from unisono.errors import CheckpointError, DataError, GuardError, RunError, page
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
+from unisono.observe.profile import Profile
 from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
@@ -126,6 +127,8 @@ class Training:
             record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
             self.record = opened.enter_context(record)
             self._introduce()
+            profile = Profile(observe.profile, self._engine, self._folder, self.first, total, self.record.say)
+            self._profile = opened.enter_context(profile)
             self._opened = opened.pop_all()
         return self
 
@@ -135,12 +138,12 @@ class Training:
     def steps(self) -> Iterator[StepResult]:
         """Make every step that is left: data, update, record, evaluation, checkpoint."""
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
-        batches = self._loader.steps(self.first)
         watch = Stopwatch()
+        batches = engine.incoming(self._batches(watch))
+        self._profile.between(self.first)
         for step in range(self.first, total):
-            with watch.waiting():
-                micro_batches = next(batches)
-            result = engine.step(micro_batches, step, self._scalars(step))
+            with self._profile.step():
+                result = engine.step(next(batches), step, self._scalars(step))
             made, last = step + 1, step + 1 == total
             record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()))
             log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
@@ -148,11 +151,20 @@ class Training:
                 self.evaluate(made)
             if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
                 self._save(made)
+            self._profile.between(made)
             yield result
             watch.lap()  # evaluation, saving and the caller are no part of a step's time
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
+
+    def _batches(self, watch: Stopwatch) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of every step that is left; waiting for them is watched, whoever asks for them and when."""
+        steps = self._loader.steps(self.first)
+        for _ in range(self.first, self.plan.steps):
+            with watch.waiting(), self._engine.profiler.part("data"):
+                micro_batches = next(steps)
+            yield micro_batches
 
     def evaluate(self, made: int) -> None:
         """Evaluate on the held-out rows, if there are any, after `made` updates."""

@@ -12,7 +12,7 @@ import types
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -39,9 +39,8 @@ class InterruptionError(Exception):
 class Fake:
     """A tracker that keeps what it is told, and misbehaves on demand."""
 
-    made: list[Fake]
-    made = []
-    release = threading.Event()
+    made: ClassVar[list[Fake]] = []
+    release: ClassVar[threading.Event] = threading.Event()
 
     def __init__(self, run: Tracked) -> None:
         self.run, self.calls, self.thread = run, [], threading.current_thread().name
@@ -243,7 +242,7 @@ def test_a_resumed_run_goes_on_in_tensorboard(resumed: tuple[Path, str]) -> None
     losses = {point.step: point.value for point in shown.Scalars("loss")}
     assert losses == pytest.approx(expected(folder), rel=1e-6)
     assert len(shown.Scalars("loss")) == 5, "steps that were made again stand there once"
-    texts = {tag for tag in shown.Tags()["tensors"]}
+    texts = set(shown.Tags()["tensors"])
     assert {"config/text_summary", "facts/text_summary", "summary/text_summary"} <= texts
 
 

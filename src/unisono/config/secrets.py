@@ -20,7 +20,7 @@ MASK = "[hidden]"
 _PLAIN = (
     r"passw(or)?d|passphrase|secret|secrets|api_?key|(secret|private|signing|encryption|account)_?key|access_?key"
     r"|credentials?|connection_?string|(access|api|auth|bearer|hf|hub|github|gitlab|oauth|refresh|session|wandb|write)"
-    r"_?token"
+    r"[_-]?token"
 )
 _PLAIN_NAME = re.compile(rf"(^|[._-])({_PLAIN})$", re.IGNORECASE)
 _VARIABLE = re.compile(rf"(^|_)({_PLAIN}|token|key_id|pat)$", re.IGNORECASE)
@@ -33,7 +33,7 @@ _LOOKS = re.compile(
 # user:password@ in any URL, and anything@ in one of the web; ssh://git@host holds no secret
 _IN_URL = re.compile(r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/@?#'\"]*:))[^\s/@?#'\"]+@(?=[^\s@])")
 _IN_QUERY = re.compile(
-    r"(?i)(?<=[?&])((?:\w*(?:token|password|secret|signature|api_?key|access_?key|credential))|sig)=[^&\s#'\"]+"
+    r"(?i)(?<=[?&])((?:[\w-]*(?:token|password|secret|signature|api_?key|access_?key|credential))|sig)=[^&\s#'\"]+"
 )
 _SHORT = 12  # characters; a shorter value of a variable stands in other texts by chance
 
@@ -47,8 +47,8 @@ def refuse(values: Any) -> None:
     found = [f"'{key}' {why}" for key, why in _found(values)]
     if found:
         raise ConfigError(
-            f"a configuration is written into files and sent to trackers, so it can hold no secret: {'; '.join(found)}. "
-            "Let the task read it from the environment (os.environ) or from a file of yours (~/.netrc, a mounted "
+            f"a configuration is written into files and sent to trackers, so it can hold no secret: {'; '.join(found)}. Let "
+            "the task read it from the environment (os.environ) or from a file of yours (~/.netrc, a mounted "
             "secret) where it needs it"
         )
 
