@@ -47,9 +47,9 @@ def refuse(values: Any) -> None:
     found = [f"'{key}' {why}" for key, why in _found(values)]
     if found:
         raise ConfigError(
-            f"a configuration is written into files and sent to trackers, so it can hold no secret: {'; '.join(found)}. Let "
-            "the task read it from the environment (os.environ) or from a file of yours (~/.netrc, a mounted "
-            "secret) where it needs it"
+            "a configuration is written into files and sent to trackers, so it can hold no secret: "
+            f"{'; '.join(found)}. Let the task read it where it needs it, from the environment (os.environ) or from a "
+            "file of yours (~/.netrc, a mounted secret)"
         )
 
 

@@ -1,7 +1,8 @@
 """Batches on their way to the device: while one micro-batch is computed with, the next one is copied.
 
 Copies go from pinned memory, without waiting, on a stream of their own; the computation waits for a copy on the device
-only. Two micro-batches are on the device at a time, and what has been pinned is kept until its copy is finished. The
+only. There are two buffers: the copy of a micro-batch begins when the last but one has been computed with, and what has
+been pinned is kept until its copy is finished. The
 copy of a step's first micro-batch begins in the step before, so there is something to overlap with one pass per step,
 too. On the CPU there is nothing to copy, and everything passes through.
 """
@@ -45,6 +46,14 @@ class Streams(Protocol):
         """Whether the copies are made."""
         ...
 
+    def mark(self) -> Any:
+        """What tells when everything is computed that was asked for until now."""
+        ...
+
+    def wait(self, computed: Any) -> None:
+        """Let this process wait for that."""
+        ...
+
 
 class DeviceStreams:
     """The streams of an accelerator, of any kind that `torch.accelerator` knows."""
@@ -72,6 +81,14 @@ class DeviceStreams:
     def finished(self, copied: torch.Event) -> bool:
         """See `Streams`."""
         return copied.query()
+
+    def mark(self) -> torch.Event:
+        """See `Streams`."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def wait(self, computed: torch.Event) -> None:
+        """See `Streams`."""
+        computed.synchronize()
 
 
 @dataclass(frozen=True)
@@ -110,12 +127,17 @@ class Transfer:
         return moved
 
     def ahead(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Batch]]:
-        """Each micro-batch with its arrays on the device; the next one's copy begins when one has been used."""
+        """Each micro-batch with its arrays on the device; its copy begins when the device has the work of the last."""
+        before = None
         for micro in batches:
             with self._part("transfer"):
                 self._begin(micro)
                 batch = self._take(micro)
             yield micro, batch
+            if self._streams is not None:  # the device still has the work of this one, so the wait costs it nothing
+                if before is not None:
+                    self._streams.wait(before)
+                before = self._streams.mark()
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """The same steps, the first micro-batch of the next of which `look_ahead` can begin to copy."""
