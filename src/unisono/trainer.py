@@ -138,9 +138,9 @@ class Training:
     def steps(self) -> Iterator[StepResult]:
         """Make every step that is left: data, update, record, evaluation, checkpoint."""
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
+        self._profile.between(self.first)
         watch = Stopwatch()
         batches = engine.incoming(self._batches(watch))
-        self._profile.between(self.first)
         for step in range(self.first, total):
             with self._profile.step():
                 result = engine.step(next(batches), step, self._scalars(step))
