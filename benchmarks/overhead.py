@@ -40,7 +40,7 @@ def recipe(processes: int, folder: Path, steps: int) -> list[str]:
         f"train.global_batch={BATCH}", f"train.steps={steps}", f"task.sequence={LENGTH}", "schedules=constant",
         "schedules.lr.warmup=0", f"optim.lr={LR}", "optim.weight_decay=0.1", f"run.dir={folder}", "run.name=run",
         "eval.at_end=false", "eval.every=null", "checkpoint.at_end=false", "checkpoint.every=null",
-        "observe.tensorboard=false",
+        "observe.trackers=[]",
     ]  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def test_evaluating_a_run_writes_and_says_nothing(
     whole: tuple[Path, Result], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()}
-    evaluate(whole[0], config(observe={"progress": True, "tensorboard": True}))
+    evaluate(whole[0], config(observe={"progress": True, "trackers": ["tensorboard"]}))
     assert {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()} == before
     assert capsys.readouterr().out == ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from collections import deque
@@ -14,15 +15,17 @@ from typing import Any
 
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
+from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.data.loader import Loader, check_draws
+from unisono.data.loader import Loader, MicroBatch, check_draws
 from unisono.data.order import Order, Plan
 from unisono.engines.base import Engine, StepResult
 from unisono.errors import CheckpointError, DataError, GuardError, RunError, page
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
+from unisono.observe.profile import Profile
 from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
@@ -120,9 +123,12 @@ class Training:
             self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
             self.first = _resume(self._engine, self._folder)
             total, observe = self.plan.steps, self._config.observe
-            record = Record(self._folder, observe, self._place, self.first, total, self._writing)
+            about = {"config": fingerprint.plain(self._config), "facts": self._told()}
+            record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
             self.record = opened.enter_context(record)
             self._introduce()
+            profile = Profile(observe.profile, self._engine, self._folder, self.first, total, self.record.say)
+            self._profile = opened.enter_context(profile)
             self._opened = opened.pop_all()
         return self
 
@@ -132,12 +138,12 @@ class Training:
     def steps(self) -> Iterator[StepResult]:
         """Make every step that is left: data, update, record, evaluation, checkpoint."""
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
-        batches = self._loader.steps(self.first)
+        self._profile.between(self.first)
         watch = Stopwatch()
+        batches = engine.incoming(self._batches(watch))
         for step in range(self.first, total):
-            with watch.waiting():
-                micro_batches = next(batches)
-            result = engine.step(micro_batches, step, self._scalars(step))
+            with self._profile.step():
+                result = engine.step(next(batches), step, self._scalars(step))
             made, last = step + 1, step + 1 == total
             rows = self.plan.batch(step).tolist() if result.skipped else []
             record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()), rows)
@@ -146,11 +152,20 @@ class Training:
                 self.evaluate(made)
             if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
                 self._save(made)
+            self._profile.between(made)
             yield result
             watch.lap()  # evaluation, saving and the caller are no part of a step's time
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
+
+    def _batches(self, watch: Stopwatch) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of every step that is left; waiting for them is watched, whoever asks for them and when."""
+        steps = self._loader.steps(self.first)
+        for _ in range(self.first, self.plan.steps):
+            with watch.waiting(), self._engine.profiler.part("data"):
+                micro_batches = next(steps)
+            yield micro_batches
 
     def evaluate(self, made: int) -> None:
         """Evaluate on the held-out rows, if there are any, after `made` updates."""
@@ -180,6 +195,13 @@ class Training:
             self.record.say(f"  {line}")
         if self.first:
             self.record.say(f"continuing after step {self.first}")
+
+    def _told(self) -> dict[str, Any]:
+        """Facts of the run and its system, for trackers."""
+        known = self._folder / "fingerprint.json"
+        start = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
+        device = {"device": self._facts.device, "parameters": self._facts.parameters}
+        return {**start, **device, "world_size": self._place.world_size, "data": self._about}
 
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
         unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")

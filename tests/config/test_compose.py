@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from unisono.config.compose import Composed, compose, recipes
 from unisono.errors import ConfigError
@@ -301,7 +302,7 @@ def test_every_value_of_a_recipe_has_a_file_and_a_line_that_hold_it():
         for part in key.split("."):
             at = at[part]
         assert name == key.rpartition(".")[2], (key, origin)
-        assert value == str(at).lower() or float(value) == at, (key, origin)
+        assert value == str(at).lower() or yaml.safe_load(value) == at, (key, origin)
 
 
 def test_a_value_of_the_user_s_file_is_said_to_come_from_its_line(folder: Path):

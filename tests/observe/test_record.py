@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from unisono.config.schema import Observe
 from unisono.engines.base import StepResult
 from unisono.errors import ConfigError
-from unisono.observe import events, tensorboard
+from unisono.observe import events, trackers
 from unisono.observe.progress import Speed
 from unisono.observe.record import Record
 from unisono.place import Place
@@ -113,7 +113,7 @@ def test_without_progress_the_console_is_silent_and_the_file_is_written(
 def test_other_ranks_and_runs_that_do_not_write_leave_and_say_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], which: dict[str, Any]
 ) -> None:
-    with record(tmp_path, tensorboard=True, **which) as recording:
+    with record(tmp_path, trackers=["tensorboard"], **which) as recording:
         recording.say("a line")
         recording.step(1, result(), SCALARS, SPEED)
         recording.evaluation(1, result().values, 11, 0.5)
@@ -132,7 +132,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_shows_what_the_file_says(tmp_path: Path) -> None:
-    with record(tmp_path, tensorboard=True) as recording:
+    with record(tmp_path, trackers=["tensorboard"]) as recording:
         recording.step(1, result(3.0, accuracy=0.5), SCALARS, SPEED)
         recording.step(2, result(2.0, accuracy=0.75), SCALARS, SPEED)
         recording.evaluation(2, result(2.5, accuracy=0.25).values, 11, 0.5)
@@ -145,12 +145,12 @@ def test_tensorboard_shows_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_tensorboard_takes_back_what_a_resumed_run_makes_again(tmp_path: Path) -> None:
-    with record(tmp_path, tensorboard=True) as recording:
+    with record(tmp_path, trackers=["tensorboard"]) as recording:
         for step in (1, 2, 3):
             recording.step(step, result(float(step)), SCALARS, SPEED)
     (earlier,) = (tmp_path / "tensorboard").iterdir()
     earlier.rename(earlier.with_name("events.out.tfevents.1.earlier"))  # names of one second have no order
-    with record(tmp_path, first_step=1, tensorboard=True) as recording:
+    with record(tmp_path, first_step=1, trackers=["tensorboard"]) as recording:
         for step in (2, 3, 4):
             recording.step(step, result(10.0 * step), SCALARS, SPEED)
     assert curves(tmp_path)["loss"] == [(1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]
@@ -163,23 +163,24 @@ def test_without_the_setting_there_are_no_tensorboard_files(tmp_path: Path) -> N
 
 
 def test_a_missing_tensorboard_is_told_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^observe\.tensorboard=true needs TensorBoard: pip install tensorboard$"):
-        record(tmp_path, tensorboard=True)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    said = r"^observe\.trackers=tensorboard needs tensorboard: pip install 'unisono\[tensorboard\]'$"
+    with pytest.raises(ConfigError, match=said):
+        record(tmp_path, trackers=["tensorboard"])
 
 
 def test_a_missing_tensorboard_leaves_the_events_of_a_run_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     (tmp_path / "events.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError):
-        record(tmp_path, tensorboard=True)
+        record(tmp_path, trackers=["tensorboard"])
     assert (tmp_path / "events.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_a_missing_tensorboard_does_not_matter_where_it_is_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     assert step_event(tmp_path, result())["step"] == 1

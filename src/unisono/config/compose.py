@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from unisono.config import secrets
 from unisono.errors import ConfigError, nearest
 
 GROUPS = Path(__file__).parent / "groups"
@@ -48,7 +49,8 @@ class Composed:
         """A message with the origin of every key that it names and that somebody wrote."""
         said = message.partition("\n  unisono ")[0]  # a command that it proposes repeats the keys of the user's own
         named = dict.fromkeys(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", said))
-        origins = {key: self.origins[key] for key in named if key in self.origins}
+        origins = {key: secrets.mask(self.origins[key]) for key in named if key in self.origins}
+        origins = {key: origin for key, origin in origins.items() if not secrets.names_secret(key)}
         lines = [f"  {key} is from {origin}" for key, origin in origins.items() if f"({origin})" not in message]
         return "\n".join([message, *lines])
 

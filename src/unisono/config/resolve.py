@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from unisono.config import fingerprint
+from unisono.config import fingerprint, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import Data, RunConfig
 from unisono.errors import ConfigError, nearest
@@ -62,6 +62,7 @@ def validate(composed: Composed) -> RunConfig:
     values = composed.values
     if not isinstance(values.get("recipe"), str):
         raise ConfigError("the configuration does not say its task: set recipe=NAME or recipe=path/to/file.py:Class")
+    secrets.refuse(values)  # before any error that repeats a value
     kind = task_class(values["recipe"])
     mistakes: list[str] = []
     typed: dict[str, Any] = {}
@@ -80,6 +81,7 @@ def validate(composed: Composed) -> RunConfig:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     if not isinstance(typed["data"], Data):
         raise ConfigError(f"{values['recipe']}: the task's Data type must extend unisono.config.schema.Data")
+    secrets.refuse({group: settings.model_dump() for group, settings in typed.items()})  # also those of secret types
     return config.model_copy(update=typed)
 
 

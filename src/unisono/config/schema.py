@@ -17,7 +17,19 @@ Positive = Annotated[float, Field(gt=0.0)]
 
 # What every event may hold; metrics and scheduled scalars stand beside it under names of their own.
 EVENT_NAMES = frozenset(
-    {"step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu", "skipped", "skipped_rows"}
+    {
+        "step",
+        "eval",
+        "loss",
+        "grad_norm",
+        "seconds",
+        "rows",
+        "data_wait",
+        "mfu",
+        "skipped",
+        "skipped_rows",
+        "recompiled",
+    }
 )
 
 
@@ -395,7 +407,24 @@ class Observe(Settings):
 
     log_every: PositiveInt = Field(10, description="steps between lines where there is no terminal to redraw")
     progress: bool = Field(True, description="show progress on the console")
-    tensorboard: bool = Field(False, description="write TensorBoard files into the run")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        [], description="where metrics go besides events.jsonl; each needs its extra, e.g. unisono[wandb]"
+    )
+    project: str = Field("unisono", min_length=1, description="wandb and trackio: the project that runs stand in")
+    tracker_timeout: Positive = Field(
+        60.0, description="seconds that trackers have, at the end of a run, to finish what they have been told"
+    )
+    profile: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="first and last step, from 1, of which a trace and a table of where time goes are written"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Observe:
+        if self.profile is not None and self.profile[0] > self.profile[1]:
+            raise ValueError(f"observe.profile={list(self.profile)}: the first step comes after the last one")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"observe.trackers={self.trackers} names a tracker twice")
+        return self
 
 
 class Data(Settings):

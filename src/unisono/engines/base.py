@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from unisono.data.loader import MicroBatch
 from unisono.place import Group
 from unisono.state import Reader, Shard
+
+PREFIX = "unisono/"  # of the names of parts in a trace
+
+
+class Profiler(Protocol):
+    """A recorder of what a process does in its steps; off until it is started."""
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """The context of a part of a step; parts may lie inside of each other."""
+        ...
+
+    def start(self) -> None:
+        """Record from now on."""
+        ...
+
+    def stop(self, path: Path | None) -> None:
+        """Stop if it runs, and write a Chrome trace in gzip if there is a path."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,7 @@ class StepResult:
         work: units of `Task.work`, summed.
         grad_norm: of the whole gradient before clipping; 0 in evaluation.
         skipped: why the update was left out; empty if it was made.
+        recompiled: what `torch.compile` compiled again in this step, on which ranks and why; empty as it should be.
     """
 
     loss: float
@@ -30,6 +51,7 @@ class StepResult:
     work: Mapping[str, float]
     grad_norm: float = 0.0
     skipped: str = ""
+    recompiled: str = ""
 
     @property
     def values(self) -> dict[str, float]:
@@ -62,13 +84,19 @@ class Engine(Protocol):
         group: all processes.
         random: whether a forward pass of this process has drawn random numbers so far, or mixed rows (batch norm); the
             micro-batch is then part of the mathematics.
+        profiler: of this process.
     """
 
     group: Group
     random: bool
+    profiler: Profiler
 
     def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
         """Build, lay out, check and warm up, with the `batches` and `scalars` of step 0 even when a run is resumed."""
+        ...
+
+    def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """The same micro-batches; their way to the device may begin before `step` is called with them."""
         ...
 
     def step(self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:

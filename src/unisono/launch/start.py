@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unisono.config import resolve
+from unisono.config import resolve, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
@@ -101,14 +101,13 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     from unisono import trainer
     from unisono.data.order import Order, Plan
     from unisono.engines.torch import adapter
-    from unisono.observe import tensorboard
+    from unisono.observe import trackers
     from unisono.optim import ema
 
     assert isinstance(config.layout.world_size, int)
     split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
     task.check()
-    if config.observe.tensorboard:
-        tensorboard.check()
+    trackers.check(config.observe.trackers)
     adapter.check(config.adapter)
     source = trainer.rows_of(task)
     plan = Plan.of(
@@ -118,7 +117,8 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
     rows = {"rows": len(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
-    return {**rows, **task.facts()}
+    facts: dict[str, Any] = secrets.hidden({**rows, **task.facts()})
+    return facts
 
 
 def concrete(config: RunConfig, place: Place | None) -> RunConfig:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint, resolve, secrets
 from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError, NonFiniteError, RunError, UnisonoError
 from unisono.launch import environment
@@ -102,7 +102,7 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
         leave_now(130)
     except BaseException as error:
         told = isinstance(error, UnisonoError)
-        text = str(error) if told else traceback.format_exc()
+        text = secrets.mask(str(error) if told else traceback.format_exc())
         code = error.exit_code if isinstance(error, UnisonoError) else 1
         if report is not None:
             told_as = {"kind": type(error).__name__, "text": text, "code": code, "fault": getattr(error, "fault", "")}

@@ -1,4 +1,4 @@
-"""A log file for every rank, and the console for rank 0 alone."""
+"""A log file for every rank, and the console for rank 0 alone; secrets in what is logged are masked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from unisono.config import secrets
 from unisono.place import Place
 
 _undo = ExitStack()
@@ -21,12 +22,12 @@ def start(run: Path, place: Place) -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     file = logging.FileHandler(_file(run, place), encoding="utf-8")
-    file.setFormatter(logging.Formatter(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(_Masked(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
     _add(logger, file)
     if place.is_first:
         console = logging.StreamHandler()
         console.setLevel(logging.WARNING)
-        console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        console.setFormatter(_Masked("%(levelname)s: %(message)s"))
         _add(logger, console)
 
 
@@ -38,7 +39,14 @@ def stop() -> None:
 def fault(run: Path, place: Place, text: str) -> None:
     """Write what ended this process into its file, whether `start` was called or is over."""
     with _file(run, place).open("a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {text.rstrip()}\n")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {secrets.mask(text.rstrip())}\n")
+
+
+class _Masked(logging.Formatter):
+    """Lines without secrets: a library's error may hold the URL it failed to open, with its password."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return secrets.mask(super().format(record))
 
 
 def _file(run: Path, place: Place) -> Path:

@@ -1,4 +1,4 @@
-"""What rank 0 records of a run: the console line, `events.jsonl` and TensorBoard, from one call per step."""
+"""What rank 0 records of a run: the console line, `events.jsonl` and trackers, from one call per step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from unisono.config.schema import Observe
 from unisono.engines.base import StepResult
+from unisono.observe import trackers
 from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed
-from unisono.observe.tensorboard import TensorBoard
 from unisono.place import Place
 
 
@@ -25,14 +25,33 @@ class Record:
         first_step: steps made before, in an earlier process.
         total: steps in the run.
         writing: False to record nothing.
+        about: `config` and `facts` of the run, for trackers.
     """
 
     def __init__(
-        self, folder: Path, config: Observe, place: Place, first_step: int, total: int, writing: bool = True
+        self,
+        folder: Path,
+        config: Observe,
+        place: Place,
+        first_step: int,
+        total: int,
+        writing: bool = True,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         mine = writing and place.is_first
         self._progress = Progress(total, config.log_every, shown=mine and config.progress)
-        self._board = TensorBoard(folder / "tensorboard", first_step) if mine and config.tensorboard else None
+        self._trackers: trackers.Trackers | None = None
+        if mine and config.trackers:
+            told = about or {}
+            self._trackers = trackers.open_(
+                config.trackers,
+                folder,
+                config.project,
+                first_step,
+                told.get("config", {}),
+                told.get("facts", {}),
+                config.tracker_timeout,
+            )
         self._events = Events(folder / "events.jsonl", first_step) if mine else None
 
     def __enter__(self) -> Record:
@@ -43,9 +62,10 @@ class Record:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, error, trace)
-        for file in (self._events, self._board):
-            if file is not None:
-                file.close()
+        if self._events is not None:
+            self._events.close()
+        if self._trackers is not None:
+            self._trackers.close(failed=kind is not None)
 
     def say(self, line: str) -> None:
         """A line on the console."""
@@ -69,6 +89,8 @@ class Record:
             values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
             rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")
             self.say(f"step {step}: update left out: {result.skipped}; source rows {rows}")
+        if result.recompiled:
+            values["recompiled"] = result.recompiled
         self._write(step, values)
         self._progress.step(step, result.loss, speed)
 
@@ -81,6 +103,6 @@ class Record:
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         if self._events is not None:
             self._events.write({"step": step, **values})
-        if self._board is not None:
+        if self._trackers is not None:
             numbers = {name: value for name, value in values.items() if not isinstance(value, bool | str | list)}
-            self._board.write(step, {prefix + name: float(value) for name, value in numbers.items()})
+            self._trackers.write(step, {prefix + name: float(value) for name, value in numbers.items()})

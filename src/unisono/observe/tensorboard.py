@@ -1,43 +1,47 @@
-"""TensorBoard files, where the package is installed and the config asks for them."""
+"""TensorBoard: files in the run directory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
-from unisono.errors import ConfigError
+import yaml
 
-
-def check() -> None:
-    """Refuse `observe.tensorboard=true` where the package is not installed.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
-    if find_spec("tensorboard") is None:
-        raise ConfigError("observe.tensorboard=true needs TensorBoard: pip install tensorboard")
+from unisono.observe.trackers import Tracked
 
 
-class TensorBoard:
-    """Scalars of a run for TensorBoard; a resumed run takes back what it will write again.
+class Tracker:
+    """Scalars, configuration and facts of a run; a resumed run takes back what it will write again."""
 
-    Args:
-        folder: of the event files.
-        first_step: steps made before.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        check()
+    def __init__(self, run: Tracked) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        folder = str(run.folder / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=run.first_step + 1 if run.first_step else None)
+        self._step = run.first_step
+        for name, values in (("config", run.config), ("facts", run.facts)):
+            self._text(name, values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of one step by name."""
+        self._step = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write what is left."""
+        self._text("summary", dict(summary))
         self._writer.close()
+
+    def _text(self, name: str, values: Mapping[str, Any]) -> None:
+        lines = yaml.safe_dump(_plain(values), sort_keys=False).splitlines()
+        self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), self._step)  # a block of Markdown
+
+
+def _plain(value: Any) -> Any:
+    """What YAML can say."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

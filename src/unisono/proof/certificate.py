@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from unisono.config import fingerprint
+from unisono.config import fingerprint, secrets
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.engines.torch import devices
@@ -95,7 +95,7 @@ def write(path: Path, verdicts: list[Verdict], alone: list[Verdict], about: dict
         "cases": [{**asdict(verdict), "mark": verdict.mark} for verdict in (*alone, *verdicts)],
     }
     path.mkdir(parents=True, exist_ok=True)
-    folder.replace(path / folder.CERTIFICATE, json.dumps(described, indent=1, default=str) + "\n")
+    folder.replace(path / folder.CERTIFICATE, json.dumps(secrets.hidden(described), indent=1, default=str) + "\n")
     return path / folder.CERTIFICATE
 
 

@@ -27,6 +27,7 @@ from unisono.engines.base import StepResult
 from unisono.engines.torch import guards, precision, tensors, wrap
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.engine import TorchEngine
+from unisono.engines.torch.transfer import leaves
 from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.evaluation.held_out import HeldOut
 from unisono.place import Group, Place
@@ -376,6 +377,6 @@ def _by_row(array: Any, rows: int) -> bool:
 
 def _content(micro: MicroBatch) -> str:
     digest = hashlib.sha256()
-    for name, array in sorted(micro.arrays.items()):
+    for name, array in sorted(leaves(micro.arrays)):
         digest.update(name.encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]

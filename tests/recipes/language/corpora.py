@@ -124,7 +124,7 @@ def overrides(data: Path, runs: Path, **more: Any) -> dict[str, Any]:
         "train.global_batch": 4,
         "eval.every": None,
         "checkpoint.every": None,
-        "observe.tensorboard": False,
+        "observe.trackers": [],
         "run.dir": str(runs),
         "run.name": "run",
         **more,

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
+from unisono.engines import base
 from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
@@ -30,9 +31,12 @@ from unisono.engines.torch.average import Average
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
+from unisono.engines.torch.profiler import Profiler
 from unisono.engines.torch.randomness import Randomness
+from unisono.engines.torch.recompile import Recompilations
 from unisono.engines.torch.spikes import Spikes
 from unisono.engines.torch.sums import Names, Sums, count
+from unisono.engines.torch.transfer import Transfer
 from unisono.errors import ConfigError, NonFiniteError
 from unisono.optim import optimizers
 from unisono.place import Group, Place
@@ -63,6 +67,9 @@ class TorchEngine:
         self._made_carry: list[tuple[MicroBatch, Mapping[str, Tensor]]] = []
         self._randomness = Randomness(config.run.seed, self._device)
         self._spikes = Spikes(config.optim.skip_spikes, group)
+        self._recompilations = Recompilations()
+        self.profiler: base.Profiler = Profiler(self._device)
+        self._transfer = Transfer(self._device, self._precision, self.profiler.part)
         self._names: Names | None = None
         self.random = False
         self._steps_made = 0
@@ -198,8 +205,10 @@ class TorchEngine:
     def step(self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:
         """One update; see `Engine.step`."""
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
+            self._recompilations.settle()
             context = self._with_totals(batches, Context(step, training=True, scalars=scalars))
-            counts = self._count(batches)
+            with self.profiler.part("reduction"):
+                counts = self._count(batches)
             scales = self._scales(counts)
             with self._forgetting_unused():
                 sums = self._accumulate(batches, context, scales)
@@ -215,7 +224,11 @@ class TorchEngine:
             alive = None
             if not (whole or self._layout.find_unused_parameters):
                 alive = unused.alive(self._trainable, self._wide, self._device)
-            result = sums.reduce(counts, self._place.world_size, squares if whole else squares / copies, whole, alive)
+            recompiled = self._recompilations.fresh()
+            self._transfer.look_ahead()
+            with self.profiler.part("reduction"):
+                squares = squares if whole else squares / copies
+                result = sums.reduce(counts, self._place.world_size, squares, whole, alive, len(recompiled))
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
                 self._refuse(batches, context, scales, result)
             if sums.without_gradient:
@@ -225,26 +238,34 @@ class TorchEngine:
                 self._looked = True  # once in vain is no sign: before its first update half an adapter has only zeros
             self._carry.keep(self._made_carry)
             result = self._spikes.judged(result, step)
-            if result.skipped:
-                self._optimizer.zero_grad(set_to_none=True)
-            else:
-                gradients.clip(self._gradients(), result.grad_norm, scalars.get("clip_norm"))
-                self._update(step, scalars)
+            with self.profiler.part("optimizer"):
+                if result.skipped:
+                    self._optimizer.zero_grad(set_to_none=True)
+                else:
+                    gradients.clip(self._gradients(), result.grad_norm, scalars.get("clip_norm"))
+                    self._update(step, scalars)
+            if sums.recompiled:
+                result = replace(result, recompiled=self._recompilations.tell(self.group, recompiled, step))
         return result
+
+    def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """See `Engine.incoming`."""
+        return self._transfer.incoming(steps)
 
     def _accumulate(self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> Sums:
         sums = Sums(self._device, self._wide)
         sums.names = self._names
         self._made_carry = []
         self._begin(passes_left=len(batches))
-        for micro in batches:
+        for micro, batch in self._transfer.ahead(batches):
             last = micro is batches[-1]
             undone = self._restoring_buffers() if micro.idle else nullcontext()
             with wrap.synchronising(self._wrapped, self._layout, last), undone:
                 seed = self._randomness.begin("dropout", context.step, micro.number)
-                total, loss = self._forward(micro, context, scales)
+                total, loss = self._forward(micro, context, scales, batch)
                 self.random = self.random or self._randomness.drew(seed)
-                total.backward()
+                with self.profiler.part("backward"):
+                    total.backward()
             if self._ordered and not (last and self._place.world_size > 1):
                 self._ordered.take()
             sums.add(micro, loss)
@@ -311,12 +332,14 @@ class TorchEngine:
     def _gradients(self) -> list[Tensor]:
         return gradients.gradients(self._trainable)
 
-    def _forward(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
-        batch = self._on_device(micro.arrays)
+    def _forward(
+        self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor] | None, batch: Batch | None = None
+    ) -> Any:
+        batch = self._on_device(micro.arrays) if batch is None else batch
         context = self._with_carry(context, micro, batch)
         if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
-        with precision.casting(self._precision, self._device):
+        with self.profiler.part("forward"), precision.casting(self._precision, self._device):
             return self._wrapped(batch, context, scales)
 
     def _with_totals(self, batches: Sequence[MicroBatch], context: Context) -> Context:
@@ -385,6 +408,7 @@ class TorchEngine:
             together
             or self._carry
             or self._made_carry
+            or any(isinstance(array, Mapping | list | tuple) for array in micro.arrays.values())
             or any(len(array) != rows for array in micro.arrays.values() if hasattr(array, "__len__"))
         ):
             return []
@@ -423,9 +447,8 @@ class TorchEngine:
             for name in sorted(self._local_buffers) if self._place.world_size > 1 else ():
                 dist.broadcast(buffers[name], 0)  # the ones that a checkpoint has
             try:
-                for micro in (micro for batches in steps for micro in batches):
+                for micro, batch in self._transfer.ahead(micro for batches in steps for micro in batches):
                     self._randomness.begin("eval", micro.number)
-                    batch = self._on_device(micro.arrays)
                     ones = dict.fromkeys(micro.counts, torch.ones((), device=self._device))
                     with precision.casting(self._precision, self._device):
                         _, loss = module(batch, self._with_carry(context, micro, batch), ones)
@@ -501,7 +524,7 @@ class TorchEngine:
         return collective.waiting(self._place, what, self._config.launch.timeout)
 
     def _on_device(self, arrays: Batch) -> Batch:
-        return {name: precision.to_device(array, self._device, self._precision) for name, array in arrays.items()}
+        return self._transfer.now(arrays)
 
     @contextmanager
     def _restoring_buffers(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ class Sums:
         self._weights: dict[str, float] = {}
         self.names: Names | None = None
         self.without_gradient: list[int] = []
+        self.recompiled = 0
 
     def add(self, micro: MicroBatch, loss: Loss) -> None:
         """Add what one micro-batch came to.
@@ -64,6 +65,7 @@ class Sums:
         squares: Tensor | None,
         whole: bool,
         alive: Tensor | None = None,
+        recompiled: int = 0,
     ) -> StepResult:
         """The result over all ranks. Here the step waits for the device.
 
@@ -74,6 +76,7 @@ class Sums:
             whole: whether that part is the whole gradient's, on every rank, and not to be added up.
             alive: for every parameter, whether this rank's part of its gradient has an element that is not zero; those
                 of which no rank has any are left in `without_gradient`.
+            recompiled: how often this rank compiled something again; the sum over ranks is left in `recompiled`.
         """
         alive = torch.zeros(0, dtype=self._wide, device=self._device) if alive is None else alive.to(self._wide)
         squares = torch.zeros((), dtype=self._wide, device=self._device) if squares is None else squares
@@ -81,16 +84,18 @@ class Sums:
         bad = (~torch.isfinite(squares)).to(self._wide)
         terms, metrics, work = sorted(self._terms), sorted(self._metrics), list(self._work)
         amounts = torch.tensor([self._work[name] for name in work], dtype=self._wide).to(self._device)
-        parts = [torch.stack([bad, torch.zeros_like(squares) if whole else squares])]
+        again = torch.full_like(bad, recompiled)
+        parts = [torch.stack([bad, torch.zeros_like(squares) if whole else squares, again])]
         parts += [self._terms[name] for name in terms] + [self._metrics[name] for name in metrics] + [amounts, alive]
         vector = torch.cat(parts)
         if world_size > 1:
             dist.all_reduce(vector)
         known = torch.stack([squares, *(counts[name].to(self._device) for name in terms)])
-        bad_ranks, summed, *rest = torch.cat([vector, known]).tolist()
+        bad_ranks, summed, all_again, *rest = torch.cat([vector, known]).tolist()
         own, *counted = rest[-len(known) :]
         flags = rest[len(rest) - len(known) - len(alive) : len(rest) - len(known)]
         self.without_gradient = [number for number, flag in enumerate(flags) if flag == 0]
+        self.recompiled = round(all_again)
         values = iter(rest)
         means = {name: _ratio(next(values), count) for name, count in zip(terms, counted, strict=True)}
         return StepResult(

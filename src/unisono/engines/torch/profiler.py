@@ -1,0 +1,62 @@
+"""Parts of a step by name, for torch's profiler; while it is off a part costs one look at a flag."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from unisono.engines.base import PREFIX
+
+_OFF: AbstractContextManager[Any] = nullcontext()
+
+
+class Profiler:
+    """torch's profiler of this process; see `unisono.engines.base.Profiler`.
+
+    Args:
+        device: whose work is recorded beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._running: profile | None = None
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """The context of a part of a step."""
+        return _OFF if self._running is None else record_function(PREFIX + name)
+
+    def start(self) -> None:
+        """Record from now on."""
+        activities = [ProfilerActivity.CPU]
+        activities += [a for a in torch.profiler.supported_activities() if a.name.lower() == self._device.type]
+        self._wait()
+        running = profile(activities=list(dict.fromkeys(activities)))
+        running.start()
+        self._running = running
+
+    def stop(self, path: Path | None) -> None:
+        """Stop, and write a Chrome trace in gzip if there is a path; the file is there whole or not at all."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        self._wait()
+        running.stop()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            plain = path.with_name(path.name + ".json")
+            running.export_chrome_trace(str(plain))
+            with plain.open("rb") as trace, gzip.open(f"{path}.new", "wb") as packed:
+                shutil.copyfileobj(trace, packed)
+            Path(f"{path}.new").replace(path)
+            plain.unlink()
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)

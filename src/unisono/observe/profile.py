@@ -1,0 +1,247 @@
+"""Where the time of a few steps goes: a trace for a viewer, and a table whose parts add up to the step.
+
+Every instant of a step belongs to one part. On the CPU it is the innermost part that the process is in, unless that is
+the forward or backward pass, a collective is under way, and no operation of the model is running: that is time lost to
+the reduction. On an accelerator what the device does comes first: computing, then an exposed collective, then an
+exposed copy; where it is idle the process's own part counts, since that is what the device waits for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from unisono.engines.base import PREFIX, Engine
+
+log = logging.getLogger(__name__)
+
+PARTS = ("data", "transfer", "forward", "backward", "reduction", "optimizer", "other")
+_STEP = f"{PREFIX}step"
+_COLLECTIVES = ("gloo:", "nccl:", "rccl:", "xccl:", "ccl:", "mpi:", "ncclDevKernel", "ncclKernel", "oneccl")
+_OPERATIONS = ("cpu_op",)
+_KERNELS = ("kernel", "gpu_memset")
+_COPIES = ("gpu_memcpy",)
+Span = tuple[float, float]  # from, to; microseconds
+Named = tuple[float, float, str]
+
+
+class Profile:
+    """Records the steps that `observe.profile` names, on every rank; collective when the last of them is made.
+
+    Args:
+        steps: first and last, from 1; None for none.
+        engine: whose profiler is used.
+        folder: of the run; traces and tables go to `profile/`.
+        first: updates made before.
+        total: steps in the run.
+        say: tells a line to the user.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[int, int] | None,
+        engine: Engine,
+        folder: Path,
+        first: int,
+        total: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._engine, self._folder, self._say = engine, folder / "profile", say
+        self._steps = None if steps is None else (max(steps[0], first + 1), min(steps[1], total))
+        if self._steps is not None and self._steps[0] > self._steps[1]:
+            assert steps is not None
+            say(f"observe.profile={list(steps)}: none of these steps is left to make, so there is no profile")
+            self._steps = None
+        self._running = False
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._running:
+            self._engine.profiler.stop(None)
+
+    def step(self) -> AbstractContextManager[Any]:
+        """The context of one step, from the wait for its data to its update."""
+        return self._engine.profiler.part("step") if self._running else nullcontext()
+
+    def between(self, made: int) -> None:
+        """To be called between steps, after `made` updates: here the profile begins and ends."""
+        if self._steps is None:
+            return
+        if made + 1 == self._steps[0]:
+            self._engine.profiler.start()
+            self._running = True
+        elif made == self._steps[1]:
+            self._finish(self._steps)
+
+    def _finish(self, steps: tuple[int, int]) -> None:
+        group = self._engine.group
+        path = self._folder / f"rank-{group.rank:05d}.trace.json.gz"
+        self._running, self._steps = False, None
+        fault, own = None, {}
+        try:
+            self._engine.profiler.stop(path)
+            own = breakdown(read(path))
+        except (OSError, ValueError) as error:  # a full disk is no reason to end a run
+            fault = f"{type(error).__name__}: {error}"
+        everyone = group.gather([fault, own], "the profiles of all ranks")
+        faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(everyone) if fault]
+        if faults:
+            log.warning("the profile could not be written (%s); the run goes on", "; ".join(faults))
+            return
+        if group.rank == 0:
+            ranks = [parts for _, parts in everyone]
+            lines = table(ranks, steps)
+            described = {"steps": list(steps), "unit": "ms per step", "ranks": ranks}
+            try:
+                (self._folder / "table.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+                (self._folder / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            except OSError as error:
+                log.warning("the profile's table could not be written (%s); the run goes on", error)
+            for line in (*lines, f"profile: {self._folder} (open the traces in https://ui.perfetto.dev)"):
+                self._say(line)
+
+
+def table(ranks: Sequence[Mapping[str, float]], steps: tuple[int, int]) -> list[str]:
+    """Milliseconds a step of each part, on each rank, and its share.
+
+    Args:
+        ranks: what `breakdown` says of each.
+        steps: first and last.
+    """
+    first, last = steps
+    names = [f"rank {rank}" for rank in range(len(ranks))]
+    lines = [f"where the time goes, ms a step (steps {first} to {last})", "".join([" " * 10, *map(_cell, names)])]
+    for part in (*PARTS, "step"):
+        cells = [f"{parts[part]:.2f} {100 * parts[part] / max(parts['step'], 1e-9):3.0f} %" for parts in ranks]
+        lines.append("".join([f"{part:<10}", *map(_cell, cells)]))
+    return lines
+
+
+def _cell(text: str) -> str:
+    return f"{text:>18}"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace in gzip."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds a step of each of `PARTS`, which add up to `step`, averaged over the steps of a trace.
+
+    Raises:
+        ValueError: if there is no step in it.
+    """
+    own: list[Named] = []
+    on_device: dict[Any, list[Named]] = {}
+    kernels: list[tuple[Any, Span, bool]] = []
+    copies: list[Span] = []
+    operations: list[Span] = []
+    collectives: list[Span] = []
+    for event in _complete(events):
+        name, category = str(event.get("name", "")), str(event.get("cat", ""))
+        span = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        collective = any(mark in name for mark in _COLLECTIVES)
+        if category == "user_annotation" and name.startswith(PREFIX):
+            own.append((*span, name))
+        elif category == "gpu_user_annotation" and name.startswith(PREFIX):
+            on_device.setdefault(event.get("tid"), []).append((*span, name))
+        elif category in _KERNELS:
+            kernels.append((event.get("tid"), span, collective))
+        elif category in _COPIES:
+            copies.append(span)
+        elif collective:
+            collectives.append(span)
+        elif category in _OPERATIONS and not name.startswith(("c10d::", "record_param_comms", "c10::")):
+            operations.append(span)
+    steps = [(begin, end) for begin, end, name in own if name == _STEP]
+    if not steps:
+        raise ValueError("the trace has no step")
+    inner = [part for part in own if part[2] != _STEP]
+    busy = [(*span, _innermost(on_device.get(tid, []), span[0])) for tid, span, collective in kernels if not collective]
+    layers: list[Sequence[Named]] = [  # the first that says something of an instant counts
+        busy,
+        [(*span, "reduction") for _, span, collective in kernels if collective],
+        [(*span, "transfer") for span in copies],
+    ]
+    total = dict.fromkeys((*PARTS, "step"), 0.0)
+    for begin, end in steps:
+        total["step"] += end - begin
+        for part, seconds in _shares((begin, end), layers, inner, operations, collectives).items():
+            total[part] += seconds
+    return {part: value / 1e3 / len(steps) for part, value in total.items()}
+
+
+def _shares(
+    step: Span,
+    layers: Sequence[Sequence[Named]],
+    inner: Sequence[Named],
+    operations: Sequence[Span],
+    collectives: Sequence[Span],
+) -> dict[str, float]:
+    """How the instants of one step are dealt out among its parts: between any two borders nothing changes."""
+    marks: list[tuple[float, int, int, Any]] = []  # when, which layer, in or out, what
+
+    def mark(layer: int, begin: float, end: float, what: Any) -> None:
+        if end > step[0] and begin < step[1] and end > begin:
+            marks.append((max(begin, step[0]), layer, 1, what))
+            marks.append((min(end, step[1]), layer, -1, what))
+
+    for number, spans in enumerate(layers):
+        for begin, end, name in spans:
+            mark(number, begin, end, name)
+    host, operation, collective = len(layers), len(layers) + 1, len(layers) + 2
+    for begin, end, name in inner:
+        mark(host, begin, end, (begin, name.removeprefix(PREFIX)))
+    for begin, end in operations:
+        mark(operation, begin, end, "")
+    for begin, end in collectives:
+        mark(collective, begin, end, "")
+    active: list[dict[Any, int]] = [{} for _ in range(len(layers) + 3)]
+    shares = dict.fromkeys(PARTS, 0.0)
+    now = step[0]
+    for when, layer, change, what in sorted(marks, key=lambda entry: entry[0]):
+        if when > now:
+            shares[_part(active, len(layers))] += when - now
+            now = when
+        active[layer][what] = active[layer].get(what, 0) + change
+        if not active[layer][what]:
+            del active[layer][what]
+    shares[_part(active, len(layers))] += step[1] - now
+    return shares
+
+
+def _part(active: Sequence[Mapping[Any, int]], host: int) -> str:
+    """The part that an instant belongs to."""
+    for layer in active[:host]:
+        if layer:
+            return _known(next(iter(layer)))
+    inside = max(active[host])[1] if active[host] else "other"  # the one that began last
+    if inside in ("forward", "backward") and active[host + 2] and not active[host + 1]:
+        return "reduction"
+    return _known(inside)
+
+
+def _known(name: str) -> str:
+    return name if name in PARTS else "other"
+
+
+def _innermost(parts: Sequence[Named], when: float) -> str:
+    inside = [(begin, name) for begin, end, name in parts if begin <= when < end and name != _STEP]
+    return max(inside)[1].removeprefix(PREFIX) if inside else "other"
+
+
+def _complete(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return (event for event in events if event.get("ph") == "X" and "dur" in event)

@@ -1,0 +1,212 @@
+"""Trackers: where a run's metrics go besides its own files. Rank 0 alone has them, and the loop never waits for one.
+
+Every tracker lives in a thread of its own behind a bounded queue, so a network that hangs costs a warning, not a run.
+The price is that a tracker may be a moment behind, and that what it cannot take by the end is lost to it;
+`events.jsonl` has it all the same. Ids of tracked runs are kept in the run directory, so a resumed run goes on in the
+same one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+from unisono.config import secrets
+from unisono.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+IDS = "trackers.json"  # in the run directory: the id of the tracked run, by tracker
+NAMES = ("tensorboard", "wandb", "trackio")
+_BEHIND = 10_000  # events that a tracker may be behind before they are dropped
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a tracker is told of the run it is to show. There is no secret in it.
+
+    Attributes:
+        folder: of the run.
+        name: of the run.
+        project: that it stands in.
+        id: of the tracked run, the same after every resumption and unlike that of any other run.
+        first_step: updates made before; 0 for a new run.
+        config: the whole configuration, nested.
+        facts: versions, host, devices, and what the task says of its data.
+        timeout: seconds that a tracker may take to finish.
+    """
+
+    folder: Path
+    name: str
+    project: str
+    id: str
+    first_step: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 60.0
+
+
+class Tracker(Protocol):
+    """One tracker. It is made with a `Tracked`, used by one thread, and may raise whenever it likes."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Values by name after `step` updates. Several calls may have the same step."""
+        ...
+
+    def close(self, summary: Mapping[str, float], failed: bool) -> None:
+        """Write what is left, the newest value of everything, and whether an error ended the run."""
+        ...
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse trackers that cannot start: not installed, or without what they need to log in.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f"observe.trackers={name} needs {name}: pip install 'unisono[{name}]'")
+        own: Callable[[], None] | None = getattr(_module(name), "check", None)
+        if own is not None:
+            own()
+
+
+class Trackers:
+    """All trackers of a run, as one; see the module.
+
+    Args:
+        names: of `NAMES`.
+        run: what they are told; each gets an id of its own.
+    """
+
+    def __init__(self, names: Sequence[str], run: Callable[[str], Tracked], timeout: float) -> None:
+        self._timeout = timeout
+        self._lines = [_Line(name, partial(_made, name, run)) for name in names]
+        self._summary: dict[str, float] = {}
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand values to every tracker; never waits."""
+        self._summary |= values
+        for line in self._lines:
+            line.put(("write", step, dict(values)))
+
+    def close(self, failed: bool = False) -> None:
+        """Let every tracker finish, all of them within one deadline."""
+        deadline = monotonic() + self._timeout
+        for line in self._lines:
+            line.put(("close", dict(self._summary), failed))
+        for line in self._lines:
+            line.join(max(0.0, deadline - monotonic()), self._timeout)
+
+
+class _Line:
+    """One tracker, its thread, and what waits for it."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self._name, self._make = name, make
+        self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(_BEHIND)
+        self._ended = threading.Event()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, name=f"unisono-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: tuple[Any, ...]) -> None:
+        if self._ended.is_set():
+            return
+        try:
+            self._waiting.put_nowait(call)
+        except queue.Full:
+            if call[0] == "close":  # it must learn of the end
+                self._waiting.get_nowait()
+                self._waiting.put_nowait(call)
+            elif not self._dropped:
+                log.warning("%s is %d events behind; those that come now are lost to it", self._name, _BEHIND)
+            self._dropped += 1
+
+    def join(self, seconds: float, timeout: float) -> None:
+        self._ended.wait(seconds)
+        if not self._ended.is_set():
+            log.warning(
+                "%s did not finish within %g s (observe.tracker_timeout), and is left behind; events.jsonl has "
+                "everything",
+                self._name,
+                timeout,
+            )
+        if self._dropped:
+            log.warning("%s: %d events are lost to it; events.jsonl has them", self._name, self._dropped)
+
+    def _work(self) -> None:
+        try:
+            tracker = self._make()
+            while True:
+                what, *arguments = self._waiting.get()
+                getattr(tracker, what)(*arguments)
+                if what == "close":
+                    return
+        except BaseException as error:  # SystemExit too, which libraries raise; training has nothing to do with it
+            log.warning(
+                "%s failed (%s: %s); the run goes on without it, and events.jsonl has everything",
+                self._name,
+                type(error).__name__,
+                str(error).strip() or "no message",
+            )
+        finally:
+            self._ended.set()
+
+
+def open_(
+    names: Sequence[str], folder: Path, project: str, first_step: int, config: Any, facts: Any, timeout: float
+) -> Trackers:
+    """The trackers of a run on rank 0.
+
+    Args:
+        names: of `NAMES`.
+        folder: of the run.
+        project: for those that have projects.
+        first_step: updates made before.
+        config: nested values, secrets and all; what trackers get has none.
+        facts: the same.
+        timeout: seconds that they have to finish.
+    """
+    check(names)
+    ids = _ids(folder, names)
+    config, facts = secrets.hidden(config), secrets.hidden(facts)
+
+    def run(name: str) -> Tracked:
+        return Tracked(folder, folder.name, project, ids[name], first_step, config, facts, timeout)
+
+    return Trackers(names, run, timeout)
+
+
+def _ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The id of each tracked run, as it was when the run began; those of trackers that are new here are made."""
+    path = folder / IDS
+    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    missing = {name: uuid.uuid4().hex[:12] for name in names if name not in known}
+    if missing:
+        temporary = path.with_name(f"{IDS}.new")
+        temporary.write_text(json.dumps({**known, **missing}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    return {**known, **missing}
+
+
+def _made(name: str, run: Callable[[str], Tracked]) -> Tracker:
+    tracker: Tracker = _module(name).Tracker(run(name))
+    return tracker
+
+
+def _module(name: str) -> Any:
+    assert name in NAMES
+    return import_module(f"unisono.observe.{name}")

@@ -1,0 +1,34 @@
+"""trackio: a local database (`trackio show`), or a Space or server of its own where its variables say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from unisono.observe.trackers import Tracked
+
+
+class Tracker:
+    """One run of trackio. It has no ids that one can choose, so the id is a part of the run's name."""
+
+    def __init__(self, run: Tracked) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id[:6]}",
+            resume="allow",
+            embed=False,
+            config=json.loads(json.dumps({"config": run.config, "facts": run.facts}, default=str)),
+        )
+        self._step = run.first_step
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """A row of the database."""
+        self._step = step
+        self._run.log(dict(values), step=step)
+
+    def close(self, summary: Mapping[str, float], failed: bool) -> None:
+        """Write what is left; trackio has no summary, so it stands with the last step."""
+        self._run.log({f"summary/{name}": value for name, value in summary.items()}, step=self._step)
+        self._run.finish()

@@ -1,0 +1,106 @@
+"""What is taken for a secret, what is not, and that a configuration with one in it is refused without repeating it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from unisono.config import resolve, secrets
+from unisono.config.compose import compose
+from unisono.errors import ConfigError
+
+CANARY = "canary5f0c9d1e7a"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["password", "db_password", "api_key", "apikey", "wandb_api_key", "aws_secret_access_key", "hf_token",
+     "access_token", "client_secret", "credentials", "private_key", "API_KEY", "data.password", "auth-token"],
+)  # fmt: skip
+def test_names_of_secrets_are_known(key: str) -> None:
+    assert secrets.names_secret(key)
+    with pytest.raises(ConfigError) as refused:
+        secrets.refuse({"task": {key: CANARY}})
+    assert CANARY not in str(refused.value)
+    assert f"'task.{key}' is the name of a secret" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["tokenizer", "max_tokens", "eos_token", "pad_token", "token", "keys", "key", "monkey", "secretary", "keypoints",
+     "passes", "author"],
+)  # fmt: skip
+def test_other_names_are_not(key: str) -> None:
+    assert not secrets.names_secret(key)
+    secrets.refuse({"task": {key: "<|end|>"}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"https://me:{CANARY}@example.org/data", f"postgresql://me:{CANARY}@db:5432/x", f"https://{CANARY}@example.org",
+     f"s3://me:{CANARY}@bucket/data.parquet", f"https://example.org/a?token={CANARY}&b=1",
+     f"https://example.org/a?x=1&X-Amz-Signature={CANARY}", f"two: https://a.org and http://u:{CANARY}@b.org",
+     f"hf_{CANARY}{CANARY}", f"ghp_{CANARY}{CANARY}{CANARY}", "AKIAIOSFODNN7EXAMPLE", f"sk-{CANARY}{CANARY}"],
+)  # fmt: skip
+def test_secrets_are_seen_in_texts(text: str) -> None:
+    hidden = secrets.mask(text)
+    assert CANARY not in hidden
+    assert "AKIA" not in hidden
+    assert secrets.MASK in hidden
+    with pytest.raises(ConfigError) as refused:
+        secrets.refuse({"data": {"paths": ["a", text]}})
+    assert "'data.paths.1'" in str(refused.value)
+    assert CANARY not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://example.org/data?rows=3", "ssh://git@github.com/a/b", "s3://bucket/a@2x.png", "a@b.org", "path/to/data",
+     "C:\\data", "", "file:///home/me@work/x", "https://example.org/@me", "skip-connections-in-every-residual-block"],
+)  # fmt: skip
+def test_harmless_texts_stay_as_they_are(text: str) -> None:
+    assert secrets.mask(text) == text
+    secrets.refuse({"data": {"path": text}})
+
+
+def test_what_the_environment_keeps_secret_is_seen_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_DB_PASSWORD", CANARY)
+    monkeypatch.setenv("PIN_CODE", "somethinglong")  # no name of a secret
+    monkeypatch.setenv("GOOGLE_CREDENTIALS", "/home/me/key.json")  # a path
+    monkeypatch.setenv("SHORT_SECRET", "abc")
+    assert (
+        secrets.mask(f"a{CANARY}b somethinglong /home/me/key.json abc")
+        == "a[hidden]b somethinglong /home/me/key.json abc"
+    )
+    with pytest.raises(ConfigError, match=r"'task\.name' holds the value of a secret variable of the environment"):
+        secrets.refuse({"task": {"name": CANARY}})
+
+
+def test_values_under_secret_names_are_hidden_wherever_they_are_nested() -> None:
+    values = {"a": [{"token": CANARY, "n": 1}], "api_key": CANARY, "none": None, "password": None, "secret": 3}
+    assert secrets.hidden(values) == {
+        "a": [{"token": secrets.MASK, "n": 1}], "api_key": secrets.MASK, "none": None, "password": None, "secret": 3,
+    }  # fmt: skip
+
+
+def test_settings_of_a_secret_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'task\.pin' is the name of a secret"):
+        secrets.refuse({"task": {"pin": SecretStr(CANARY)}})
+
+
+@pytest.mark.parametrize("override", [f"data.path=https://me:{CANARY}@example.org", f"task.hf_token={CANARY}"])
+def test_a_configuration_with_a_secret_is_refused_and_the_secret_not_repeated(override: str) -> None:
+    composed = compose("language", ["data=corpus", override])
+    with pytest.raises(ConfigError) as refused:
+        resolve.validate(composed)
+    said = composed.explain(str(refused.value))
+    assert "it can hold no secret" in said
+    assert "os.environ" in said
+    assert CANARY not in said
+
+
+def test_no_packaged_recipe_has_anything_to_hide() -> None:
+    values: Any = compose("language").values
+    assert secrets.hidden(values) == values
