@@ -11,9 +11,9 @@ import sys
 import sysconfig
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,17 @@ class MicroBatch:
     counts: dict[str, float]
     work: dict[str, float]
     idle: bool = False
+
+    @property
+    def by_row(self) -> bool:
+        """Whether its arrays can be cut by row: none is nested, and the first axis of each is the row."""
+        sized = [array for array in self.arrays.values() if hasattr(array, "__len__")]
+        return not any(isinstance(array, Mapping | list | tuple) or len(array) != len(self.rows) for array in sized)
+
+    def one(self, row: int) -> MicroBatch:
+        """One row of it, for itself; only where they can be cut by row."""
+        arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in self.arrays.items()}
+        return replace(self, arrays=arrays, rows=self.rows[row : row + 1])
 
 
 @dataclass(frozen=True)

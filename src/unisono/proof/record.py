@@ -69,7 +69,7 @@ class RecordingEngine(TorchEngine):
 
         def made(arrays: Batch) -> Any:
             self._randomness.begin("look", micro.number)
-            batch = self._on_device(arrays)
+            batch = self._transfer.now(arrays)
             context = self._with_carry(Context(0, training=True, scalars=scalars), micro, batch)
             with precision.casting(self._precision, self._device):
                 return self._task.outputs(self._step.model, batch, context)
@@ -77,7 +77,7 @@ class RecordingEngine(TorchEngine):
         def copies(row: int) -> Batch:
             return {n: a[[row] * count] if _by_row(a, count) else a for n, a in micro.arrays.items()}
 
-        with self._restoring_buffers(), self._randomness.kept(), precision.promoting(self._precision), torch.no_grad():
+        with self._buffers.restored(), self._randomness.kept(), precision.promoting(self._precision), torch.no_grad():
             once, again = made(micro.arrays), made(micro.arrays)
             alike = [(row, made(copies(row))) for row in range(min(count, 4)) if count > 1]
         floor = 1e-9 if self._precision == "fp64" else 1e-3
@@ -152,7 +152,7 @@ class RecordingEngine(TorchEngine):
         return Facts(
             trainable=[name for name, parameter in parameters.items() if parameter.requires_grad],
             frozen=[name for name, parameter in parameters.items() if not parameter.requires_grad],
-            per_process=sorted(self._local_buffers),
+            per_process=sorted(self._buffers.local),
         )
 
     def learning_rates(self) -> list[float]:

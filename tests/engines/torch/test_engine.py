@@ -171,7 +171,7 @@ def test_an_optimizer_on_stale_parameters_is_refused(monkeypatch: pytest.MonkeyP
     from unisono.optim import optimizers
 
     build = optimizers.build
-    monkeypatch.setattr(optimizers, "build", lambda config, model: build(config, nn.Linear(3, 1)))
+    monkeypatch.setattr(optimizers, "build", lambda config, *_: build(config, nn.Linear(3, 1)))
     with pytest.raises(GuardError, match=r"2 are not in it \(weight, bias\), and 2 of its own are not in the model"):
         processes.alone(outcome, LinearTask(), configuration(train={"global_batch": 8}))
 

@@ -222,7 +222,7 @@ def ignored_parameter() -> Iterator[None]:
 
 @fault("optimizer built before sharding", "The optimizer was built before wrapping", strategy="fsdp")
 def stale_optimizer() -> Iterator[None]:
-    def build(original: Any, config: Any, model: nn.Module) -> Any:
+    def build(original: Any, config: Any, model: nn.Module, blocks: Any) -> Any:
         copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
         for (_, parameter), module in zip(model.named_parameters(), copied.values(), strict=True):
             module.weight = nn.Parameter(gradients.local(parameter.detach()).clone())

@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config.schema import RunConfig
@@ -28,6 +27,7 @@ from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
+from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.devices import device_of, name_of
@@ -140,17 +140,7 @@ class TorchEngine:
         guards.begins_alike(self.group, model)
         # What a batch norm computes depends on the rows beside a row, as dropout's draws do.
         self.random = any(isinstance(module, _BatchNorm) for module in model.modules())
-        local_statistics = [name for name, module in model.named_modules() if _has_running_statistics(module)]
-        if local_statistics and self._place.world_size > 1:
-            log.warning(
-                "%d batch normalisation layers keep running statistics (first: %s). Each process updates its own from "
-                "its own micro-batches; those that are evaluated and saved are not those of a run on one process.",
-                len(local_statistics),
-                local_statistics[0],
-            )
-        self._local_buffers = {
-            f"{name}.{buffer}" for name in local_statistics for buffer, _ in model.get_submodule(name).named_buffers()
-        }
+        self._buffers = Buffers(model, self._place)
         return model
 
     def _warm_up(self, first: MicroBatch, context: Context) -> list[str]:
@@ -161,7 +151,7 @@ class TorchEngine:
         """
         used: set[str] = set()
         with (
-            self._restoring_buffers(),
+            self._buffers.restored(),
             self._waiting("the others to warm up"),
             precision.promoting(self._precision),
             gradients.watching(self._step, lambda name, _: used.add(name)),
@@ -259,7 +249,7 @@ class TorchEngine:
         self._begin(passes_left=len(batches))
         for micro, batch in self._transfer.ahead(batches):
             last = micro is batches[-1]
-            undone = self._restoring_buffers() if micro.idle else nullcontext()
+            undone = self._buffers.restored() if micro.idle else nullcontext()
             with wrap.synchronising(self._wrapped, self._layout, last), undone:
                 seed = self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales, batch)
@@ -291,7 +281,7 @@ class TorchEngine:
         kept = [parameter.grad for parameter in self._trainable]
         self._optimizer.zero_grad(set_to_none=True)
         used: set[str] = set()
-        with gradients.watching(self._step, lambda name, _: used.add(name)), self._restoring_buffers():
+        with gradients.watching(self._step, lambda name, _: used.add(name)), self._buffers.restored():
             for micro in batches:
                 with wrap.synchronising(self._wrapped, self._layout, last=True):
                     self._randomness.begin("dropout", context.step, micro.number)
@@ -318,8 +308,7 @@ class TorchEngine:
             guards.moved(before, guards.digests(parameters), with_gradient, scalars["lr"])
             alike = wrap.replicas(self._layout, self._place.world_size)
             guards.parameters_agree(self.group, parameters | self._average.named, alike, step + 1)
-            shared = {n: b for n, b in self._step.model.named_buffers() if n not in self._local_buffers}
-            guards.buffers_agree(self.group, shared, step + 1)
+            guards.buffers_agree(self.group, self._buffers.shared, step + 1)
 
     def _count(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         return count(batches, self._place.world_size, self._device, self._wide)
@@ -335,7 +324,7 @@ class TorchEngine:
     def _forward(
         self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor] | None, batch: Batch | None = None
     ) -> Any:
-        batch = self._on_device(micro.arrays) if batch is None else batch
+        batch = self._transfer.now(micro.arrays) if batch is None else batch
         context = self._with_carry(context, micro, batch)
         if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
@@ -352,7 +341,7 @@ class TorchEngine:
             totals: Mapping[str, Tensor] = self._forward(micro, context, None)
             return totals
 
-        with self._restoring_buffers():
+        with self._buffers.restored():
             totals = agreed.totals(batches, part, self._place.world_size, self._device, self._wide)
         wrap.shard_again(self._wrapped)
         return replace(context, totals=totals)
@@ -372,7 +361,7 @@ class TorchEngine:
             finite.clear()
             with (
                 wrap.synchronising(self._wrapped, self._layout, last=True),
-                self._restoring_buffers(),
+                self._buffers.restored(),
                 gradients.watching(self._step, see),
             ):
                 self._randomness.begin("dropout", context.step, micro.number)
@@ -402,23 +391,14 @@ class TorchEngine:
         Every process makes equally many passes, since under FSDP each of them is collective. A row is nothing by itself
         where rows are normalised together or carry a state along.
         """
-        rows = len(micro.rows)
         together = any(isinstance(module, _BatchNorm) for module in self._step.modules())
-        if (
-            together
-            or self._carry
-            or self._made_carry
-            or any(isinstance(array, Mapping | list | tuple) for array in micro.arrays.values())
-            or any(len(array) != rows for array in micro.arrays.values() if hasattr(array, "__len__"))
-        ):
+        if together or self._carry or self._made_carry or not micro.by_row:
             return []
         wrong = set()
-        for row in (turn % rows for turn in range(self._split.micro_batch)):
-            arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in micro.arrays.items()}
-            one = replace(micro, arrays=arrays, rows=micro.rows[row : row + 1])
-            with self._restoring_buffers():
+        for row in (turn % len(micro.rows) for turn in range(self._split.micro_batch)):
+            with self._buffers.restored():
                 self._randomness.begin("dropout", context.step, micro.number)
-                _, loss = self._forward(one, context, scales)
+                _, loss = self._forward(micro.one(row), context, scales)
             if not all(bool(torch.isfinite(term)) for term in loss.sums.values()):
                 wrong.add(row)
         wrap.shard_again(self._wrapped)
@@ -436,16 +416,14 @@ class TorchEngine:
         context = Context(step, training=False, scalars=scalars)
         with (
             self._average.in_the_model() if average else nullcontext(),
-            self._restoring_buffers(),
+            self._buffers.restored(),
             self._randomness.kept(),
             self._waiting("the other processes in the evaluation"),
             precision.promoting(self._precision),
             torch.no_grad(),
         ):
             module.eval()
-            buffers = dict(self._step.model.named_buffers())
-            for name in sorted(self._local_buffers) if self._place.world_size > 1 else ():
-                dist.broadcast(buffers[name], 0)  # the ones that a checkpoint has
+            self._buffers.take_from_first()
             try:
                 for micro, batch in self._transfer.ahead(micro for batches in steps for micro in batches):
                     self._randomness.begin("eval", micro.number)
@@ -468,11 +446,11 @@ class TorchEngine:
     def state(self) -> list[Shard]:
         """The pieces this process has to save; see `Engine.state`."""
         named = self._named() | self._average.named
-        alike = {name: value for name, value in named.items() if name not in self._saved_by_first}
-        pieces = tensors.shards(alike, self._place)
-        own = self._own_statistics()
+        by_first = self._buffers.saved_by_first
+        pieces = tensors.shards({n: value for n, value in named.items() if n not in by_first}, self._place)
+        own = dict(self._buffers.own)
         if self._place.is_first:
-            own |= {name: value for name, value in named.items() if name in self._saved_by_first}
+            own |= {name: value for name, value in named.items() if name in by_first}
         pieces += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
         pieces += [*self._carry.shards(), *self._spikes.shards(self._place.is_first)]
         pieces += self._adapter.shards() if self._place.is_first else []
@@ -484,7 +462,7 @@ class TorchEngine:
         tensors.make_optimizer_state(self._optimizer, self._step.model, reader)
         tensors.load(self._named(), reader)
         self._average.load(reader)
-        own = self._own_statistics()
+        own = self._buffers.own
         if all(name in reader.shapes for name in own):  # of as many processes, or more
             tensors.load(own, reader, kinds=(f"rank-{self._place.rank}/",))
         self._carry.load(reader)
@@ -493,23 +471,12 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
-        for name in ("_wrapped", "_step", "_optimizer", "_average", "_adapter", "_trainable", "_ordered", "_carry"):
+        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers"
+        for name in parts.split():
             self.__dict__.pop(name, None)
         gc.collect()
 
     # small things -----------------------------------------------------------------------------------------------
-
-    @property
-    def _saved_by_first(self) -> set[str]:
-        """Names in a checkpoint of statistics that every process has of its own: all from one, they belong together."""
-        return {f"model/{name}" for name in self._local_buffers} if self._place.world_size > 1 else set()
-
-    def _own_statistics(self) -> dict[str, Tensor]:
-        """The same, as this process has them, so that it can go on with them."""
-        buffers = dict(self._step.model.named_buffers())
-        if self._place.world_size == 1:
-            return {}
-        return {f"rank-{self._place.rank}/{name}": buffers[name] for name in sorted(self._local_buffers)}
 
     def _named(self) -> dict[str, Tensor]:
         kept = self._adapter.kept(tensors.of_model(self._step.model))
@@ -523,23 +490,7 @@ class TorchEngine:
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         return collective.waiting(self._place, what, self._config.launch.timeout)
 
-    def _on_device(self, arrays: Batch) -> Batch:
-        return self._transfer.now(arrays)
-
-    @contextmanager
-    def _restoring_buffers(self) -> Iterator[None]:
-        kept = [buffer.clone() for buffer in self._step.buffers()]
-        try:
-            yield
-        finally:
-            for buffer, value in zip(self._step.buffers(), kept, strict=True):
-                buffer.copy_(value)
-
     def _with_carry(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
         kept = self._carry.of(micro) if context.training and not micro.idle else None
         carry = kept or self._task.first_carry(batch)
         return context if carry is None else replace(context, carry=carry)
-
-
-def _has_running_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.track_running_stats
