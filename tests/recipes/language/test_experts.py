@@ -306,6 +306,22 @@ def test_what_a_mixture_has_learnt_is_written_with_any_width(data: Corpus, tmp_p
     assert generate(result.folder, "ab", tokens=3).startswith("ab")
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_more_experts_per_token_than_experts_are_refused(data: Corpus, name: str) -> None:
+    settings = {**QUIET, **MIXTURES[name], "num_experts_per_tok": 9}
+    model = FromConfig(kind="config", architecture=name, settings=settings)
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok=9 is more than num_(local_)?experts=8; use at most 8"):
+        Language(LanguageConfig(), model=model, data=data).check()
+
+
+def test_a_smaller_copy_has_experts_enough_for_a_token() -> None:
+    settings = {**QUIET, **MIXTURES["qwen3_moe"], "num_experts": 32, "num_experts_per_tok": 10}
+    model = FromConfig(kind="config", architecture="qwen3_moe", settings=settings)
+    made = shrunk(model, 64, 0)
+    assert made is not None
+    assert models.check(made, 64).num_experts == 10
+
+
 def test_unknown_balances_are_refused() -> None:
     with pytest.raises(ValueError, match="balance_over"):
         config("mixtral", balance_over="rank")

@@ -19,12 +19,31 @@ from unisono.errors import ConfigError
 
 GROUPED = "unisono_grouped"  # its name among the kernels of transformers
 _ON = ("cpu", "cuda")  # devices on which torch 2.11 and newer multiply by groups, forward and backward
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what architectures call the number of experts
 _ALIGNED = 16  # bytes: torch refuses matrices whose rows are no multiple of it
 
 
 def has_experts(model: nn.Module) -> bool:
     """Whether experts are stacked in one parameter per matrix, with a choice of how to multiply with them."""
     return any(True for _ in _stacks(model))
+
+
+def check(text: Any) -> None:
+    """Refuse more experts per token than there are.
+
+    Args:
+        text: the configuration of the model's text part.
+
+    Raises:
+        ConfigError: naming both settings.
+    """
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    for name in COUNTS:
+        there = getattr(text, name, None)
+        if isinstance(there, int) and 0 < there < chosen:
+            raise ConfigError(
+                f"model.settings: num_experts_per_tok={chosen} is more than {name}={there}; use at most {there}"
+            )
 
 
 def against_grouped(model: nn.Module, device: str, precision: str) -> str:

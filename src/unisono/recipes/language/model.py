@@ -26,7 +26,8 @@ def check(config: ModelGroup, vocab_size: int) -> Any:
         vocab_size: of the tokenizer.
 
     Raises:
-        ConfigError: for an unknown architecture or setting, a missing directory, or a vocabulary that is too small.
+        ConfigError: for an unknown architecture or setting, a missing directory, a vocabulary that is too small, or too
+            few experts.
     """
     if isinstance(config, Pretrained):
         found = _from_directory(config.path)
@@ -38,6 +39,7 @@ def check(config: ModelGroup, vocab_size: int) -> Any:
         raise ConfigError(
             f"the model has {text.vocab_size} token embeddings, but the tokenizer makes ids up to {vocab_size - 1}"
         )
+    experts.check(text)
     text.use_cache = False
     return found
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from unisono.errors import ConfigError
+from unisono.recipes.language import experts
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import FromConfig, ModelGroup
 
 _LAYERS = 2
 _EXPERTS = 8
-_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner")
 
 
@@ -60,7 +60,8 @@ def _smaller(large: Any) -> Iterator[dict[str, Any]]:
         few = min(heads, 4 if shared < heads else 2)
         features = few * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         width = {name["num_attention_heads"]: few, name["hidden_size"]: features}
-        width |= {key: min(_EXPERTS, text.to_dict()[key]) for key in _OF_EXPERTS if text.to_dict().get(key)}
+        least = max(_EXPERTS, getattr(text, "num_experts_per_tok", None) or 0)
+        width |= {key: min(least, text.to_dict()[key]) for key in experts.COUNTS if text.to_dict().get(key)}
         width |= {key: 2 * features for key in _INNER if text.to_dict().get(key)}
         if text.to_dict().get("num_key_value_heads"):
             width["num_key_value_heads"] = min(shared, 2)
