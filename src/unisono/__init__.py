@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
-    from unisono.config.schema import Data, RunConfig, Settings
+    from unisono.config.base import Settings
+    from unisono.config.schema import Data, RunConfig
     from unisono.data.order import Order
     from unisono.errors import UnisonoError
     from unisono.launch.reload import load_model, load_weights
@@ -41,7 +42,7 @@ _HOME = {
     "Loss": "unisono.task",
     "Order": "unisono.data.order",
     "RunConfig": "unisono.config.schema",
-    "Settings": "unisono.config.schema",
+    "Settings": "unisono.config.base",
     "Source": "unisono.task",
     "Task": "unisono.task",
     "UnisonoError": "unisono.errors",

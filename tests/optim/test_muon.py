@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests import processes
 from tests.optim.test_optimizers import config
 from tests.tasks import Transformer
-from unisono.config.schema import OptimizerGroup
+from unisono.config.optimizers import OptimizerGroup
 from unisono.engines.torch.wrap import blocks
 from unisono.errors import ConfigError
 from unisono.optim.muon import Muon, adjustment, dealt_out, orthogonalised

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
 
-from unisono.config.schema import Optimizer, OptimizerGroup
+from unisono.config.optimizers import Optimizer, OptimizerGroup
 from unisono.errors import ConfigError
 from unisono.optim.optimizers import build, parameter_groups, schedule
 

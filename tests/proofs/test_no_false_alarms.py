@@ -23,7 +23,8 @@ from tests import processes
 from tests.recipes.language import corpora
 from tests.runs import ADAMW, SGD, configuration
 from tests.tasks import TransformerTask
-from unisono.config.schema import RunConfig, Settings
+from unisono.config.base import Settings
+from unisono.config.schema import RunConfig
 from unisono.place import Group, Place
 from unisono.proof import comparison, prove, record
 from unisono.proof.cases import Case, Proof

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from unisono.config import schema
-from unisono.config.schema import AdamW, OptimizerGroup, Sgd
+from unisono.config import optimizers as settings
+from unisono.config.optimizers import AdamW, OptimizerGroup, Sgd
 from unisono.errors import ConfigError, nearest
 from unisono.optim.adafactor import Adafactor
 from unisono.optim.adam_atan2 import AdamAtan2
@@ -36,7 +36,7 @@ def build(config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] 
         ConfigError: for a pattern that matches no parameter, or a model with nothing to train.
     """
     groups = parameter_groups(config, model, blocks)
-    if not isinstance(config, schema.Muon):
+    if not isinstance(config, settings.Muon):
         return _one(config, groups, config.implementation)
     matrices = Muon(
         [group for group in groups if group["muon"]],
@@ -71,16 +71,16 @@ def _one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: s
                 weight_decay=config.weight_decay,
                 **how,
             )
-        case schema.Lion():
+        case settings.Lion():
             from unisono.optim.lion import Lion, LionForeach
 
             kind = LionForeach if how["foreach"] else Lion
             # It refuses an lr of 0; `schedule` sets that of every step.
             made: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
             return made
-        case schema.AdamAtan2():
+        case settings.AdamAtan2():
             return AdamAtan2(groups, config.lr, config.betas, config.a, config.b, config.weight_decay, how["foreach"])
-        case schema.Adafactor():
+        case settings.Adafactor():
             return Adafactor(
                 groups,
                 lr=config.lr,
@@ -130,12 +130,12 @@ def parameter_groups(
         raise ConfigError("the model has no trainable parameter: every requires_grad is False")
     exempt, embeddings = _of_modules(model, _NOT_DECAYED), _of_modules(model, _EMBEDDINGS)
     hidden = {id(parameter) for block in blocks for parameter in block.parameters()} - embeddings
-    rest = config.rest if isinstance(config, schema.Muon) else config
+    rest = config.rest if isinstance(config, settings.Muon) else config
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
-        pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), schema.ParameterGroup(match="*"))
+        pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), settings.ParameterGroup(match="*"))
         matrix = not name.endswith("bias")  # biases of stacked experts have two axes
-        muon = isinstance(config, schema.Muon) and matrix and parameter.dim() == 2 and id(parameter) in hidden
+        muon = isinstance(config, settings.Muon) and matrix and parameter.dim() == 2 and id(parameter) in hidden
         if pattern.muon is not None:
             muon = pattern.muon
         if muon and (parameter.dim() != 2 or parameter.is_complex()):
@@ -157,7 +157,7 @@ def parameter_groups(
             raise ConfigError(
                 f"optim.groups: '{pattern.match}' matches no parameter, {_near(pattern.match, trainable)}"
             )
-    if isinstance(config, schema.Muon) and not any(group["muon"] for group in groups.values()):
+    if isinstance(config, settings.Muon) and not any(group["muon"] for group in groups.values()):
         raise ConfigError(
             "optim=muon: the model has no repeated blocks with matrices, so which of its matrices are hidden is not "
             "known. Name them: optim.groups=[{match: '*.weight', muon: true}]; its parameters are "
@@ -171,7 +171,7 @@ def told(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Mod
     names = {parameter: name for name, parameter in model.named_parameters()}
     lines = []
     for group in optimizer.param_groups:
-        kind = config.rest.kind if isinstance(config, schema.Muon) and not group["muon"] else config.kind
+        kind = config.rest.kind if isinstance(config, settings.Muon) and not group["muon"] else config.kind
         count = sum(parameter.numel() for parameter in group["params"])
         rates = f"lr {config.lr * group['lr_scale']:g}, weight decay {group['own_decay']:g}"
         lines.append(f"{kind}, {rates}: {count:,} parameters in {_some(names[p] for p in group['params'])}")
@@ -195,7 +195,7 @@ def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Par
     """
     if implementation == "auto":
         fused = isinstance(config, AdamW) and all(p.device.type in _FUSED and p.is_floating_point() for p in parameters)
-        return {"fused": True} if fused else {"foreach": not isinstance(config, schema.Adafactor)}
+        return {"fused": True} if fused else {"foreach": not isinstance(config, settings.Adafactor)}
     foreach = {"foreach": implementation == "foreach"}
     if isinstance(config, AdamW | Sgd):
         if implementation == "fused" and isinstance(config, Sgd) and any(isinstance(p, DTensor) for p in parameters):

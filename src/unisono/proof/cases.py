@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.schema import RunConfig, Settings
+from unisono.config.base import Settings
+from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError
 
 Variation = Literal[

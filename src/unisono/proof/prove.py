@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from unisono.config import fingerprint
-from unisono.config.schema import RunConfig, Sgd
+from unisono.config.optimizers import Sgd
+from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError, KernelError, RunError
 from unisono.launch import code, local, start
 from unisono.launch import folder as run_folder

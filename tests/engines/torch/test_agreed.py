@@ -13,7 +13,8 @@ from tests import processes
 from tests.engines.torch.test_engine import layout
 from tests.proofs.matrix import LAYOUTS
 from tests.runs import SGD, Trace, configuration, distance, trace, traces
-from unisono.config.schema import RunConfig, Settings
+from unisono.config.base import Settings
+from unisono.config.schema import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import KernelError
 from unisono.place import Alone, Group, Place

@@ -19,7 +19,7 @@ from tests.tasks import LinearTask
 from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
-from unisono.config.schema import SkipSpikes
+from unisono.config.optimizers import SkipSpikes
 from unisono.data.order import Order, Plan
 from unisono.engines.base import StepResult
 from unisono.engines.torch.spikes import Spikes, limit

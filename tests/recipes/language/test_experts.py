@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.recipes.language.corpora import GROUPED, corpus, sentences, write_jsonl
 from tests.recipes.language.kernels import distance, gradients, perturbed
-from unisono.config.schema import AdamW
+from unisono.config.optimizers import AdamW
 from unisono.errors import ConfigError, KernelError
 from unisono.optim.optimizers import parameter_groups
 from unisono.recipes.language import experts, kernels

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from unisono.config.schema import SkipSpikes
+from unisono.config.optimizers import SkipSpikes
 from unisono.engines.base import StepResult
 from unisono.errors import SpikeError
 from unisono.place import Group

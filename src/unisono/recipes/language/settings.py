@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.schema import Data, NonNegative, Settings
+from unisono.config.base import NonNegative, Settings
+from unisono.config.schema import Data
 
 
 class LanguageConfig(Settings):
