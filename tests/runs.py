@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.place import Group, Place
 from unisono.task import Task
@@ -30,7 +31,7 @@ def configuration(**groups: Any) -> RunConfig:
         train.pop("steps")
     values = {"recipe": "test", "optim": SGD, "run": {"name": "test"}, **groups, "layout": layout, "train": train}
     config = RunConfig.model_validate(values)
-    from unisono.config.schema import Data
+    from unisono.config.data import Data
 
     return config.model_copy(update={"data": Data()})
 
@@ -73,7 +74,7 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
     """Train and evaluate a task; all ranks return the same trace."""
     source = task.data()
-    plan = Plan.of(
+    plan = StreamPlan.of(
         Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
     )
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)

@@ -26,8 +26,8 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
-    "unisono.task", "unisono.config.base", "unisono.config.schema", "unisono.errors", "unisono.keys",
-    "unisono.data.order",
+    "unisono.task", "unisono.config.base", "unisono.config.data", "unisono.config.schema", "unisono.errors",
+    "unisono.keys", "unisono.data.order",
     "unisono.launch.reload",
 )  # fmt: skip
 MODULES = {

@@ -13,7 +13,8 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.base import Settings
-    from unisono.config.schema import Data, RunConfig
+    from unisono.config.data import Data
+    from unisono.config.schema import RunConfig
     from unisono.data.order import Order
     from unisono.errors import UnisonoError
     from unisono.launch.reload import load_model, load_weights
@@ -38,7 +39,7 @@ __all__ = [
 
 _HOME = {
     "Context": "unisono.task",
-    "Data": "unisono.config.schema",
+    "Data": "unisono.config.data",
     "Loss": "unisono.task",
     "Order": "unisono.data.order",
     "RunConfig": "unisono.config.schema",

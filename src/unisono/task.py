@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from unisono.config.data import Data as DataGroup
 from unisono.config.schema import EVENT_NAMES
-from unisono.config.schema import Data as DataGroup
 from unisono.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -147,6 +147,18 @@ class Task(ABC):
                     f"{sorted(sample)} for another; return the same keys, or define collate()"
                 )
         return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
+
+    def length(self, sample: Any) -> int:
+        """Units (tokens, frames) that a sample takes of a packed row; only for tasks that can be packed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be packed: it does not define length()")
+
+    def cut(self, sample: Any, first: int, last: int) -> Any:
+        """The units `first..last-1` of a sample, for itself; for samples longer than a packed row."""
+        raise NotImplementedError(f"{type(self).__name__} cannot cut samples: it does not define cut()")
+
+    def pack(self, samples: Sequence[Any]) -> Any:
+        """Samples that share a row, as one sample that `collate` takes; none of them may see another."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be packed: it does not define pack()")
 
     def work(self, batch: Batch) -> dict[str, float]:
         """What a micro-batch amounts to: the first name is the unit of throughput; `flops` (both passes) gives MFU."""

@@ -19,7 +19,8 @@ from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch, check_draws
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import Engine, StepResult
 from unisono.errors import CheckpointError, DataError, GuardError, RunError, page
 from unisono.evaluation.held_out import HeldOut
@@ -106,7 +107,7 @@ class Training:
         self._config, self._place, self._folder, self._writing = config, place, folder, writing
         train, data = config.train, config.data
         source = rows_of(task)
-        self.plan = Plan.of(Order(len(source), config.run.seed), train.global_batch, train.steps, train.epochs)
+        self.plan = StreamPlan.of(Order(len(source), config.run.seed), train.global_batch, train.steps, train.epochs)
         self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
         self._scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, place, self._split)

@@ -276,13 +276,6 @@ class Observe(Settings):
         return self
 
 
-class Data(Settings):
-    """What every recipe's `data` group has."""
-
-    workers: Annotated[int, Field(ge=1)] = Field(1, description="threads that prepare micro-batches")
-    prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
-
-
 class Launch(Settings):
     """How processes are started and how long they may wait for each other."""
 

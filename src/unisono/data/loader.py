@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from unisono.config.split import Split
-from unisono.data.order import Indices, Plan
+from unisono.data.order import Indices
+from unisono.data.plan import Plan, Taken
 from unisono.errors import DataError, UnisonoError
 from unisono.keys import generator
 from unisono.task import Batch, Source, Task
@@ -33,11 +34,12 @@ class MicroBatch:
 
     Attributes:
         number: which micro-batch of the global batch.
-        rows: source rows, shape (rows,).
+        rows: source rows of its samples, shape (samples,); packed rows hold several.
         arrays: what `Task.collate` made of them.
         counts: what `Task.counts` says; zeros if idle.
         work: what `Task.work` says, and `rows`; zeros if idle.
         idle: real rows at weight zero, for a process that has none left in a short batch.
+        packed: rows it has, where these are not its samples.
     """
 
     number: int
@@ -46,12 +48,19 @@ class MicroBatch:
     counts: dict[str, float]
     work: dict[str, float]
     idle: bool = False
+    packed: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Rows of the global batch in it."""
+        return len(self.rows) if self.packed is None else self.packed
 
     @property
     def by_row(self) -> bool:
         """Whether its arrays can be cut by row: none is nested, and the first axis of each is the row."""
         sized = [array for array in self.arrays.values() if hasattr(array, "__len__")]
-        return not any(isinstance(array, Mapping | list | tuple) or len(array) != len(self.rows) for array in sized)
+        nested = any(isinstance(array, Mapping | list | tuple) or len(array) != self.size for array in sized)
+        return self.packed is None and not nested
 
     def one(self, row: int) -> MicroBatch:
         """One row of it, for itself; only where they can be cut by row."""
@@ -64,8 +73,7 @@ class _Order:
     """What a thread is asked for."""
 
     number: int
-    rows: Indices
-    epochs: Indices
+    taken: Taken
     idle: bool
 
 
@@ -120,19 +128,18 @@ class Loader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _orders(self, steps: Iterable[int]) -> Iterator[_Order]:
-        size, seen = self._plan.order.size, self._plan.global_batch
         for step in steps:
-            rows = self._plan.batch(step)
-            epochs = np.arange(step * seen, step * seen + len(rows)) // size
+            length = self._plan.rows(step)
             for number in self._split.micro_batches(self._rank):
-                own = self._split.rows(number, len(rows))
+                own = self._split.rows(number, length)
                 idle = len(own) == 0
                 # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
-                take = slice(0, self._split.micro_batch) if idle else slice(own.start, own.stop)
-                yield _Order(number, rows[take], epochs[take], idle)
+                take = range(min(self._split.micro_batch, length)) if idle else own
+                yield _Order(number, self._plan.taken(step, take), idle)
 
     def _make(self, order: _Order) -> MicroBatch:
-        samples = [self._sample(int(row), int(epoch)) for row, epoch in zip(order.rows, order.epochs, strict=True)]
+        taken = order.taken
+        samples = [self._sample(int(row), int(epoch)) for row, epoch in zip(taken.rows, taken.epochs, strict=True)]
         try:
             arrays = self._task.collate(samples)
             counts = {name: float(count) for name, count in self._task.counts(arrays).items()}
@@ -140,13 +147,13 @@ class Loader:
         except UnisonoError:
             raise
         except Exception as error:
-            raise DataError(f"rows {_some(order.rows)} cannot be made a batch: {_told(error)}") from error
+            raise DataError(f"rows {_some(taken.rows)} cannot be made a batch: {_told(error)}") from error
         if order.idle:
             counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
-        return MicroBatch(order.number, order.rows, arrays, counts, work, order.idle)
+        return MicroBatch(order.number, taken.rows, arrays, counts, work, order.idle)
 
     def _sample(self, row: int, epoch: int) -> Any:
-        return _sampled(self._task, self._source, row, generator(self._plan.order.seed, self._purpose, epoch, row))
+        return _sampled(self._task, self._source, row, generator(self._plan.seed, self._purpose, epoch, row))
 
 
 def check_draws(task: Task, source: Source, rows: int = 8) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
+from unisono.errors import DataError
 from unisono.keys import key
 
 Indices = NDArray[np.int64]
@@ -79,55 +79,16 @@ class Order:
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
-        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.size)
+        positions = np.asarray(positions, dtype=np.int64)
+        places = positions % self.size
         if not self.shuffle:
             return places
-        rows = np.empty_like(places)
+        epochs, rows = self.epochs(positions), np.empty_like(places)
         for epoch in np.unique(epochs):  # one or two: a batch straddles at most a few epochs
             here = epochs == epoch
             rows[here] = Shuffle(self.size, key(self.seed, "shuffle", int(epoch)))(places[here])
         return rows
 
-    def epoch(self, position: int) -> int:
-        """How often the whole source was passed before this position."""
-        return position // self.size
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which positions each step consumes: `[step·B, (step+1)·B)`, cut off at the end of the run.
-
-    Attributes:
-        order: positions to rows.
-        global_batch: rows per full step.
-        length: positions in the whole run; only the last batch of a run counted in epochs is short.
-    """
-
-    order: Order
-    global_batch: int
-    length: int
-
-    @classmethod
-    def of(cls, order: Order, global_batch: int, steps: int | None, epochs: float | None) -> Plan:
-        """The plan of a run counted in steps or in epochs."""
-        if steps is not None:
-            return cls(order, global_batch, steps * global_batch)
-        assert epochs is not None
-        length = round(epochs * order.size)
-        if length < 1:
-            raise ConfigError(f"train.epochs={epochs} of {order.size} rows is less than one row")
-        return cls(order, global_batch, length)
-
-    @property
-    def steps(self) -> int:
-        """Steps in the whole run."""
-        return -(-self.length // self.global_batch)
-
-    def rows(self, step: int) -> int:
-        """Rows in the batch of a step."""
-        return min(self.global_batch, self.length - step * self.global_batch)
-
-    def batch(self, step: int) -> Indices:  # -> (rows,)
-        """Source rows of the global batch of a step, in order."""
-        first = step * self.global_batch
-        return self.order(np.arange(first, first + self.rows(step), dtype=np.int64))
+    def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """How often the whole source was passed before these positions."""
+        return np.asarray(positions, dtype=np.int64) // self.size

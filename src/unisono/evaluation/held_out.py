@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import Engine
 from unisono.errors import DataError
 from unisono.place import Place
@@ -35,7 +36,7 @@ class HeldOut:
         rows = min(len(source), config.eval.rows or len(source))
         micro = min(config.eval.micro_batch or micro_batch, rows)
         self._split = Split.of(micro * place.world_size, place.world_size, micro)
-        self._plan = Plan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
+        self._plan = StreamPlan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
         self._task, self._source, self._rank, self._data = task, source, place.rank, config.data
         self._averages = [
             average for average, one in ((False, "model"), (True, "ema"))

@@ -99,7 +99,8 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
 def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
     from unisono import trainer
-    from unisono.data.order import Order, Plan
+    from unisono.data.order import Order
+    from unisono.data.plan import StreamPlan
     from unisono.engines.torch import adapter
     from unisono.observe import trackers
     from unisono.optim import ema
@@ -110,7 +111,7 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     trackers.check(config.observe.trackers)
     adapter.check(config.adapter)
     source = trainer.rows_of(task)
-    plan = Plan.of(
+    plan = StreamPlan.of(
         Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
     )
     trainer.Scalars(config, plan.steps)

@@ -22,7 +22,8 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import StepResult
 from unisono.engines.torch import guards, precision, tensors, wrap
 from unisono.engines.torch.carry import Carry
@@ -65,7 +66,7 @@ class RecordingEngine(TorchEngine):
         Returns:
             Why the pass cannot be repeated, empty if it can; and whether a row depends on those beside it.
         """
-        count = len(micro.rows)
+        count = micro.size
 
         def made(arrays: Batch) -> Any:
             self._randomness.begin("look", micro.number)
@@ -214,8 +215,8 @@ class _Run:
         self.case, self.proof, self.root = case, proof, root
         self.source = trainer.rows_of(task)
         order = Order(len(self.source), config.run.seed)
-        self.plan = Plan(order, proof.global_batch, proof.rows)
-        whole = Plan.of(order, config.train.global_batch, config.train.steps, config.train.epochs)
+        self.plan = StreamPlan(order, proof.global_batch, proof.rows)
+        whole = StreamPlan.of(order, config.train.global_batch, config.train.steps, config.train.epochs)
         self.scalars = trainer.Scalars(config, max(self.plan.steps, whole.steps))
         self.split = Split.of(proof.global_batch, place.world_size, case.micro_batch)
         # Which rows a process has, by the number of the rank that usually has them.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from unisono.config.base import NonNegative, Settings
-from unisono.config.schema import Data
+from unisono.config.data import Data
 
 
 class LanguageConfig(Settings):
