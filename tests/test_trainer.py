@@ -26,7 +26,7 @@ from unisono.observe import events
 from unisono.observe.record import Record
 from unisono.place import Alone, Place
 from unisono.task import Context, Loss, Task
-from unisono.trainer import Result, Scalars, rows_of
+from unisono.trainer import Result, Scalars
 
 
 class InterruptionError(Exception):
@@ -117,7 +117,7 @@ def test_a_run_keeps_a_log(whole: tuple[Path, Result]) -> None:
 
 def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
     (newest,) = commit.find(whole[0] / "checkpoints")[-1:]
-    assert commit.read(newest).state == {"step": 5, "random": False, "micro_batch": 8}
+    assert commit.read(newest).state == {"step": 5, "random": False, "micro_batch": 8, "plan": None}
 
 
 def test_a_checkpoint_knows_whether_the_forward_pass_draws_random_numbers(tmp_path: Path) -> None:
@@ -450,40 +450,6 @@ def test_the_schedule_of_the_learning_rate_is_in_the_events(tmp_path: Path) -> N
     how = config(4, optim={"kind": "sgd", "lr": 0.4}, schedules={"lr": {"kind": "linear"}})
     run(tmp_path, how, LinearTask())
     assert [event["lr"] for event in events.read(tmp_path / "events.jsonl")] == pytest.approx([0.4, 0.3, 0.2, 0.1])
-
-
-# rows -----------------------------------------------------------------------------------------------------------------
-
-
-def rows(given: Any) -> Task:
-    return type("Rows", (LinearTask,), {"data": lambda self: given})()
-
-
-@pytest.mark.parametrize("given", [[1, 2], (1,), np.zeros((3, 2)), torch.zeros(2)])
-def test_rows_that_can_be_had_by_number_are_taken_as_they_are(given: Any) -> None:
-    assert rows_of(rows(given)) is given
-
-
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-@pytest.mark.parametrize(
-    ("given", "kind"), [(iter([1]), "list_iterator"), (None, "NoneType"), ({1, 2}, "set"), (Stream(), "Stream")]
-)
-def test_rows_that_cannot_be_had_by_number_are_refused_with_what_to_do(given: Any, kind: str) -> None:
-    message = (
-        rf"^Rows\.data\(\) returned a {kind}, whose rows cannot be had by number\. Give it __len__ and __getitem__"
-    )
-    with pytest.raises(DataError, match=message):
-        rows_of(rows(given))
-
-
-@pytest.mark.parametrize("given", [[], np.zeros((0, 3))])
-def test_no_rows_are_refused(given: Any) -> None:
-    with pytest.raises(DataError, match=r"^Rows\.data\(\) has no rows$"):
-        rows_of(rows(given))
 
 
 # guards ---------------------------------------------------------------------------------------------------------------
