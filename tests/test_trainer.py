@@ -20,6 +20,7 @@ from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
 from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.observe import events
@@ -46,7 +47,9 @@ def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str
     return trainer.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
 
 
-def interrupted(folder: Path, how: RunConfig, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(
+    folder: Path, how: RunConfig, after: int, monkeypatch: pytest.MonkeyPatch, task: Task | None = None
+) -> None:
     """Run until the given number of updates is made."""
     step = TorchEngine.step
 
@@ -57,7 +60,7 @@ def interrupted(folder: Path, how: RunConfig, after: int, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch, pytest.raises(InterruptionError):
         patch.setattr(TorchEngine, "step", limited)
-        run(folder, how)
+        run(folder, how, task)
 
 
 def steps(folder: Path) -> list[int]:
@@ -450,6 +453,56 @@ def test_the_schedule_of_the_learning_rate_is_in_the_events(tmp_path: Path) -> N
     how = config(4, optim={"kind": "sgd", "lr": 0.4}, schedules={"lr": {"kind": "linear"}})
     run(tmp_path, how, LinearTask())
     assert [event["lr"] for event in events.read(tmp_path / "events.jsonl")] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+# the order ------------------------------------------------------------------------------------------------------------
+
+
+class Several(CountsRows):
+    """Three sources, of blocks."""
+
+    class Blocks(list[Any]):
+        @property
+        def blocks(self) -> np.ndarray:
+            return np.array([2] * (len(self) // 2))
+
+    def data(self) -> Any:
+        rows = super().data()
+        return {"a": self.Blocks(rows[:16]), "b": self.Blocks(rows[16:32]), "c": self.Blocks(rows[32:])}
+
+
+MIXED = {
+    "mixture": {"weights": {"a": 1, "b": 2, "c": 3}, "changes": [{"step": 4, "weights": {"a": 2, "b": 1, "c": 0}}]},
+    "shuffle": "blocks",
+    "lanes": 4,
+}
+
+
+def test_a_run_of_mixed_blocks_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = config(8, checkpoint={"every": 1}, data=MIXED)
+    run(tmp_path / "whole", how, Several())
+    interrupted(tmp_path / "cut", how, 3, monkeypatch, Several())
+    interrupted(tmp_path / "cut", how, 6, monkeypatch, Several())
+    run(tmp_path / "cut", how, Several())
+    whole, cut = ([e["loss"] for e in events.read(tmp_path / name / "events.jsonl")] for name in ("whole", "cut"))
+    assert whole == cut
+    run(tmp_path / "other", config(8, data={**MIXED, "window": 1}), Several())
+    assert [e["loss"] for e in events.read(tmp_path / "other" / "events.jsonl")] != whole
+
+
+def test_a_plan_that_is_no_pure_function_is_kept_with_the_checkpoint_and_told_where_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(StreamPlan, "state", lambda self, step, rows: {"step": step, "rows": [rows.start, rows.stop]})
+    monkeypatch.setattr(StreamPlan, "resume", lambda self, states: told.append(states))
+    how = config(4, checkpoint={"every": 2})
+    interrupted(tmp_path, how, 3, monkeypatch)
+    assert told == []
+    run(tmp_path, how)
+    assert told == [[{"step": 2, "rows": [0, 8]}]]
 
 
 # guards ---------------------------------------------------------------------------------------------------------------

@@ -32,8 +32,10 @@ def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) 
     given = task.data()
     several = isinstance(given, Mapping)
     sources: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
-    if not sources:
-        raise DataError(f"{type(task).__name__}.data() has no sources")
+    if not sources or not all(isinstance(name, str) for name in sources):
+        fault = f"names its sources {list(sources)[:3]}; name them by texts" if sources else "has no sources"
+        raise DataError(f"{type(task).__name__}.data() {fault}")
+    sources = dict(sorted(sources.items()))  # so that the order in which they are named changes nothing
     for name, one in sources.items():
         _check_rows(one, f"{type(task).__name__}.data()" + (f"[{name!r}]" if several else ""))
     if any(hasattr(one, "read_block") for one in sources.values()):
