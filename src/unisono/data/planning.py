@@ -121,8 +121,8 @@ def _packed(task: Task, source: Source, stream: Stream, config: RunConfig, lanes
     lengths, capacity = getattr(source, "lengths", None), getattr(task, "capacity", None)
     if lengths is None:
         raise ConfigError(
-            "data.packing needs the lengths of the rows, and these sources do not know them (`lengths`); prepare them by "
-            "`unisono data prepare`"
+            "data.packing needs the lengths of the rows, and these sources do not know them (`lengths`); prepare them "
+            "by `unisono data prepare`"
         )
     packed = import_module("unisono.data.packed")
     plan: Plan = packed.PackedPlan.of(stream, lengths, config.train, config.data, capacity=capacity, lanes=lanes)
