@@ -114,7 +114,7 @@ class PackedPlan:
                 "data.packing: method=concatenate cuts samples wherever a row is full, so it cannot go with cut=never; "
                 "use method=online or offline"
             )
-        self._stream, self._lengths, self._settings = stream, lengths, settings
+        self._stream, self.lengths, self._settings = stream, lengths, settings
         self.capacity, self.global_batch, self.lanes, self.steps = capacity, global_batch, lanes, steps
         self._share = global_batch // lanes
         self._index = index
@@ -122,7 +122,7 @@ class PackedPlan:
 
     @classmethod
     def of(
-        cls, stream: Stream, lengths: Lengths | Indices, train: Train, data: Data, *, capacity: int, lanes: int
+        cls, stream: Stream, lengths: Lengths | Indices, train: Train, data: Data, *, capacity: int | None, lanes: int
     ) -> PackedPlan:
         """The plan of a run.
 
@@ -131,7 +131,7 @@ class PackedPlan:
             lengths: units of samples, or of every row of the source, (rows,).
             train: its steps and global batch.
             data: its packing.
-            capacity: units that a row holds where `data.packing.length` does not say.
+            capacity: units that a row holds where `data.packing.length` does not say: `Task.capacity`.
             lanes: of the order.
 
         Raises:
@@ -140,9 +140,11 @@ class PackedPlan:
         settings = data.packing
         assert settings is not None
         capacity = settings.length or capacity
+        if capacity is None:
+            raise ConfigError("this task does not say how many units a packed row holds; set data.packing.length")
         if train.steps is None:
             about = ""
-            if isinstance(lengths, np.ndarray):
+            if not callable(lengths):
                 epoch = int(lengths.sum()) / (capacity * train.global_batch)
                 steps = max(1, round(epoch * (train.epochs or 1)))
                 about = f"; an epoch is about {epoch:.1f} steps, so train.steps={steps} comes near to it"
@@ -158,7 +160,7 @@ class PackedPlan:
             )
         return cls(
             stream,
-            looked_up(lengths) if isinstance(lengths, np.ndarray) else lengths,
+            lengths if callable(lengths) else looked_up(np.asarray(lengths)),
             settings,
             capacity=capacity,
             global_batch=train.global_batch,
@@ -308,7 +310,7 @@ class PackedPlan:
         how, size = self._settings, self._settings.chunk
         positions = (number * self.lanes + lane) * size + np.arange(size, dtype=np.int64)
         rows, epochs = self._stream(positions), self._stream.epochs(positions)
-        lengths = np.asarray(self._lengths(rows, epochs), dtype=np.int64)
+        lengths = np.asarray(self.lengths(rows, epochs), dtype=np.int64)
         longest = int(lengths.argmax())
         if how.cut == "never" and lengths[longest] > self.capacity:
             raise DataError(
