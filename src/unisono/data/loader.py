@@ -10,7 +10,7 @@ import logging
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from unisono.keys import generator
 from unisono.place import Place
 from unisono.task import Source, Task
 
-__all__ = ["Loader", "MicroBatch", "check_draws"]
+__all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
 _AT_ONCE = 64  # samples whose lengths a worker is asked for
 _TOLD = 3  # samples left out that are told one by one
@@ -81,8 +81,17 @@ class Loader:
         self._purpose, self._kind, self._timeout = purpose, worker_kind, timeout
         self._room = 1e6 * prefetch_mb
         self._maker = Maker(
-            task, source, plan.seed, purpose, mask=on_error == "mask", contents=contents, keep=int(self._room)
+            task,
+            source,
+            plan.seed,
+            purpose,
+            mask=on_error == "mask",
+            contents=contents,
+            keep=int(self._room),
+            room=getattr(plan, "capacity", None),
         )
+        if isinstance(lengths := getattr(plan, "lengths", None), Measured):
+            lengths.by = self.lengths
         self._largest = 0  # bytes of a micro-batch, as far as any was made
         self._masked, self._news = 0, deque[str]()
         self._any: Request | None = None
@@ -215,6 +224,27 @@ class Loader:
                 self._news.append(f"step {step + 1}: left out: {_short(sample)}")
             elif str(self._masked).strip("0") == "1":
                 self._news.append(f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all")
+
+
+class Measured:
+    """Lengths of samples that are found out by making them, for a plan that is made before its loader is.
+
+    A `PackedPlan` calls it; its loader's workers do the work, as soon as there is a loader that finds it as the plan's
+    `lengths`.
+
+    Args:
+        task: gives `sample` and `length`.
+        source: the rows.
+        seed: of the run.
+        mask: a sample that cannot be made takes 1.
+    """
+
+    def __init__(self, task: Task, source: Source, seed: int, mask: bool = False) -> None:
+        self.by: Callable[[Indices, Indices], Indices] = Maker(task, source, seed, "train", mask=mask).lengths
+
+    def __call__(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
+        """Units that samples take of a packed row."""
+        return self.by(rows, epochs)
 
 
 def check_draws(task: Task, source: Source, rows: int = 8, *, mask: bool = False) -> None:

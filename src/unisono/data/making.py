@@ -146,6 +146,7 @@ class Maker:
         mask: leave samples out that cannot be made; else they are an error.
         contents: say of every sample what it holds, for the ledger.
         keep: bytes of samples to keep that were made for their lengths.
+        room: units that a packed row holds.
     """
 
     def __init__(
@@ -158,9 +159,10 @@ class Maker:
         mask: bool = False,
         contents: bool = False,
         keep: int = 0,
+        room: int | None = None,
     ) -> None:
         self.task, self.source, self.seed, self.purpose = task, source, seed, purpose
-        self._mask, self._contents, self._keep = mask, contents, keep
+        self._mask, self._contents, self._keep, self._units = mask, contents, keep, room
         self._set_up()
 
     def _set_up(self) -> None:
@@ -196,7 +198,7 @@ class Maker:
         if pieces:
             slots = taken.slots
         else:  # some rows have to be there, and they count nothing
-            row, sample = self._any_good(masked[0].reason)
+            row, sample = self._any_good(masked[0].reason, packed)
             pieces, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
         began = perf_counter()
         arrays, counts, work, size = self._batch(pieces, rows, slots, packed)
@@ -289,7 +291,7 @@ class Maker:
             raise DataError(f"rows {_some(rows)} cannot be made a batch: {told(error)}") from error
         return arrays, counts, work, len(pieces)
 
-    def _any_good(self, reason: str) -> tuple[int, Any]:
+    def _any_good(self, reason: str, packed: bool) -> tuple[int, Any]:
         """A row of the source that can be made, and its sample; the same ones whoever asks."""
         for turn in range(_TRIES if self._stand_in is None else 0):
             row = key(self.seed, "stand-in", turn) % len(self.source)
@@ -303,7 +305,10 @@ class Maker:
                 f"data.on_error=mask leaves nothing to train on: a whole micro-batch and {_TRIES} other rows of the "
                 f"source could not be made. The first: {reason}"
             )
-        return self._stand_in
+        row, sample = self._stand_in
+        if packed and self._units is not None and self.task.length(sample) > self._units:
+            return row, self.task.cut(sample, 0, self._units)
+        return row, sample
 
     def _note(self, row: int) -> None:
         self._now[threading.get_ident()] = row
