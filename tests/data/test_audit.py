@@ -318,6 +318,21 @@ def test_a_run_keeps_a_ledger_that_its_audit_confirms(
     assert not audit(path, remake=0).passed
 
 
+def test_a_run_of_a_mixture_is_confirmed_and_another_mixture_is_not(recipe: str, tmp_path: Path) -> None:
+    with (tmp_path / "line.py").open("a") as file:
+        file.write("\n\nclass Two(Line):\n    def data(self):\n        rows = super().data()\n")
+        file.write("        return {'a': rows[:200], 'b': rows[200:]}\n")
+    weights = "data.mixture.weights={a: 1, b: 3}"
+    path = _train(recipe.replace(":Line", ":Two"), tmp_path, "train.steps=20", weights)
+    report = audit(path)
+    assert report.faults == []
+    assert (report.steps, report.samples + len(report.masked)) == (20, 240)
+    settings = yaml.safe_load((path / "config.yaml").read_text())
+    settings["data"]["mixture"]["weights"] = {"a": 3, "b": 1}
+    (path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert not audit(path, remake=0).passed
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_with_other_processes_is_confirmed(recipe: str, tmp_path: Path) -> None:
     _train(recipe, tmp_path, "layout.world_size=2", "train.steps=40", "layout.micro_batch=2", "schedules=constant")
