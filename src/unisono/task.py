@@ -122,8 +122,11 @@ class Task(ABC):
     # data -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def data(self) -> Source:
-        """The rows to train on. Called once on every process; expensive preparation must be cached on disk."""
+    def data(self) -> Source | Mapping[str, Source]:
+        """The rows to train on; several sources by name are mixed, see `data.mixture`.
+
+        Called once on every process; expensive preparation must be cached on disk.
+        """
 
     def held_out(self) -> Source | None:
         """The rows to evaluate on, or None for no evaluation."""
