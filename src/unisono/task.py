@@ -102,6 +102,9 @@ class Task(ABC):
     needs_totals = False
     """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
 
+    capacity: int | None = None
+    """Units that a packed row holds where `data.packing.length` is null; only for tasks that can be packed."""
+
     def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
         self.config = self._settings("Config", config)
         self.model_config = self._settings("Model", model)
@@ -119,8 +122,11 @@ class Task(ABC):
     # data -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def data(self) -> Source:
-        """The rows to train on. Called once on every process; expensive preparation must be cached on disk."""
+    def data(self) -> Source | Mapping[str, Source]:
+        """The rows to train on; several sources by name are mixed, see `data.mixture`.
+
+        Called once on every process; expensive preparation must be cached on disk.
+        """
 
     def held_out(self) -> Source | None:
         """The rows to evaluate on, or None for no evaluation."""

@@ -104,16 +104,22 @@ class Rows:
     Args:
         store: the documents.
         chosen: which of them, in order.
-        sequence: targets per row.
+        sequence: targets per row; None for whole documents.
     """
 
-    def __init__(self, store: TokenStore, chosen: NDArray[np.int64], sequence: int) -> None:
-        self._store, self._sequence = store, sequence
+    def __init__(self, store: TokenStore, chosen: NDArray[np.int64], sequence: int | None) -> None:
         targets = np.maximum(store.lengths[chosen] - 1, 0)  # a document can be without any token
-        self._chosen = chosen[targets > 0]
-        pieces = -(-targets[targets > 0] // sequence)
-        self._last_row: NDArray[np.int64] = np.cumsum(pieces)
+        self._store, self._sequence = store, sequence or int(targets.max(initial=1))
+        self._chosen, self._targets = chosen[targets > 0], targets[targets > 0]
+        self._last_row: NDArray[np.int64] = np.cumsum(-(-self._targets // self._sequence))
         self.targets = int(targets.sum())
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Targets of each row, (rows,)."""
+        lengths = np.full(len(self), self._sequence, dtype=np.int64)
+        lengths[self._last_row - 1] = (self._targets - 1) % self._sequence + 1
+        return lengths
 
     def __len__(self) -> int:
         return int(self._last_row[-1]) if len(self._last_row) else 0
