@@ -62,6 +62,30 @@ def cpu() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
+def ledger_cost(folder: Path) -> tuple[float, float]:
+    """Seconds of CPU that the ledger takes: of a row, in a worker, and of a step, in the loop."""
+    from unisono.data.ledger import Ledger
+    from unisono.data.making import Maker, Request
+    from unisono.data.order import Order
+    from unisono.data.plan import StreamPlan
+
+    plan = StreamPlan.of(Order(loaders.ROWS, loaders.SEED), loaders.BATCH, 200, None)
+    every = range(loaders.BATCH)
+    asked = [Request(0, every, plan.taken(step, every)) for step in range(plan.steps)]
+    best = {}
+    for contents in (False, True, False, True, False, True):
+        maker = Maker(loaders.Peer_light(), loaders.Rows(folder), loaders.SEED, "train", contents=contents)
+        began = time.process_time()
+        made = [maker.make(request) for request in asked]
+        best[contents] = min(best.get(contents, 1e9), (time.process_time() - began) / plan.steps / loaders.BATCH)
+    with Ledger(folder, 0, 1, 0, "benchmark") as ledger:
+        began = time.process_time()
+        for step, batch in enumerate(made):
+            ledger.step(step, [batch])
+        ledger.flush()
+        return best[True] - best[False], (time.process_time() - began) / plan.steps
+
+
 def table(found: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
     """The lines of the page."""
     titles = "".join(f" {work}: tokens/s | waits | CPU ms a batch |" for work in loaders.WORK)
@@ -101,6 +125,7 @@ def main() -> None:
     names = [name for name, (package, _) in loaders.CONTENDERS.items() if loaders.installed(package)]
     with tempfile.TemporaryDirectory() as folder:
         loaders.generate(Path(folder))
+        of_a_row, of_a_step = ledger_cost(Path(folder))
         for number in range(arguments.rounds):
             for work in loaders.WORK:
                 for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -115,7 +140,8 @@ def main() -> None:
     about = (
         f"{arguments.rounds} rounds; {loaders.ROWS} rows of {loaders.LENGTH} tokens, batches of {loaders.BATCH}, "
         f"{loaders.WORKERS} workers; steps of {1e3 * TIMED['light'][2]:g} and {1e3 * TIMED['heavy'][2]:g} ms; "
-        f"{versions()}; {platform.machine()}, {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}."
+        f"{versions()}; {platform.machine()}, {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}. The ledger takes "
+        f"{1e6 * of_a_row:.0f} µs of a row in the workers, and {1e6 * of_a_step:.0f} µs of a step in the loop."
     )
     text = "\n".join([*table(found), "", about])
     print(f"\n{text}")
