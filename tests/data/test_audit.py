@@ -59,7 +59,7 @@ def _lines(folder: Path, rank: int = 0) -> list[str]:
 
 
 def _write(folder: Path, lines: list[str], rank: int = 0, *, chained: bool = False) -> None:
-    """Lines in place of those of a rank; with digests as if they had been written so, where whoever did it is thorough."""
+    """Lines in place of those of a rank; with digests that fit them, where whoever did it is thorough."""
     chain, done = "", []
     for line in lines:
         body = line.rpartition(',"chain":"')[0] + "}"
@@ -74,7 +74,7 @@ def _edited(line: str, **values: Any) -> str:
     return json.dumps({**found, **values, "chain": chain}, separators=(",", ":"))
 
 
-# a run as it should be ------------------------------------------------------------------------------------------------
+# a run as it should be ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("worlds", [(1, 1, 1), (1, 2, 3), (6, 1, 2)])
@@ -129,7 +129,7 @@ def test_a_line_that_was_cut_off_by_a_crash_is_taken_back_and_the_run_goes_on(tm
     assert _audited(tmp_path, checkpoint=6).steps == 6
 
 
-# tampering --------------------------------------------------------------------------------------------------------------
+# tampering ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_bad_rows_that_have_been_mended_since_fail(run: Path) -> None:
     assert not report.passed
 
 
-# a whole run ------------------------------------------------------------------------------------------------------------
+# a whole run --------------------------------------------------------------------------------------------------------
 
 RECIPE = """
 import os
