@@ -121,12 +121,12 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[Message]:
     at, kind = 8 if framed else 0, 0
     while True:
         source.seek(at)
-        head = source.read(8)
-        size, start = (struct.unpack("<i", head[4:])[0], 8) if head[:4] == b"\xff" * 4 else (-1, 4)
-        if size < 0 and len(head) >= 4:  # before Arrow 0.15, without the first mark
-            size = struct.unpack("<i", head[:4])[0]
-        if len(head) < 4:
+        head = bytes(source.read(8))
+        marked = head[:4] == b"\xff" * 4  # Arrow before 0.15 had no such mark
+        start = 8 if marked else 4
+        if len(head) < start:
             raise _damaged(file, "it is cut off: a stream ends with a mark, and there is none" if at else "it is empty")
+        size = struct.unpack("<i", head[start - 4 : start])[0]
         if size == 0 and kind:
             return
         if size <= 0 or at + start + size > file.size:
