@@ -209,6 +209,13 @@ def test_lists_of_numbers_keep_their_width_and_own_their_memory(tmp_path: Path) 
     pq.write_table(made, tmp_path / "a.parquet")
     source = open_source(tmp_path, "tokens", expect={"tokens": "list<int>"})
     assert [value.tolist() for value in source.read_block(0)] == [[1, 2], [], [3]]
+    holes = pa.table({"tokens": pa.array([[1, 2], None, [3, None]], pa.list_(pa.uint16()))})
+    with pa.ipc.new_file(tmp_path / "b.arrow", holes.schema) as writer:
+        writer.write_table(holes)
+    holed = open_source(tmp_path / "b.arrow", "tokens")
+    for read in (list(holed), [holed[row] for row in range(3)]):
+        assert isinstance(read[0], np.ndarray), "whatever its neighbours hold"
+        assert read[1:] == [None, [3, None]]
     assert source[0].dtype == np.uint16
     assert source[0].flags.owndata
     source[0][:] = 9

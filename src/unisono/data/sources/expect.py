@@ -6,7 +6,7 @@ with a `?` behind it where nulls are allowed. A field of a struct has a name wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +206,7 @@ class Wanted:
                     "written, or choose another column"
                 )
 
-    def check_nulls(self, where: str, record: Mapping[str, Any]) -> None:
+    def check_nulls(self, where: Callable[[], str], record: Mapping[str, Any]) -> None:
         """Refuse a null where none may be.
 
         Raises:
@@ -218,7 +218,7 @@ class Wanted:
                 value = value.get(step) if isinstance(value, Mapping) else None
             if value is None:
                 raise DataError(
-                    f"{where}: column '{'.'.join(steps)}' is null{self.hint}; take the row out, or allow nulls "
+                    f"{where()}: column '{'.'.join(steps)}' is null{self.hint}; take the row out, or allow nulls "
                     "(a type with ? behind it)"
                 )
 

@@ -7,6 +7,7 @@ takes nothing along but names and sizes, and opens what it needs when it needs i
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -182,19 +183,23 @@ class Files:
         self.schema = schemas[0][1]
         self.blocks: NDArray[np.int64] = np.concatenate([shard.rows for shard in self.shards])
         self._ends = np.cumsum(self.blocks)
+        self._size = int(self._ends[-1])
         self._first_block = np.cumsum([0, *(len(shard.rows) for shard in self.shards)])
         said = "\n".join(f"{shard.rows.sum()} {shard.digest}" for shard in self.shards)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._size
 
     def __getitem__(self, row: int) -> Any:
         """A record: a dict of the columns, or the value of the only one."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        block = int(np.searchsorted(self._ends, row, side="right"))
+        block = int(self._ends.searchsorted(row, side="right"))
         return self._given(self._block(block)[int(row) - int(self._ends[block] - self.blocks[block])])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._given(record) for block in range(len(self.blocks)) for record in self._block(block))
 
     def read_block(self, block: int) -> list[Any]:
         """All records of a block, in order."""
@@ -261,8 +266,10 @@ class Files:
         return next(iter(record.values())) if self._bare else record
 
     def _block(self, block: int) -> Block:
-        shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        shard = int(self._first_block.searchsorted(block, side="right")) - 1
         number = block - int(self._first_block[shard])
+        if self._process != os.getpid():  # after a fork: a thread that is not here may have held a lock
+            self._fresh()
         return self._blocks.get(block, lambda: self._reader(shard).block(number))
 
     def _reader(self, shard: int) -> Reader:
@@ -280,6 +287,7 @@ class Files:
         return Shard(file, reader.rows, digest.hexdigest()), reader.schema
 
     def _fresh(self) -> None:
+        self._process = os.getpid()
         self._blocks: Cache[Block] = Cache(self._budget, weigh=lambda block: block.weight + 1024.0)
         self._readers: Cache[Reader] = Cache(_OPEN)
 

@@ -61,8 +61,12 @@ class Block:
         return len(self._starts)
 
     def __getitem__(self, row: int) -> Record:
-        begin, first, last = int(self._starts[0]), int(self._starts[row]), int(self._ends[row])
-        return self._made(bytes(self._content[first - begin : last - begin]), first)
+        return self._made(self.content(row), int(self._starts[row]))
+
+    def content(self, row: int) -> bytes:
+        """The bytes of a row."""
+        begin = int(self._starts[0])
+        return bytes(self._content[int(self._starts[row]) - begin : int(self._ends[row]) - begin])
 
     def __iter__(self) -> Iterator[Record]:
         return (self[row] for row in range(len(self)))
@@ -162,15 +166,15 @@ class Reader:
 
         A single bad line is left to whoever reads it, who may be allowed to leave it out.
         """
-        free = Wanted()
         good: list[Record] = []
         fault: DataError | None = None
-        for row in range(min(_SAMPLE, len(self._starts))):
+        if not len(self.rows):
+            return pa.schema([])
+        head = self._rows(0, min(_SAMPLE, int(self.rows[0])))
+        for row in range(len(head)):
             try:
-                content, first = self._rows(row, row + 1), int(self._starts[row])
-                _ = content[0]
-                line = bytes(content._content).partition(b"\n")[0]
-                good.append(record(line, free, lambda first=first: self._line(first)))  # type: ignore[misc]
+                _ = head[row]
+                good.append(json.loads(head.content(row).partition(b"\n")[0]))
             except DataError as error:
                 fault = fault or error
         if fault is not None and not good:
@@ -222,7 +226,7 @@ def record(line: bytes, wanted: Wanted, where: Callable[[], str]) -> Record:
             raise DataError(f"{where()} has no key '{name}', {nearest(name, made)}{wanted.hint}")
         value = inside[last]
         if value is None and not kind.nulls:
-            wanted.check_nulls(where(), made)
+            wanted.check_nulls(where, made)
         if not kind.takes(value):
             raise DataError(f"{where()}: '{name}' is of type {type(value).__name__}, not {kind}{wanted.hint}")
         inside[last] = kind.made(value)
