@@ -169,6 +169,7 @@ def test_types_say_what_they_know() -> None:
         ("float", 1, True), ("float", "1", False), ("text", 1, False), ("list", [1], True), ("list<int>", [1.5], False),
         ("list<float>", [1.5, 2], True), ("list<int8>", [200], False), ("struct", {"x": 1}, True),
         ("number", 2**70, True), ("int", 2**70, False), ("bytes", "x", False), ("list<list<int>>", [[1]], True),
+        ("list<int>", [1, True], False), ("list<int>", [], True), ("list<text>", ["a", None], False), ("list<int>", [1, None], False),
         ("list<int?>", [1, None], True),
     ],
 )  # fmt: skip

@@ -66,12 +66,22 @@ class Type:
         """Whether a value of JSON can be it."""
         if value is None:
             return self.nulls
-        if self.word == "list":
-            return isinstance(value, list) and (self.item is None or all(map(self.item.takes, value)))
-        if self.word.startswith(("int", "uint")):
-            limits = np.iinfo("int64" if self.word == "int" else self.word)
-            return type(value) is int and limits.min <= value <= limits.max
-        return type(value) in _TAKES.get(self.word, (int, float))
+        if self.word != "list":
+            return self._takes_all([value])
+        if not isinstance(value, list) or self.item is None or not value:
+            return isinstance(value, list)
+        if self.item.word == "list" or self.item.nulls:
+            return all(map(self.item.takes, value))
+        return self.item._takes_all(value)
+
+    def _takes_all(self, values: list[Any]) -> bool:
+        """Whether none of these values of JSON is of another type, or out of range."""
+        if not set(map(type, values)) <= set(_TAKES.get(self.word, (int, float))):
+            return False
+        if not self.word.startswith(("int", "uint")):
+            return True
+        limits = np.iinfo("int64" if self.word == "int" else self.word)
+        return bool(limits.min <= min(values) and max(values) <= limits.max)
 
     def made(self, value: Any) -> Any:
         """A value of JSON as the other formats give it: lists of numbers are arrays."""
@@ -143,7 +153,10 @@ _FITS = {
     "number": lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind),
     "struct": pa.types.is_struct,
 }
-_TAKES: dict[str, tuple[type, ...]] = {"text": (str,), "bytes": (), "bool": (bool,), "struct": (dict,)}
+_TAKES: dict[str, tuple[type, ...]] = {
+    "text": (str,), "bytes": (), "bool": (bool,), "struct": (dict,),
+    **{word: (int,) for word in _WORDS if word.startswith(("int", "uint"))},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

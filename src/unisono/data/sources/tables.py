@@ -93,6 +93,8 @@ def _arrays(column: Any) -> list[Any]:
             return _pylist(column)
         return [_arrays(column.slice(row, 1))[0] for row in range(len(column))]
     numbers = flat.to_numpy(zero_copy_only=False)
+    if len(column) == 1:
+        return [numbers.copy()]
     ends = np.cumsum(pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64))
     return [numbers[end - size : end].copy() for end, size in zip(ends, np.diff(ends, prepend=0), strict=True)]
 
