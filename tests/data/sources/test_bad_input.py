@@ -169,7 +169,8 @@ def test_types_say_what_they_know() -> None:
         ("float", 1, True), ("float", "1", False), ("text", 1, False), ("list", [1], True), ("list<int>", [1.5], False),
         ("list<float>", [1.5, 2], True), ("list<int8>", [200], False), ("struct", {"x": 1}, True),
         ("number", 2**70, True), ("int", 2**70, False), ("bytes", "x", False), ("list<list<int>>", [[1]], True),
-        ("list<int>", [1, True], False), ("list<int>", [], True), ("list<text>", ["a", None], False), ("list<int>", [1, None], False),
+        ("list<int>", [1, True], False), ("list<int>", [], True),
+        ("list<text>", ["a", None], False), ("list<int>", [1, None], False),
         ("list<int?>", [1, None], True),
     ],
 )  # fmt: skip
@@ -311,6 +312,16 @@ def test_a_copy_under_another_name_is_refused_with_both_names(tmp_path: Path, en
     (tmp_path / "in" / f"b.{ending}").write_bytes(first.read_bytes())
     refused(f"{tmp_path}/in", f"b.{ending} has the content of", f"a.{ending}", "duplicates='allow'")
     assert len(open_source(tmp_path / "in", duplicates="allow")) == 4
+
+
+def test_files_that_differ_in_their_middle_alone_are_no_copies(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        array = np.zeros(1_000_000, np.uint8)
+        array[500_000] = value
+        np.save(tmp_path / f"{name}.npy", array)
+    assert len(open_source(tmp_path)) == 2_000_000
+    (tmp_path / "b.npy").write_bytes((tmp_path / "a.npy").read_bytes())
+    refused(str(tmp_path), "b.npy has the content of", "a.npy")
 
 
 def test_text_files_may_be_alike(tmp_path: Path) -> None:

@@ -18,16 +18,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from unisono.data.sources import arrow, index, lines, npy, parquet
+from unisono.data.sources import arrow, copies, index, lines, npy, parquet
 from unisono.data.sources.cache import Cache
 from unisono.data.sources.expect import Type, Wanted, alike, is_list, is_number, plain
 from unisono.data.sources.search import Found, Place, find
-from unisono.data.sources.storage import DEADLINE, File, Where, options, reading
+from unisono.data.sources.storage import DEADLINE, File, Where, options
 from unisono.errors import ConfigError, DataError, nearest
 
 Duplicates = Literal["refuse", "allow"]
 _OPEN = 256  # files that stay open: their maps, footers and indices, no handles
-_ENDS = 1 << 16  # bytes at either end of a file that its digest covers
 _AT_ONCE = 16  # files that are looked at together before the start
 _LENGTH = "length"  # the column of lengths that is looked for
 
@@ -114,7 +113,7 @@ def open_source(
     wanted = Wanted.of(asked, expect, separator)
     where = Where(options(storage), deadline)
     found = find(paths, pattern, split, format=format, where=where, duplicates=duplicates, key=key)
-    return Files(found, wanted, bare=isinstance(columns, str), duplicates=duplicates, cache_mb=cache_mb, key=key)
+    return Files(found, wanted, bare=isinstance(columns, str), cache_mb=cache_mb, key=key)
 
 
 def records(file: File, wanted: Wanted) -> Iterator[dict[str, Any]]:
@@ -160,7 +159,6 @@ class Files:
         wanted: Wanted,
         *,
         bare: bool = False,
-        duplicates: Duplicates = "refuse",
         cache_mb: float = 256.0,
         key: str = "data.path",
     ) -> None:
@@ -178,8 +176,6 @@ class Files:
         self.shards, self.ignored = tuple(filled), (*found.ignored, *empty)
         schemas = [(shard.file, schema) for shard, schema in seen if shard.rows.sum()]
         _check_alike(schemas, wanted)
-        if duplicates == "refuse":
-            _check_different(self.shards)
         self.schema = schemas[0][1]
         self.blocks: NDArray[np.int64] = np.concatenate([shard.rows for shard in self.shards])
         self._ends = np.cumsum(self.blocks)
@@ -280,10 +276,8 @@ class Files:
 
     def _look(self, file: File) -> tuple[Shard, Any]:
         reader = self._opened(file)
-        digest = hashlib.blake2b(f"{file.size} {reader.digest} ".encode(), digest_size=16)
-        with reading(file):
-            digest.update(file.range(0, min(_ENDS, file.size)))
-            digest.update(file.range(max(_ENDS, file.size - _ENDS), file.size) if file.size > _ENDS else b"")
+        digest = hashlib.blake2b(reader.digest.encode(), digest_size=16)
+        digest.update(copies.ends(file))
         return Shard(file, reader.rows, digest.hexdigest()), reader.schema
 
     def _fresh(self) -> None:
@@ -319,14 +313,3 @@ def _check_alike(schemas: Sequence[tuple[File, Any]], wanted: Wanted) -> None:
                     f"column '{name}' is {one} in {first.path} and {two} in {file.path}; write all files with the same "
                     "types, or open them as sources of their own"
                 )
-
-
-def _check_different(shards: Sequence[Shard]) -> None:
-    """Refuse a file with the content of another. Text files that are one document may well be alike."""
-    seen: dict[str, File] = {}
-    for shard in shards:
-        if shard.file.format != "text" and (other := seen.setdefault(shard.digest, shard.file)) is not shard.file:
-            raise DataError(
-                f"{shard.file.path} has the content of {other.path}, so their rows would be there twice; remove one, "
-                "or allow duplicates (open_source(duplicates='allow'))"
-            )
