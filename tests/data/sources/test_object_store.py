@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.sources.servers import taking
+from tests.data.sources.servers import hurried
 from tests.data.sources.written import plain, rows, write
 from unisono.data.sources import open_source
 from unisono.errors import DataError
@@ -105,8 +105,8 @@ def test_a_store_that_goes_away_is_an_error_within_the_deadline(tmp_path: Path) 
     system.mkdir("leaving")
     folder = write("Parquet", tmp_path / "here", rows(400))
     system.put(str(folder), "leaving/here", recursive=True)
-    source = open_source("s3://leaving/here", storage=options, cache_mb=0, deadline=2.0)
+    source = open_source("s3://leaving/here", storage=options, cache_mb=0)
     assert plain(source[0]) == rows(1)[0]
     server.stop()
-    with taking(30), pytest.raises(DataError, match=r"s3://leaving/here/rows\.parquet"):
+    with hurried(source.shards[0].file, 2.0), pytest.raises(DataError, match=r"s3://leaving/here/rows\.parquet"):
         source[399]

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.data.sources.servers import serving, taking
+from tests.data.sources.servers import hurried, serving
 from tests.data.sources.written import FORMATS, opened, plain, rows, write
 from unisono.data.sources import find, open_source, storage
 from unisono.errors import DataError
@@ -151,14 +151,14 @@ def test_a_web_server_gives_rows(tmp_path: Path, name: str) -> None:
 def test_a_server_that_goes_away_while_it_is_read_is_an_error(tmp_path: Path, mode: str) -> None:
     folder = write("Parquet", tmp_path / "rows", rows(400))
     with serving(folder) as server:
-        source = opened(f"{server.url}/rows.parquet", cache_mb=0, deadline=1.0)  # type: ignore[arg-type]
+        source = opened(f"{server.url}/rows.parquet", cache_mb=0)  # type: ignore[arg-type]
         assert plain(source[0]) == rows(1)[0]
         before = server.requests
         if mode == "gone":
             server.shutdown()
             server.server_close()
         server.mode = mode
-        with taking(20), pytest.raises(DataError, match=r"http://.*rows\.parquet"):
+        with hurried(source.shards[0].file, 1.0), pytest.raises(DataError, match=r"http://.*rows\.parquet"):
             source[399]
         assert server.requests > before
         if mode != "gone":
@@ -169,7 +169,7 @@ def test_a_server_that_goes_away_while_it_is_read_is_an_error(tmp_path: Path, mo
 def test_a_server_that_never_answers_is_an_error_at_the_start(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         server.mode = "silent"
-        with taking(20), pytest.raises(DataError, match=r"no answer for 0\.5 s; is the server alive"):
+        with pytest.raises(DataError, match=r"no answer for 0\.5 s; is the server alive"):
             open_source(f"{server.url}/a.parquet", deadline=0.5)
 
 
@@ -179,11 +179,11 @@ def test_a_stream_whose_server_goes_away_is_an_error(tmp_path: Path) -> None:
 
     (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 1000) * 3000)
     with serving(tmp_path) as server:
-        found = find(f"{server.url}/a.jsonl", where=storage.Where(deadline=1.0))
+        found = find(f"{server.url}/a.jsonl")
         reading = records(found.files[0], Wanted.of(["text"]))
         assert next(reading) == {"text": "x" * 1000}
         server.mode = "silent"
-        with taking(20), pytest.raises(DataError, match=r"a\.jsonl: no answer for 1 s"):
+        with hurried(found.files[0], 1.0), pytest.raises(DataError, match=r"a\.jsonl: no answer for 1 s"):
             list(reading)
 
 
@@ -191,7 +191,7 @@ def test_forked_workers_read_for_themselves(tmp_path: Path) -> None:
     """Clients of object stores keep threads that a fork would lose."""
     folder = write("Parquet", tmp_path / "rows", ROWS)
     with serving(folder) as server:
-        source = opened(f"{server.url}/rows.parquet", cache_mb=0, deadline=20.0)  # type: ignore[arg-type]
+        source = opened(f"{server.url}/rows.parquet", cache_mb=0)  # type: ignore[arg-type]
         source[0]
         threading.Thread(target=lambda: None).start()
         for method in ("fork", "spawn"):

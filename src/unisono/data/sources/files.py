@@ -26,7 +26,8 @@ from unisono.data.sources.storage import DEADLINE, File, Where, options
 from unisono.errors import ConfigError, DataError, nearest
 
 Duplicates = Literal["refuse", "allow"]
-_OPEN = 256  # files that stay open: their maps, footers and indices, no handles
+_OPEN = 256e6  # bytes of files that stay open: their maps, footers and indices, no handles
+_EACH = 16384.0  # bytes of one at least, so that there are no more maps than a system allows
 _AT_ONCE = 16  # files that are looked at together before the start
 _LENGTH = "length"  # the column of lengths that is looked for
 
@@ -48,8 +49,10 @@ class Reader(Protocol):
         schema: of all its columns, a `pyarrow.Schema`.
         rows: of each block, (blocks,).
         digest: of what the format says of its content.
+        weight: bytes of memory that it takes while it is open.
     """
 
+    weight: int
     schema: Any
     rows: NDArray[np.int64]
     digest: str
@@ -283,7 +286,7 @@ class Files:
     def _fresh(self) -> None:
         self._process = os.getpid()
         self._blocks: Cache[Block] = Cache(self._budget, weigh=lambda block: block.weight + 1024.0)
-        self._readers: Cache[Reader] = Cache(_OPEN)
+        self._readers: Cache[Reader] = Cache(_OPEN, weigh=lambda reader: reader.weight + _EACH)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_blocks", "_readers")}

@@ -79,7 +79,7 @@ class Whole:
         self._file, self._wanted = file, wanted
         self.schema = pa.schema([(_column(wanted), pa.string())])
         self.rows = np.ones(1, dtype=np.int64)
-        self.digest = ""
+        self.digest, self.weight = "", 0
 
     def block(self, number: int) -> Block:
         """The document."""
@@ -113,6 +113,7 @@ class Reader:
         firsts = np.unique(np.searchsorted(self._starts, stretches))
         self._firsts = firsts[firsts < len(self._starts)]
         self.rows: NDArray[np.int64] = np.diff([*self._firsts, len(self._starts)])
+        self.weight = self._starts.nbytes * self._starts.flags.owndata  # or mapped
         self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
         self.schema = pa.schema([(_column(wanted), pa.string())]) if self._text else self._sampled()
 

@@ -34,6 +34,7 @@ class Reader:
         with reading(file):
             size = int.from_bytes(file.range(file.size - 8, file.size - 4), "little")
             content = file.range(max(0, file.size - 8 - size), file.size)
+        self.weight = 4 * size  # unpacked; an estimate
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         self._check_nulls()
 

@@ -160,8 +160,10 @@ class _Remote:
             return asked(f"{self.url}/{name}", self.where, lambda system, path: bytes(system.cat_file(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except DataError:  # servers of web pages answer what they like where nothing is
-            return None
+        except DataError:
+            if self.url.startswith("http"):  # servers of web pages answer what they like where nothing is
+                return None
+            raise
 
 
 def _plain(path: str) -> str:
