@@ -232,6 +232,21 @@ def test_an_arrow_stream_cut_between_batches_is_refused(tmp_path: Path) -> None:
     refused(str(folder), "rows.arrow cannot be read as arrow", "cut off", "write or copy it again")
 
 
+@pytest.mark.parametrize("name", ["Arrow file", "Arrow stream", "Arrow stream, lz4", "Parquet"])
+def test_a_block_that_is_overwritten_is_an_error_and_no_crash(tmp_path: Path, name: str) -> None:
+    folder = write(name, tmp_path / "rows", ROWS, block=12)
+    path = next(folder.iterdir())
+    content = bytearray(path.read_bytes())
+    if name == "Parquet":
+        content[4:400] = b"\xff" * 396
+    else:
+        reader: Any = opened(folder)._reader(0)
+        end = int(reader._end[0])
+        content[end - 600 : end] = b"\xff" * 600
+    path.write_bytes(content)
+    refused(str(folder), path.name, "cannot be read as")
+
+
 @pytest.mark.parametrize("name", ["Parquet", "Arrow file", "Arrow stream", "JSONL, gzip"])
 def test_garbage_is_refused(tmp_path: Path, name: str) -> None:
     folder = write(name, tmp_path / "rows", ROWS)
