@@ -101,6 +101,12 @@ def test_a_path_that_does_not_exist_and_a_glob_that_matches_nothing(tmp_path: Pa
     refused(f"{tmp_path}/*.parquet", "data.path", "*.parquet matches nothing")
 
 
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "in" / "a.parquet", {"text": ["x"]})
+    (tmp_path / "in" / "b.parquet").symlink_to(tmp_path / "gone.parquet")
+    refused(f"{tmp_path}/in", "b.parquet is a link to", "gone.parquet, which does not exist")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     put(tmp_path / "a.parquet", {"text": ["x"]}).chmod(0)
