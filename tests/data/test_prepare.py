@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.numbers import Numbers, content
 from unisono.data import prepare as preparing
-from unisono.data.prepare import Share, bounds_by_units, even_bounds, merge, prepare, reshard
+from unisono.data.prepare import even_bounds, prepare
 from unisono.data.shards import Shards
+from unisono.data.shares import Share, merge
 from unisono.errors import ConfigError, DataError
 
 SOURCE = Numbers(300)
@@ -269,14 +270,14 @@ def test_records_that_make_no_row_at_all_are_refused(tmp_path: Path):
         def row(self, record: int) -> Any:
             return SOURCE.row(alone)
 
-    with pytest.raises(DataError, match="no row was made of any record; is there text in the documents?"):
+    with pytest.raises(DataError, match="no row was made of any record"):
         prepare(Nothing(5), tmp_path / "a")
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"is not empty and was not prepared by Unisono \(it has thesis\.tex\)"):
+    with pytest.raises(DataError, match=r"is not empty and is no prepared data \(it has thesis\.tex\)"):
         prepare(SOURCE, tmp_path)
 
 
@@ -366,53 +367,3 @@ def test_merging_twice_changes_nothing(tmp_path: Path, whole: Path):
     folder = Path(shutil.copytree(whole, tmp_path / "a"))
     merge(folder)
     assert content(folder) == content(whole)
-
-
-# reshard ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 3, 10, 37])
-def test_resharding_keeps_every_row_in_its_place(tmp_path: Path, whole: Path, count: int):
-    before, after = Shards(whole), reshard(whole, count, tmp_path / "out")
-    assert len(after.manifest["shards"]) == count
-    assert len(after.blocks) >= count
-    assert after.fingerprint == before.fingerprint
-    assert after.lengths.tolist() == before.lengths.tolist()
-    assert all(np.array_equal(after[row], before[row]) for row in range(len(before)))
-    same = ("rows", "units", "left_out", "shortest", "longest", "mean", "of", "dtype", "column")
-    assert all(after.manifest[name] == before.manifest[name] for name in same)
-    assert (tmp_path / "out" / "travels.txt").read_text() == "with the shards"
-
-
-@settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=60), share=st.floats(0, 1))
-def test_every_number_of_shards_up_to_that_of_rows_can_be_made(lengths: list[int], share: float):
-    count = 1 + round(share * (len(lengths) - 1))
-    bounds = bounds_by_units(np.asarray(lengths), count)
-    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(lengths), count + 1)
-    assert (np.diff(bounds) > 0).all()
-
-
-def test_shards_of_a_reshard_have_about_equally_many_units(tmp_path: Path, whole: Path):
-    made = reshard(whole, 7, tmp_path / "out")
-    units = [entry["units"] for entry in made.manifest["shards"]]
-    assert max(units) - min(units) <= 2 * made.manifest["longest"]
-
-
-@pytest.mark.parametrize("shards", [0, 10_000])
-def test_a_number_of_shards_that_cannot_be_made_is_refused(tmp_path: Path, whole: Path, shards: int):
-    with pytest.raises(DataError, match=rf"shards={shards}: .* has \d+ rows, so 1 to \d+ shards can be made"):
-        reshard(whole, shards, tmp_path / "out")
-
-
-def test_resharding_into_the_same_folder_is_refused(whole: Path):
-    with pytest.raises(DataError, match=r"is the folder that is read; choose another"):
-        reshard(whole, 3, whole)
-
-
-def test_a_damaged_folder_is_not_resharded(tmp_path: Path, whole: Path):
-    folder = Path(shutil.copytree(whole, tmp_path / "a"))
-    _damage(folder)
-    with pytest.raises(DataError, match=r"00004-of-00010\.arrow is damaged"):
-        reshard(folder, 3, tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -211,7 +211,7 @@ class Content:
 
     def add(self, values: Units, lengths: Lengths) -> None:
         """More rows: units (n,) and how many of them each row has (rows,)."""
-        data, size, begin, number = memoryview(values).cast("B"), values.itemsize, 0, self._number
+        data, size, begin, number = values.data.cast("B"), values.itemsize, 0, self._number
         for end in (np.cumsum(lengths) * size).tolist():
             digit = int.from_bytes(hashlib.blake2b(data[begin:end], digest_size=16).digest(), "little")
             number, begin = (number * _BASE + digit) % _PRIME, end
