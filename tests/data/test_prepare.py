@@ -270,7 +270,7 @@ def test_records_that_make_no_row_at_all_are_refused(tmp_path: Path):
         def row(self, record: int) -> Any:
             return SOURCE.row(alone)
 
-    with pytest.raises(DataError, match="no row was made of any record"):
+    with pytest.raises(DataError, match="nothing could be made of the 5 records: 5 were left out as empty"):
         prepare(Nothing(5), tmp_path / "a")
     assert not (tmp_path / "a" / "manifest.json").exists()
 

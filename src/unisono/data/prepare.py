@@ -67,10 +67,17 @@ class Made:
 class Maker(Protocol):
     """Makes rows of records. It is sent to processes, so it can be pickled; it draws no random numbers."""
 
-    column: str
-    dtype: str
-    of: Mapping[str, Any]
-    """All that decides what is made, as JSON: the source's fingerprint, the tokenizer's digest."""
+    @property
+    def column(self) -> str:
+        """Name of the shards' column."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the units, as NumPy writes it: `<u2`, `<u4`."""
+
+    @property
+    def of(self) -> Mapping[str, Any]:
+        """All that decides what is made, as JSON: the source's fingerprint, the tokenizer's digest."""
 
     def make(self, first: int, last: int) -> Iterator[Made]:
         """The rows of the records `first..last-1`, in order, in parts of any size."""
@@ -164,10 +171,9 @@ def _planned(preparation: Preparation, folder: Path, shard_mb: float | None) -> 
     asked = json.loads(json.dumps(preparation.asked))
     path = folder / PLAN
     if not path.is_file():
-        if others := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
-            raise DataError(
-                f"{folder} is not empty and is no prepared data (it has {others[0]}); choose another"
-            )
+        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".") and p.suffix != ".writing")
+        if others:
+            raise DataError(f"{folder} is not empty and is no prepared data (it has {others[0]}); choose another")
         bounds = list(preparation.bounds(shard_mb or SHARD_MB))
         assert bounds[0] == 0 and bounds[-1] == preparation.records
         write_json(path, {"format": FORMAT, "asked": asked, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})

@@ -123,8 +123,11 @@ def merge(folder: Path) -> Shards:
                 raise damaged(folder / shard.file, "its hash is not the one that was noted when it was written")
     entries = [{"file": shard.file, **entry_of(note)} for shard, note in zip(shards, notes, strict=True)]
     manifest = manifest_of(notes[0]["column"], notes[0]["dtype"], notes[0]["of"], entries)
-    if not manifest["rows"]:
-        raise DataError(f"{folder}: no row was made of any record; is there text in the documents?")
+    if not manifest["units"]:
+        raise DataError(
+            f"{folder}: nothing could be made of the {shards[-1].last} records: {manifest['left_out']} were left out "
+            "as empty, and the others came to nothing. Is there text in the documents, and does the tokenizer know it?"
+        )
     write_json(folder / MANIFEST, manifest)
     clean(folder)
     return Shards(folder)
