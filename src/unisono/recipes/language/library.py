@@ -18,7 +18,7 @@ from unisono.data.prepare import Preparation
 from unisono.errors import ConfigError, DataError
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, Documents, Prepared
-from unisono.recipes.language.texts import Texts, check_filled, digest
+from unisono.recipes.language.texts import Texts, digest
 from unisono.recipes.language.tokenise import Ahead, Tokenizer, tokenizer_from, trained
 from unisono.recipes.language.tokens import Rows, TokenStore
 
@@ -158,8 +158,6 @@ class LiveLibrary:
     ) -> None:
         self.texts, self.tokenizer, self._fraction = dict(texts), tokenizer, fraction
         self._sequence, self._too_long = sequence, too_long
-        for corpus in self.texts.values():
-            check_filled(corpus)
 
     def training(self) -> dict[str, Chosen]:
         """Training documents, by source."""
@@ -192,7 +190,7 @@ class LiveLibrary:
     def facts(self) -> dict[str, Any]:
         """Sizes and a fingerprint; tokens are not counted before the start."""
         told = {
-            name: {"files": len(t.found.files), "documents": len(t), "ignored": list(t.found.ignored)}
+            name: {"files": len(t.found.files), "documents": len(t), "ignored": t.ignored}
             for name, t in self.texts.items()
         }
         sizes = told.get(ONE, {"sources": told})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from unisono.config.base import NonNegative, Settings
 from unisono.config.data import Data
@@ -93,10 +94,13 @@ class Embedded(Documents):
     kind: Literal["embedded"]
 
 
+Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
+
+
 class Files(Settings):
     """Where documents are."""
 
-    path: Path | list[Path] = Field(description="file or directory, or a list of them")
+    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
     pattern: str = Field("*", description="glob that file names must match")
     column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
     split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
@@ -109,7 +113,7 @@ class Corpus(Documents):
     """Documents from files; several corpora in `sources`."""
 
     kind: Literal["corpus"]
-    path: Path | list[Path] | None = Field(None, description="file or directory, or a list of them")
+    path: Place | list[Place] | None = Field(None, description="file, directory, glob or URL, or a list of them")
     sources: dict[str, Files] = Field(
         {}, description="several corpora by name, in place of path; data.mixture weighs them"
     )

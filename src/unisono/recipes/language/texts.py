@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,17 +11,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import DataError
+from unisono.data import sources
+from unisono.data.sources import Found, Wanted
 from unisono.recipes.language import documents
-from unisono.recipes.language.documents import Found
 from unisono.recipes.language.settings import Files
 
-_LOCK = threading.Lock()
+_CACHE_MB = 64.0  # of blocks that were read last
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents as text; `texts[number]` is one of them.
+    """Documents as text; `texts[number]` is one of them. What the files hold is looked at when it is first asked for.
 
     Attributes:
         found: their files.
@@ -47,70 +46,56 @@ class Texts:
         return cls(documents.find(paths, files.pattern, files.split), files.column, files.separator)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._rows)
 
     def __getitem__(self, number: int) -> str:
-        if not 0 <= number < len(self):
-            raise IndexError(f"document {number} of {len(self)}")
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return self._content(file)[number - (int(self._ends[file - 1]) if file else 0)]
+        return self._rows[number] or ""
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """Documents that are read together, (blocks,)."""
+        return self._rows.blocks
 
     def read(self, first: int, last: int) -> Iterator[str]:
-        """The documents `first..last-1`, in order."""
-        begin = 0
-        for file, end in zip(self.found.files, self._ends.tolist(), strict=True):
-            if begin < last and end > first:
-                for place, text in enumerate(documents.read(file, self.column, self.separator), begin):
-                    if place >= last:
-                        return
-                    if place >= first:
-                        yield text
-            begin = end
+        """The documents `first..last-1`, in order, read block by block."""
+        ends = np.cumsum(self.blocks)
+        block = int(np.searchsorted(ends, first, side="right"))
+        while block < len(ends) and int(ends[block] - self.blocks[block]) < last:
+            begin = int(ends[block] - self.blocks[block])
+            for text in self._rows.read_block(block)[max(0, first - begin) : last - begin]:
+                yield text or ""
+            block += 1
 
     def all(self) -> Iterator[str]:
-        """Every document; unlike `read`, without a pass that counts them first."""
+        """Every document; unlike `read`, without an index of where they begin."""
         for file in self.found.files:
             yield from documents.read(file, self.column, self.separator)
 
     @property
     def size(self) -> int:
         """Bytes of the files."""
-        return sum(file.path.stat().st_size for file in self.found.files)
+        return sum(file.size for file in self.found.files)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of files that were passed over."""
+        return list(self._rows.ignored)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the files are and how they are read, wherever they lie."""
-        files = [[file.name, file.format, file.path.stat().st_size] for file in self.found.files]
-        return digest([files, self.column, self.separator])
+        """What the files hold and how they are read, wherever they lie."""
+        return digest([self._rows.fingerprint, self.column, self.separator])
 
     @cached_property
     def stamp(self) -> str:
-        """As the fingerprint, but another one whenever a file was written again."""
-        return digest([self.fingerprint, *(file.path.stat().st_mtime_ns for file in self.found.files)])
+        """Changes whenever a file is written again; nothing is opened for it."""
+        files = [[file.name, file.format, file.size, file.stamp] for file in self.found.files]
+        return digest([files, self.column, self.separator])
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        counts = [sum(1 for _ in documents.read(f, self.column, self.separator)) for f in self.found.files]
-        return np.cumsum(counts, dtype=np.int64)
-
-    def _content(self, file: int) -> list[str]:
-        """All documents of a file; those of the last one are kept."""
-        with _LOCK:
-            number, content = self.__dict__.get("_last", (-1, []))
-            if number != file:
-                content = list(documents.read(self.found.files[file], self.column, self.separator))
-                self.__dict__["_last"] = (file, content)
-            return list(content)
-
-
-def check_filled(texts: Texts) -> None:
-    """Refuse a corpus without a single document.
-
-    Raises:
-        DataError: saying how many files it has.
-    """
-    if not len(texts):
-        raise DataError(f"the corpus has {len(texts.found.files)} files and no text in them")
+    def _rows(self) -> sources.Files:
+        wanted = Wanted.of([self.column], {self.column: "text?"}, self.separator, hint="data.column")
+        return sources.Files(self.found, wanted, bare=True, cache_mb=_CACHE_MB)
 
 
 def digest(value: object) -> str:

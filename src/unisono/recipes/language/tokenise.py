@@ -130,8 +130,8 @@ class Ahead:
     @property
     def of(self) -> Mapping[str, Any]:
         """What decides the ids."""
-        found = self.texts.found
-        source = {"fingerprint": self.texts.fingerprint, "files": len(found.files), "ignored": list(found.ignored)}
+        files = len(self.texts.found.files)
+        source = {"fingerprint": self.texts.fingerprint, "files": files, "ignored": self.texts.ignored}
         return {"source": source, "tokenizer": self.tokenizer.described}
 
     @property
@@ -140,8 +140,8 @@ class Ahead:
         return {"stamp": self.texts.stamp, **self.of}
 
     def bounds(self, shard_mb: float) -> list[int]:
-        """Equally many documents per shard."""
-        return even_bounds(self.records, self.texts.size, shard_mb)
+        """Whole blocks of documents, about equally many per shard."""
+        return even_bounds(self.records, self.texts.size, shard_mb, self.texts.blocks)
 
     def begin(self, folder: Path) -> Ahead:
         """The tokenizer travels with its tokens."""
