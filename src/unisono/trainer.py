@@ -18,11 +18,11 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.data.loader import Loader, MicroBatch, check_draws
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
+from unisono.data.loader import Loader, MicroBatch
+from unisono.data.plan import Plan
+from unisono.data.planning import facts_of, plan_of, source_of
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import CheckpointError, DataError, GuardError, RunError, page
+from unisono.errors import CheckpointError, GuardError, RunError, page
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
@@ -31,7 +31,7 @@ from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
-from unisono.task import Source, Task
+from unisono.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,8 @@ class Training:
     ) -> None:
         self._config, self._place, self._folder, self._writing = config, place, folder, writing
         train, data = config.train, config.data
-        source = rows_of(task)
-        self.plan = StreamPlan.of(Order(len(source), config.run.seed), train.global_batch, train.steps, train.epochs)
+        source = source_of(task, config, place.world_size)
+        self.plan = plan_of(task, source, config, place.world_size)
         self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
         self._scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, place, self._split)
@@ -115,14 +115,14 @@ class Training:
             task, source, self.plan, self._split, place.rank, workers=data.workers, prefetch=data.prefetch
         )
         self._engine = engine_of(task, config, place, group, self._split)
-        self._about = {"rows": len(source), **task.facts()}
+        self._about = {**facts_of(source), **task.facts()}
         self.evaluated: dict[str, float] = {}
 
     def __enter__(self) -> Training:
         with ExitStack() as opened:
             opened.callback(self._close)
             self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
-            self.first = _resume(self._engine, self._folder)
+            self.first = _resume(self._engine, self.plan, self._folder)
             total, observe = self.plan.steps, self._config.observe
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
             record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
@@ -146,7 +146,7 @@ class Training:
             with self._profile.step():
                 result = engine.step(next(batches), step, self._scalars(step))
             made, last = step + 1, step + 1 == total
-            rows = self.plan.batch(step).tolist() if result.skipped else []
+            rows = self.plan.taken(step, range(self.plan.rows(step))).rows.tolist() if result.skipped else []
             record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()), rows)
             log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
             if _due(made, config.eval.every) or (last and config.eval.at_end):
@@ -178,7 +178,14 @@ class Training:
     def _save(self, made: int) -> None:
         group, keep = self._engine.group, self._config.checkpoint.keep
         random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
-        state = {"step": made, "random": random, "micro_batch": self._split.micro_batch}
+        own = self._split.own(self._place.rank)
+        plans = group.gather(self.plan.state(made, own), "where all ranks are in the order")
+        state = {
+            "step": made,
+            "random": random,
+            "micro_batch": self._split.micro_batch,
+            "plan": None if all(plan is None for plan in plans) else plans,
+        }
         commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
 
     def _introduce(self) -> None:
@@ -228,7 +235,7 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
         raise
 
 
-def _resume(engine: Engine, folder: Path) -> int:
+def _resume(engine: Engine, plan: Plan, folder: Path) -> int:
     """Load the newest checkpoint, the one that rank 0 sees; returns the updates made, 0 if there is none."""
     found = commit.find(folder / "checkpoints")
     names = engine.group.gather(found[-1].name if found else None, "the newest checkpoint")
@@ -240,6 +247,8 @@ def _resume(engine: Engine, folder: Path) -> int:
         )
     checkpoint = commit.open_(folder / "checkpoints" / names[0])
     engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
+    if (plans := checkpoint.state.get("plan")) is not None:
+        plan.resume(plans)
     log.info("continuing after step %d from %s", checkpoint.step, checkpoint.path)
     return checkpoint.step
 
@@ -268,20 +277,6 @@ def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: 
     from unisono.engines.torch.engine import TorchEngine
 
     return TorchEngine(task, config, place, group, split)
-
-
-def rows_of(task: Task) -> Source:
-    """The task's rows, or an error that says why they cannot be used."""
-    source = task.data()
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise DataError(
-            f"{type(task).__name__}.data() returned a {type(source).__name__}, whose rows cannot be had by number. "
-            "Give it __len__ and __getitem__ (a map-style Dataset), or list the rows."
-        )
-    if len(source) == 0:
-        raise DataError(f"{type(task).__name__}.data() has no rows")
-    check_draws(task, source)
-    return source
 
 
 def held_out_of(task: Task, config: RunConfig, place: Place, split: Split) -> HeldOut | None:
