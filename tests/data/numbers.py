@@ -75,5 +75,5 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    slow = Numbers(300, pause=0.002)
+    slow = Numbers(300, pause=0.04)
     prepare.prepare(slow, Path(sys.argv[1]), workers=2, kind=sys.argv[2], shard_mb=1)  # type: ignore[arg-type]

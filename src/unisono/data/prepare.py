@@ -137,7 +137,7 @@ def prepare(
         workers: shards that are made at the same time; None for as many as this host has cores.
         kind: processes where Python itself is what takes the time.
         shard_mb: MB of the source per shard; None for 64, or what the folder was begun with.
-        told: called as rows are made; from any thread.
+        told: called as rows are made; by any thread, but never by two at once.
 
     Returns:
         The finished rows; None for a share of several, which `merge` puts together.
@@ -228,12 +228,13 @@ def _make_all(maker: Maker, folder: Path, shards: list[Shard], workers: int, kin
         else:
             missing.append(shard)
     workers = max(1, min(workers, len(missing)))
-    stopped = threading.Event()
+    stopped, telling = threading.Event(), threading.Lock()
 
     def counted(records: int, units: int) -> None:
         if stopped.is_set():
             raise _StoppedError
-        told(records, units)
+        with telling:
+            told(records, units)
 
     pool: Executor
     if kind == "processes":

@@ -125,7 +125,7 @@ class AheadLibrary:
                 store.shards.verify()
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, a fingerprint, and the loss of a model that knows only how frequent tokens are.
+        """Sizes, and the loss of a model that knows only how frequent tokens are.
 
         That loss is of the held-out documents; where there are none, it is left out.
         """
@@ -133,13 +133,12 @@ class AheadLibrary:
         assert isinstance(counts, np.ndarray)
         entropy = {"unigram_entropy": round(tokens.unigram_entropy(counts), 4)} if counts[1].any() else {}
         told = {name: _told(store) for name, store in self.stores.items()}
-        sizes = told.get(ONE, {"sources": told})
-        return {**sizes, "vocabulary": self.tokenizer.size, **entropy, **_fingerprints(self.stores)}
+        return {**told.get(ONE, {"corpora": told}), "vocabulary": self.tokenizer.size, **entropy}
 
     @cached_property
     def split(self) -> dict[str, tuple[Tokens, Tokens]]:
         """Documents to train on and documents held out, by source."""
-        return {name: tokens.split(store, self._fraction) for name, store in self.stores.items()}
+        return {name: tokens.split(store.documents, self._fraction) for name, store in self.stores.items()}
 
 
 class LiveLibrary:
@@ -161,11 +160,13 @@ class LiveLibrary:
 
     def training(self) -> dict[str, Chosen]:
         """Training documents, by source."""
-        return {name: Chosen(texts, self._split[name][0]) for name, texts in self.texts.items()}
+        return {name: Chosen(texts, self._split[name][0], self.tokenizer) for name, texts in self.texts.items()}
 
     def held_out(self) -> dict[str, Chosen]:
         """Documents kept apart, by source."""
-        return {name: Chosen(self.texts[name], held) for name, (_, held) in self._split.items() if len(held)}
+        return {
+            name: Chosen(self.texts[name], held, self.tokenizer) for name, (_, held) in self._split.items() if len(held)
+        }
 
     def sample(self, row: str) -> Tokens:
         """The tokens of a document; of one that has none, a single one, which is no target.
@@ -188,17 +189,16 @@ class LiveLibrary:
         """Nothing that opening them has not shown."""
 
     def facts(self) -> dict[str, Any]:
-        """Sizes and a fingerprint; tokens are not counted before the start."""
+        """Sizes; tokens are not counted before the start."""
         told = {
             name: {"files": len(t.found.files), "documents": len(t), "ignored": t.ignored}
             for name, t in self.texts.items()
         }
-        sizes = told.get(ONE, {"sources": told})
-        return {**sizes, "vocabulary": self.tokenizer.size, **_fingerprints(self.texts, self.tokenizer.digest)}
+        return {**told.get(ONE, {"corpora": told}), "vocabulary": self.tokenizer.size}
 
     @cached_property
     def _split(self) -> dict[str, tuple[Tokens, Tokens]]:
-        return {name: tokens.split(Chosen(texts), self._fraction) for name, texts in self.texts.items()}
+        return {name: tokens.split(len(texts), self._fraction) for name, texts in self.texts.items()}
 
 
 class Chosen:
@@ -206,30 +206,32 @@ class Chosen:
 
     Args:
         texts: the corpus.
-        chosen: which of them, in order; None for all.
+        chosen: which of them, in order.
+        tokenizer: what makes samples of them.
     """
 
-    def __init__(self, texts: Texts, chosen: Tokens | None = None) -> None:
-        self._texts = texts
-        self._chosen = np.arange(len(texts)) if chosen is None else chosen
+    def __init__(self, texts: Texts, chosen: Tokens, tokenizer: Tokenizer) -> None:
+        self._texts, self._chosen, self._tokenizer = texts, chosen, tokenizer
 
     def __len__(self) -> int:
         return len(self._chosen)
-
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return len(self)
 
     def __getitem__(self, row: int) -> str:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         return self._texts[int(self._chosen[row])]
 
-    @property
+    @cached_property
+    def blocks(self) -> Tokens:
+        """Rows per block of the files, in order, (blocks,); those without a row are left out."""
+        block = np.searchsorted(np.cumsum(self._texts.blocks), self._chosen, side="right")
+        rows = np.bincount(block)
+        return rows[rows > 0]
+
+    @cached_property
     def fingerprint(self) -> str:
-        """What the documents are, in hex."""
-        return digest([self._texts.fingerprint, self._chosen.tolist()])
+        """What the samples are, in hex."""
+        return digest([self._texts.fingerprint, self._tokenizer.digest, digest(self._chosen.tolist())])
 
 
 def _corpora(config: Documents, of_model: Path | None) -> tuple[dict[str, Texts], Callable[[], Tokenizer]]:
@@ -271,10 +273,3 @@ def _told(store: TokenStore) -> dict[str, Any]:
         "tokens": manifest["units"],
         "ignored": source["ignored"],
     }
-
-
-def _fingerprints(sources: Mapping[str, Any], *more: str) -> dict[str, str]:
-    prints = {name: getattr(source, "shards", source).fingerprint for name, source in sources.items()}
-    if list(prints) == [ONE] and not more:
-        return {"fingerprint": prints[ONE]}
-    return {"fingerprint": digest([sorted(prints.items()), *more])}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.mixture import Joined
 from unisono.recipes.language import library, settings
 from unisono.recipes.language.library import Library
 from unisono.recipes.language.tokenise import Tokenizer
@@ -52,7 +53,7 @@ class Language(Task):
     def held_out(self) -> Source | None:
         """Rows of the documents kept apart, those of one corpus after those of another."""
         parts = self.library.held_out()
-        return After(list(parts.values())) if len(parts) > 1 else next(iter(parts.values()), None)
+        return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
     def sample(self, record: Any, rng: np.random.Generator) -> NDArray[np.int64]:
         """A row as tokens."""
@@ -196,7 +197,7 @@ class Language(Task):
         return self._kernels.described
 
     def facts(self) -> dict[str, Any]:
-        """Sizes of the corpora, their fingerprint, and the loss of a model that knows only how frequent tokens are."""
+        """Sizes of the corpora, and the loss of a model that knows only how frequent tokens are."""
         return self.library.facts()
 
     def save_assets(self, directory: Path) -> None:
@@ -264,18 +265,3 @@ class Language(Task):
     @property
     def _tokenizer_of_model(self) -> Path | None:
         return self.model_config.path if isinstance(self.model_config, settings.Pretrained) else None
-
-
-class After:
-    """The rows of several sources, one source after the other."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, row: int) -> Any:
-        which = int(np.searchsorted(self._ends, row, side="right"))
-        return self._sources[which][row - (int(self._ends[which - 1]) if which else 0)]

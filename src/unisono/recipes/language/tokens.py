@@ -12,7 +12,6 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,13 +134,16 @@ class Rows:
         return digest([self._store.shards.fingerprint, chosen, self._sequence])
 
 
-def split(store: Any, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split(count: int, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Documents to train on and documents held out, each in order; chosen by nothing but how many there are.
+
+    Args:
+        count: of the documents.
+        fraction: of them that is held out.
 
     Raises:
         DataError: if there are too few documents to hold any out.
     """
-    count: int = store.documents
     if fraction == 0:
         return np.arange(count), np.arange(0)
     if count < 2:
