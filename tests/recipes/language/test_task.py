@@ -145,7 +145,7 @@ def test_the_fingerprint_follows_the_text_and_not_where_it_lies(tmp_path: Path) 
     write_jsonl(tmp_path / "two" / "b.jsonl", texts[:5])
     write_jsonl(tmp_path / "two" / "c.jsonl", texts[5:])
     write_jsonl(tmp_path / "other" / "a.jsonl", texts[::-1])
-    one, two, other = (task(corpus(tmp_path / name)).facts()["fingerprint"] for name in ("one", "two", "other"))
+    one, two, other = (task(corpus(tmp_path / name)).data().fingerprint for name in ("one", "two", "other"))
     assert one == two != other
 
 

@@ -39,8 +39,8 @@ class Library(Protocol):
     def held_out(self) -> dict[str, Any]:
         """The rows kept apart, by source; none where nothing is kept."""
 
-    def sample(self, row: Any) -> Tokens:
-        """A row as tokens, (length,)."""
+    def sample(self, text: str) -> Tokens:
+        """The tokens of a document that is tokenised on the fly, (length,)."""
 
     def check(self) -> None:
         """Refuse what is not as it was prepared."""
@@ -114,9 +114,9 @@ class AheadLibrary:
         parts = {name: held for name, (_, held) in self.split.items() if len(held)}
         return {name: Rows(self.stores[name], held, self._sequence) for name, held in parts.items()}
 
-    def sample(self, row: Tokens) -> Tokens:
-        """A row is its tokens."""
-        return row
+    def sample(self, text: str) -> Tokens:
+        """There is no text in these rows."""
+        raise DataError("a row of tokenised documents is no text; data() of this task was changed")
 
     def check(self) -> None:
         """Refuse shards whose bytes are not those that were written."""
@@ -168,19 +168,19 @@ class LiveLibrary:
             name: Chosen(self.texts[name], held, self.tokenizer) for name, (_, held) in self._split.items() if len(held)
         }
 
-    def sample(self, row: str) -> Tokens:
+    def sample(self, text: str) -> Tokens:
         """The tokens of a document; of one that has none, a single one, which is no target.
 
         Raises:
             DataError: for a document that is longer than a row.
         """
-        ids, _ = self.tokenizer.encode([row] if row else [])
+        ids, _ = self.tokenizer.encode([text] if text else [])
         if len(ids) > self._sequence + 1:
             if self._too_long == "stop":
                 raise DataError(
                     f"a document has {len(ids) - 1} targets, more than task.sequence={self._sequence}: cut it into "
                     "rows by data.tokenise=ahead, use only its beginning by data.too_long=cut, or raise task.sequence "
-                    f"(it begins with {row[:40]!r})"
+                    f"(it begins with {text[:40]!r})"
                 )
             ids = ids[: self._sequence + 1]
         return ids.astype(np.int64) if len(ids) else np.zeros(1, dtype=np.int64)

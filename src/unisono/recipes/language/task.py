@@ -56,8 +56,8 @@ class Language(Task):
         return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
     def sample(self, record: Any, rng: np.random.Generator) -> NDArray[np.int64]:
-        """A row as tokens."""
-        return self.library.sample(record)
+        """A row as tokens: it is them already, unless documents are tokenised on the fly."""
+        return self.library.sample(record) if isinstance(record, str) else np.asarray(record)
 
     def preparation(self) -> dict[str, tuple[Preparation, Path]]:
         """The corpora, to be tokenised ahead."""
