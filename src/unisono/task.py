@@ -102,6 +102,9 @@ class Task(ABC):
     needs_totals = False
     """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
 
+    capacity: int | None = None
+    """Units that a packed row holds where `data.packing.length` is null; only for tasks that can be packed."""
+
     def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
         self.config = self._settings("Config", config)
         self.model_config = self._settings("Model", model)

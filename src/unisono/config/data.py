@@ -56,8 +56,8 @@ class Packing(Settings):
         description="online: best fit over open_bins, in the samples' order; offline: best fit, the longest first; "
         "concatenate: one after the other, cut where a row is full",
     )
-    open_bins: PositiveInt = Field(32, description="online: rows that are filled at the same time")
-    chunk: PositiveInt = Field(4096, description="samples that are packed together; none shares a row across chunks")
+    open_bins: PositiveInt = Field(64, description="online: rows that are filled at the same time")
+    chunk: PositiveInt = Field(8192, description="samples that are packed together; none shares a row across chunks")
     cut: Literal["long", "never"] = Field(
         "long", description="long: what is longer than a row is cut into several; never: it is an error"
     )

@@ -33,8 +33,8 @@ class Library(Protocol):
     def tokenizer(self) -> Tokenizer:
         """Of all of them."""
 
-    def training(self) -> dict[str, Any]:
-        """The rows to train on, by source; the only one is called ''."""
+    def training(self, whole: bool) -> dict[str, Any]:
+        """The rows to train on, by source, whose only one is called ''; `whole` documents, or rows of a length."""
 
     def held_out(self) -> dict[str, Any]:
         """The rows kept apart, by source; none where nothing is kept."""
@@ -105,9 +105,10 @@ class AheadLibrary:
         """Of all of them."""
         return next(iter(self.stores.values())).tokenizer
 
-    def training(self) -> dict[str, Rows]:
+    def training(self, whole: bool) -> dict[str, Rows]:
         """Rows of the training documents, by source."""
-        return {name: Rows(store, self.split[name][0], self._sequence) for name, store in self.stores.items()}
+        length = None if whole else self._sequence
+        return {name: Rows(store, self.split[name][0], length) for name, store in self.stores.items()}
 
     def held_out(self) -> dict[str, Rows]:
         """Rows of the documents kept apart, by source."""
@@ -158,7 +159,7 @@ class LiveLibrary:
         self.texts, self.tokenizer, self._fraction = dict(texts), tokenizer, fraction
         self._sequence, self._too_long = sequence, too_long
 
-    def training(self) -> dict[str, Chosen]:
+    def training(self, whole: bool) -> dict[str, Chosen]:
         """Training documents, by source."""
         return {name: Chosen(texts, self._split[name][0], self.tokenizer) for name, texts in self.texts.items()}
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from unisono.data.prepare import Preparation
     from unisono.recipes.language.kernels import Kernels
+    from unisono.recipes.language.packed import PackedRow
 
 IGNORED = -100
 
@@ -45,9 +46,9 @@ class Language(Task):
     # data -------------------------------------------------------------------------------------------------------
 
     def data(self) -> Source | Mapping[str, Source]:
-        """Rows of the training documents; of several corpora, by name."""
+        """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
         _ = self._flops  # now, before threads ask for it: while a model is made, torch's default dtype is another
-        rows: dict[str, Source] = self.library.training()
+        rows: dict[str, Source] = self.library.training(whole=self._packs)
         return rows.get(library.ONE, rows)
 
     def held_out(self) -> Source | None:
@@ -63,17 +64,42 @@ class Language(Task):
         """The corpora, to be tokenised ahead."""
         return library.preparations(self.data_config, self._tokenizer_of_model)
 
-    def collate(self, samples: Sequence[NDArray[np.int64]]) -> Batch:
-        """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets."""
+    @property
+    def capacity(self) -> int:  # type: ignore[override]
+        """Targets of a packed row."""
+        return self.config.sequence
+
+    def length(self, sample: NDArray[np.int64]) -> int:
+        """Targets of a document."""
+        return max(0, len(sample) - 1)
+
+    def cut(self, sample: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+        """A document's targets `first..last-1` and the token before each: neighbours share a token, and lose none."""
+        return sample[first : last + 1]
+
+    def pack(self, samples: Sequence[NDArray[np.int64]]) -> PackedRow:
+        """Documents in one row."""
+        from unisono.recipes.language import packed
+
+        return packed.row_of(samples)
+
+    def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow]) -> Batch:
+        """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
+
+        Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own.
+        """
+        rows = [self.pack([sample]) if isinstance(sample, np.ndarray) else sample for sample in samples]
         multiple = self.config.pad_to_multiple
-        longest = max(len(sample) for sample in samples) - 1
-        length = -(-longest // multiple) * multiple
-        inputs = np.zeros((len(samples), length), dtype=np.int64)
-        targets = np.full((len(samples), length), IGNORED, dtype=np.int64)
-        for row, sample in enumerate(samples):
-            inputs[row, : len(sample) - 1] = sample[:-1]
-            targets[row, : len(sample) - 1] = sample[1:]
-        return {"inputs": inputs, "targets": targets}
+        length = max(1, -(-max(len(row.inputs) for row in rows) // multiple)) * multiple
+        inputs = np.zeros((len(rows), length), dtype=np.int64)
+        targets = np.full((len(rows), length), IGNORED, dtype=np.int64)
+        positions = np.zeros((len(rows), length), dtype=np.int64)
+        for number, row in enumerate(rows):
+            end = len(row.inputs)
+            inputs[number, :end], targets[number, :end] = row.inputs, row.targets
+            positions[number, :end], positions[number, end:] = row.positions, np.arange(length - end)
+        batch = {"inputs": inputs, "targets": targets}
+        return batch if isinstance(samples[0], np.ndarray) else {**batch, "positions": positions}
 
     def counts(self, batch: Batch) -> dict[str, float]:
         """Targets that are not padding, for every term."""
@@ -81,20 +107,22 @@ class Language(Task):
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
-        lengths = (batch["targets"] != IGNORED).sum(axis=1).astype(np.float64)
+        real = batch["targets"] != IGNORED
+        positions = batch.get("positions", np.arange(real.shape[1])[None])
         constant, per_length = self._flops
-        return {
-            "tokens": float(lengths.sum()),
-            "flops": float(constant * lengths.sum() + per_length * (lengths**2).sum()),
-        }
+        squares = (real * (2 * positions + 1)).sum()  # 1 + 3 + 5 + … is the square of a document's length
+        return {"tokens": float(real.sum()), "flops": float(constant * real.sum() + per_length * squares)}
 
     # model and loss ---------------------------------------------------------------------------------------------
 
     def build(self) -> nn.Module:
         """The model, with the kernels that were chosen; its head is asked whether it can be applied chunk by chunk."""
         from unisono.recipes.language import model as models
+        from unisono.recipes.language import packed
 
         model = models.build(self.model_config, self.tokenizer.size)
+        if self._packs:
+            packed.check_apart(model, flash=self._kernels.attention == "flash")
         self._chunked = models.head_is_linear(model)
         self._kernels.use(model)
         return model
@@ -103,10 +131,17 @@ class Language(Task):
         """Hidden states (rows, length, width) and the head; or logits, from models that do more than multiply.
 
         Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
+        Positions keep the documents of a packed row apart.
         """
         head = model.get_output_embeddings()
         whole = not self._chunked or hasattr(head, "base_layer")  # a head with an adapter does more than multiply, too
         inputs = {"input_ids": batch["inputs"], "use_cache": False}
+        if "positions" in batch:
+            from unisono.recipes.language import packed
+
+            inputs["position_ids"] = batch["positions"]
+            if self._kernels.attention == "flash":
+                inputs |= packed.borders(batch["positions"])
         guided = bool(self._router_weights) and context.training
         if guided:
             inputs["output_router_logits"] = True
@@ -166,6 +201,11 @@ class Language(Task):
             sums, self._router_weights, metrics={"expert_load": ((experts.load(counts) * tokens).sum(), tokens.sum())}
         )
 
+    @property
+    def _packs(self) -> bool:
+        """Whether documents share rows in training."""
+        return self.data_config.packing is not None
+
     @cached_property
     def _router_weights(self) -> dict[str, float]:
         """Of the terms that guide routers; empty where nothing does."""
@@ -181,11 +221,13 @@ class Language(Task):
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""
-        from unisono.recipes.language import experts
+        from unisono.recipes.language import experts, packed
         from unisono.recipes.language import model as models
 
         models.check(self.model_config, self.tokenizer.size)
         self.library.check()
+        if self._packs:
+            packed.check(self._skeleton)
         if self._router_weights:
             experts.check_router(self._skeleton)
 

@@ -89,17 +89,23 @@ class Rows:
     Args:
         store: the documents.
         chosen: which of them, in order.
-        sequence: targets per row.
+        sequence: targets per row; None for whole documents.
     """
 
-    def __init__(self, store: TokenStore, chosen: NDArray[np.int64], sequence: int) -> None:
-        self._store, self._sequence = store, sequence
+    def __init__(self, store: TokenStore, chosen: NDArray[np.int64], sequence: int | None) -> None:
         targets = np.maximum(store.lengths[chosen] - 1, 0)  # a document can be without any token
-        self._chosen = chosen[targets > 0]
-        self._pieces = -(-targets[targets > 0] // sequence)
+        self._store, self._sequence = store, sequence or int(targets.max(initial=1))
+        self._chosen, self._targets = chosen[targets > 0], targets[targets > 0]
+        self._pieces = -(-self._targets // self._sequence)
         self._last_row: NDArray[np.int64] = np.cumsum(self._pieces)
-        self._left_over = targets[targets > 0] - (self._pieces - 1) * sequence  # targets of a document's last row
         self.targets = int(targets.sum())
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Targets of each row, (rows,)."""
+        lengths = np.full(len(self), self._sequence, dtype=np.int64)
+        lengths[self._last_row - 1] = (self._targets - 1) % self._sequence + 1
+        return lengths
 
     def __len__(self) -> int:
         return int(self._last_row[-1]) if len(self._last_row) else 0
@@ -112,13 +118,6 @@ class Rows:
         piece = row - (int(self._last_row[which - 1]) if which else 0)
         first = piece * self._sequence
         return self._store.slice(int(self._chosen[which]), first, first + self._sequence + 1)
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Targets per row, (rows,)."""
-        lengths = np.full(len(self), self._sequence, dtype=np.int64)
-        lengths[self._last_row - 1] = self._left_over
-        return lengths
 
     @cached_property
     def blocks(self) -> NDArray[np.int64]:
