@@ -140,7 +140,7 @@ def test_what_is_remembered_does_not_grow_with_the_epochs() -> None:
     blocks = Blocks(np.full(12, 5), 0, 2, Lanes(4, 1))
     for epoch in range(100):
         blocks(np.arange(60) + 60 * epoch)
-        assert len(blocks._kept) <= 4 * 4 + 9
+        assert len(blocks._kept) <= 4 * 4 + 10
 
 
 def test_the_order_of_blocks_is_pinned() -> None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from unisono.config import data as config
 from unisono.data.lanes import ONE, Lanes
-from unisono.data.mixture import Joined, Mixture, counted, shares
+from unisono.data.mixture import Joined, Mixture, counted, whole_weights
 from unisono.data.order import Indices, Order
 from unisono.errors import ConfigError
 
@@ -104,17 +104,19 @@ def test_the_fingerprint_of_several_is_of_each_and_of_their_names_and_order() ->
 @settings(max_examples=150, deadline=None)
 @given(asked=weights, places=st.integers(0, 10**15))
 def test_counts_add_up_and_are_less_than_two_away_from_the_shares_however_far(asked: list[float], places: int) -> None:
-    exact = shares_of(asked)
-    counts = counted(exact, places)
+    weights = whole(asked)
+    counts = counted(weights, places)
     assert sum(counts) == places
-    assert all(abs(count - places * share) < 2 for count, share in zip(counts, exact, strict=True))
-    assert all(count == 0 for count, share in zip(counts, exact, strict=True) if not share)
+    for number, (count, weight) in enumerate(zip(counts, asked, strict=True)):
+        assert abs(count - places * share(weights, number)) < 2
+        assert float(share(weights, number)) == pytest.approx(weight / sum(asked))
+        assert weight or not count
 
 
 def test_the_shares_of_many_very_different_sources_do_not_add_up_their_errors() -> None:
-    exact = shares_of([1.5**number for number in range(40)])
+    weights = whole([1.5**number for number in range(40)])
     worst = max(
-        abs(count - n * share) for n in range(1000) for count, share in zip(counted(exact, n), exact, strict=True)
+        abs(count - n * share(weights, number)) for n in range(600) for number, count in enumerate(counted(weights, n))
     )
     assert 0.5 < worst < 1.7
 
@@ -122,29 +124,34 @@ def test_the_shares_of_many_very_different_sources_do_not_add_up_their_errors() 
 @settings(max_examples=60, deadline=None)
 @given(asked=weights, first=st.integers(0, 10**12))
 def test_each_place_more_is_one_more_of_one_source(asked: list[float], first: int) -> None:
-    exact = shares_of(asked)
-    counts = np.array([counted(exact, first + more) for more in range(40)])
+    weights = whole(asked)
+    counts = np.array([counted(weights, first + more) for more in range(40)])
     steps = np.diff(counts, axis=0)
     assert steps.min() >= 0
     assert (steps.sum(axis=1) == 1).all()
 
 
-def shares_of(asked: list[float]) -> tuple[Fraction, ...]:
-    exact = [Fraction(str(weight)) for weight in asked]
-    return tuple(weight / sum(exact) for weight in exact)
+def whole(asked: list[float]) -> tuple[int, ...]:
+    names = [f"s{number}" for number in range(len(asked))]
+    weights = dict(zip(names, asked, strict=True))
+    return whole_weights(config.Mixture(weights=weights), {name: [1] for name in names})[0]
+
+
+def share(weights: tuple[int, ...], number: int) -> Fraction:
+    return Fraction(weights[number], sum(weights))
 
 
 @settings(max_examples=40, deadline=None)
 @given(asked=weights, block=st.integers(1, 9), seed=st.integers(0, 99))
 def test_every_block_has_the_same_counts_where_they_are_whole(asked: list[float], block: int, seed: int) -> None:
     sources = joined(*range(3, 3 + len(asked)))
-    whole = [round(weight) for weight in asked]
-    if not sum(whole):
-        whole[0] = 1
-    mixture = mixed(sources, [float(w) for w in whole], seed=seed, block=sum(whole) * block)
-    seen = numbers(sources, mixture(np.arange(4 * sum(whole) * block)))
+    quotas = [round(weight) for weight in asked]
+    if not sum(quotas):
+        quotas[0] = 1
+    mixture = mixed(sources, [float(w) for w in quotas], seed=seed, block=sum(quotas) * block)
+    seen = numbers(sources, mixture(np.arange(4 * sum(quotas) * block)))
     for part in np.split(seen, 4):
-        assert np.bincount(part, minlength=len(whole)).tolist() == [weight * block for weight in whole]
+        assert np.bincount(part, minlength=len(quotas)).tolist() == [weight * block for weight in quotas]
 
 
 def test_shares_that_are_not_whole_take_turns() -> None:
@@ -166,7 +173,7 @@ def test_a_block_is_mixed_and_each_one_otherwise() -> None:
 def test_weights_of_tokens_share_out_tokens() -> None:
     sources = Joined({"long": Numbers("long", 90, length=30), "short": Numbers("short", 400, length=10)})
     how = config.Mixture(weights={"long": 3, "short": 1}, by="tokens")
-    assert shares(how, sources.sources) == [(Fraction(1, 2), Fraction(1, 2))]
+    assert len(set(whole_weights(how, sources.sources)[0])) == 1
     streams = [Order(len(source), 0) for source in sources.sources.values()]
     rows = Mixture.of(how, sources, streams, 0, 8, ONE)(np.arange(5000))
     tokens = np.bincount(numbers(sources, rows), weights=sources.lengths[rows])
@@ -206,10 +213,9 @@ def test_a_mixture_is_the_same_for_any_way_of_cutting_positions(
     sources = joined(*range(5, 5 + len(asked)))
     mixture, positions = mixed(sources, asked, block=block, changes=[(7, asked[::-1])]), np.arange(500)
     positions += 10**12 if far else 0
-    whole = mixture(positions)
-    assert np.array_equal(np.concatenate([mixture(part) for part in np.split(positions, sorted(cuts))]), whole)
-    backwards = mixture(positions[::-1])
-    assert np.array_equal(backwards[::-1], whole)
+    rows = mixture(positions)
+    assert np.array_equal(np.concatenate([mixture(part) for part in np.split(positions, sorted(cuts))]), rows)
+    assert np.array_equal(mixture(positions[::-1])[::-1], rows)
 
 
 def test_a_source_of_weight_zero_is_never_asked() -> None:
@@ -267,8 +273,8 @@ def test_shares_are_kept_up_to_a_change_and_from_it_on(first: list[float], step:
     mixture = mixed(sources, first, changes=[(step, first[::-1])], batch=12, block=block)
     cut, after = 12 * step, 7 * block
     seen = numbers(sources, mixture(np.arange(cut + after)))
-    assert tuple(np.bincount(seen[:cut], minlength=len(first))) == counted(shares_of(first), cut)
-    assert tuple(np.bincount(seen[cut:], minlength=len(first))) == counted(shares_of(first[::-1]), after)
+    assert tuple(np.bincount(seen[:cut], minlength=len(first))) == counted(whole(first), cut)
+    assert tuple(np.bincount(seen[cut:], minlength=len(first))) == counted(whole(first[::-1]), after)
 
 
 def test_sources_go_on_where_they_were_at_a_change() -> None:
@@ -355,7 +361,7 @@ def test_an_epoch_that_would_never_end_is_refused_with_what_to_do() -> None:
 def test_weights_that_do_not_fit_are_refused_with_what_to_do(asked: dict[str, float], message: str) -> None:
     sources = {"web": Numbers("web", 3), "code": Numbers("code", 3)}
     with pytest.raises((ConfigError, ValidationError), match=message):
-        shares(config.Mixture(weights=asked), sources)
+        whole_weights(config.Mixture(weights=asked), sources)
 
 
 @pytest.mark.parametrize(
@@ -377,10 +383,10 @@ def test_changes_that_do_not_fit_are_refused_with_what_to_do(changes: Any, messa
 def test_tokens_without_lengths_are_refused_naming_the_source() -> None:
     sources = {"known": Numbers("known", 3), "unknown": [1, 2, 3]}
     with pytest.raises(ConfigError, match=r"by=tokens needs the lengths of its sources, and 'unknown' does not know"):
-        shares(config.Mixture(weights={"known": 1, "unknown": 1}, by="tokens"), sources)
-    assert shares(config.Mixture(weights={"known": 1, "unknown": 0}, by="tokens"), sources) == [(1, 0)]
+        whole_weights(config.Mixture(weights={"known": 1, "unknown": 1}, by="tokens"), sources)
+    assert whole_weights(config.Mixture(weights={"known": 1, "unknown": 0}, by="tokens"), sources)[0][1] == 0
 
 
 def test_a_source_without_a_token_is_refused_where_tokens_are_shared_out() -> None:
     with pytest.raises(ConfigError, match=r"the source 'empty' has no tokens"):
-        shares(config.Mixture(weights={"empty": 1}, by="tokens"), {"empty": Numbers("empty", 3, length=0)})
+        whole_weights(config.Mixture(weights={"empty": 1}, by="tokens"), {"empty": Numbers("empty", 3, length=0)})

@@ -105,7 +105,15 @@ class Blocks:
         return all(self.rows_before(lane, few) <= places <= self.rows_before(lane, many) for lane in lanes)
 
     def _found(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
-        """Rows and epochs: from lanes to epochs to windows, then all windows' permutations at once, then to rows."""
+        """Rows and epochs; who asks for the one asks for the other next, so the last answer is kept."""
+        asked, rows, epochs = self._kept.get("last", (None, None, None))
+        if asked is None or not np.array_equal(asked, positions):
+            rows, epochs = self._find(np.asarray(positions, dtype=np.int64))
+            self._kept["last"] = (np.array(positions), rows, epochs)
+        return rows.copy(), epochs.copy()
+
+    def _find(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """From lanes to epochs to windows, then all windows' permutations at once, then to rows."""
         lanes, places = self.lanes(positions)
         cycles, places = np.divmod(places, self.size)
         epochs, which = np.empty_like(places), np.empty_like(places)

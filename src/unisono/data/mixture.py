@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,11 +86,11 @@ class Phase:
 
     Attributes:
         first: the first place of it, in each lane.
-        shares: of each source, which add up to 1.
+        weights: of each source, in whole numbers.
     """
 
     first: int
-    shares: tuple[Fraction, ...]
+    weights: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Mixture:
             lanes: as above.
         """
         first = [0, *(change.step * batch // lanes.count for change in asked.changes)]
-        phases = tuple(map(Phase, first, shares(asked, joined.sources)))
+        phases = tuple(map(Phase, first, whole_weights(asked, joined.sources)))
         names, starts = tuple(joined.sources), tuple(joined.starts)
         return cls(names, tuple(streams), starts, phases, seed, asked.block, asked.until, lanes)
 
@@ -153,7 +154,7 @@ class Mixture:
         Raises:
             ConfigError: where a source that is asked for is never used up.
         """
-        asked = [n for n in range(len(self.names)) if any(phase.shares[n] for phase in self.phases)]
+        asked = [n for n in range(len(self.names)) if any(phase.weights[n] for phase in self.phases)]
         ends = {number: self._used_up(number) for number in asked}
         never = [self.names[number] for number, end in ends.items() if end is None]
         known = [end for end in ends.values() if end is not None]
@@ -197,7 +198,7 @@ class Mixture:
         """How often each source stands in the first places of a phase, which ends where the next one begins."""
         if phase + 1 < len(self.phases):
             places = min(places, self.phases[phase + 1].first - self.phases[phase].first)
-        return counted(self.phases[phase].shares, places)
+        return counted(self.phases[phase].weights, places)
 
     @cached_property
     def _before(self) -> list[tuple[int, ...]]:
@@ -211,11 +212,12 @@ class Mixture:
     def _used_up(self, number: int) -> int | None:
         """Places, of the first lane, after which a source has given each of its rows; None if that is never."""
         rows = -(-self.streams[number].size // self.lanes.count)
-        for phase, (weights, before) in enumerate(zip(self.phases, self._before, strict=True)):
-            if not (share := weights.shares[number]):
+        for phase, (its, before) in enumerate(zip(self.phases, self._before, strict=True)):
+            if not its.weights[number]:
                 continue
             missing = rows - before[number]
-            blocks = range(int((missing + 3) / (share * self.block)) + 1)  # it is never three places behind its share
+            places = (missing + 3) * sum(its.weights) // its.weights[number]  # it is never so far behind its share
+            blocks = range(places // self.block + 1)
 
             def given_by(block: int, phase: int = phase) -> int:
                 return self._counted(phase, (block + 1) * self.block)[number]
@@ -224,12 +226,12 @@ class Mixture:
             if given_by(block) >= missing:
                 given, source, nth = self._dealt(phase, block, 0)
                 last = np.flatnonzero((source == number) & (given[number] + nth == rows - 1))
-                return weights.first + block * self.block + int(last[0]) + 1
+                return its.first + block * self.block + int(last[0]) + 1
         return None
 
 
-def shares(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[Fraction, ...]]:
-    """The share of positions that each source has, for the weights and for each of their changes.
+def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[int, ...]]:
+    """What positions are shared out by, in whole numbers: for the weights, and for each of their changes.
 
     Raises:
         ConfigError: for weights that are not those of the sources, or of tokens where lengths are not known.
@@ -245,44 +247,47 @@ def shares(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple
         exact = [Fraction(str(weights[name])) for name in sources]  # as it was written: 0.1 is a tenth
         if asked.by == "tokens":
             exact = [w / _mean_length(name, sources[name]) if w else w for name, w in zip(sources, exact, strict=True)]
-        result.append(tuple(weight / sum(exact) for weight in exact))
+        common = math.lcm(*(weight.denominator for weight in exact))
+        result.append(tuple(int(weight * common) for weight in exact))
     return result
 
 
 @lru_cache(maxsize=4096)
-def counted(shares: tuple[Fraction, ...], places: int) -> tuple[int, ...]:
+def counted(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
     """How often each source stands in the first so many places: less than two away from its share, and never falling.
 
     Of the first n places that come to a node of the tree, `⌊n·p + ½⌋` go to its first branch, which is a sum of zeros
     and ones; so are the counts of leaves. As weights grow towards the root at least like Fibonacci's numbers, the
     errors of roundings, shrunk by the shares on their way down, come to less than two at any leaf.
 
-    >>> counted((Fraction(1, 3), Fraction(1, 2), Fraction(1, 6)), 1000)
+    >>> counted((2, 3, 1), 1000)
     (333, 500, 167)
     """
     counts = {0: places}
-    for node, left, right, numerator, denominator in _splits(shares):
+    for node, left, right, first, both in _splits(weights):
         arrived = counts.pop(node)
-        counts[left] = (2 * arrived * numerator + denominator) // (2 * denominator)
+        counts[left] = (2 * arrived * first + both) // (2 * both)
         counts[right] = arrived - counts[left]
-    return tuple(counts.get(~number, 0) for number in range(len(shares)))
+    return tuple(counts.get(~number, 0) for number in range(len(weights)))
 
 
 @lru_cache(maxsize=256)
-def _splits(shares: tuple[Fraction, ...]) -> tuple[tuple[int, int, int, int, int], ...]:
-    """A Huffman tree over the sources, from the root (0) on: node, its branches, and the first one's share of it.
+def _splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], ...]:
+    """A Huffman tree over the sources, from the root (0) on: node, its branches, the weights of the first and of both.
 
-    Source n is the node ~n.
+    Source n is the node ~n; one source alone is the first branch of the root, and nothing the other.
     """
-    heap = [(share, number, ~number) for number, share in enumerate(shares) if share]
+    heap = [(weight, number, ~number) for number, weight in enumerate(weights) if weight]
     heapq.heapify(heap)
+    if len(heap) == 1:
+        return ((0, heap[0][2], 0, 1, 1),)
     splits = []
     while len(heap) > 1:
         (left, _, one), (right, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         node = len(heap)  # the last one is 0
-        splits.append((node, one, other, (left / (left + right)).numerator, (left / (left + right)).denominator))
-        heapq.heappush(heap, (left + right, len(shares) + len(splits), node))
-    return tuple(reversed(splits)) or ((0, heap[0][2], 0, 1, 1),)
+        splits.append((node, one, other, left, left + right))
+        heapq.heappush(heap, (left + right, len(weights) + len(splits), node))
+    return tuple(reversed(splits))
 
 
 @lru_cache(maxsize=256)
