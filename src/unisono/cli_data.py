@@ -69,7 +69,7 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.data_verb import Prepare
     from unisono.data.prepare import prepare
-    from unisono.data.shares import Share, shards_of
+    from unisono.data.shares import Share
     from unisono.errors import ConfigError
     from unisono.launch import worker
 
@@ -83,7 +83,7 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
         raise ConfigError(str(error)) from error
     for name, (preparation, cached) in preparations.items():
         folder = (own.out / name if name else own.out) if own.out else cached
-        with _progress(folder, lambda preparation=preparation: preparation.records) as told:  # type: ignore[misc]
+        with _progress(folder, max(1, preparation.records // share.count)) as told:
             made = prepare(
                 preparation,
                 folder,
@@ -96,10 +96,10 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
         if made is not None:
             _tell(made)
         else:
-            total = len(shards_of(_plan(folder)))
-            mine = share.shards(total)
-            which = f"shards {mine[0]} to {mine[-1]} of {total} are there" if mine else f"there are but {total} shards"
-            print(f"{folder}: share {share.number}/{share.count}: {which}")
+            total = len(_plan(folder)) - 1
+            print(
+                f"{folder}: share {share.number}/{share.count} is there, {len(share.shards(total))} of {total} shards"
+            )
     if share.count > 1:
         print(f"when all shares have ended: unisono data merge {own.out or next(iter(preparations.values()))[1]}")
     return 0
@@ -122,8 +122,7 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
     own = _own(parsed, Reshard)
     _only_own(parsed, Reshard)
-    rows = len(Shards(parsed.folder))
-    with _progress(own.out, lambda: rows) as told:
+    with _progress(own.out, len(Shards(parsed.folder))) as told:
         made = reshard(parsed.folder, own.shards, own.out, told)
     _tell(made)
     return 0
@@ -201,7 +200,7 @@ def _tell(made: Shards) -> None:
 
 
 @contextmanager
-def _progress(folder: Path, records: Callable[[], int]) -> Iterator[Told]:
+def _progress(folder: Path, total: int) -> Iterator[Told]:
     """A bar on a terminal, a line for every tenth elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -209,7 +208,6 @@ def _progress(folder: Path, records: Callable[[], int]) -> Iterator[Told]:
     from unisono.observe.progress import short
 
     console = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
-    total = records()
     counts = [0, 0]
     if console.is_terminal:
         columns = (

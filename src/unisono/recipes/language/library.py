@@ -65,6 +65,11 @@ def open_library(config: Documents | Prepared, sequence: int, of_model: Path | N
         stores = {name: TokenStore(path) for name, path in config.folders.items()}
         _check_alike(stores, None if of_model is None else tokenizer_from(of_model), of_model)
         return AheadLibrary(stores, config.held_out, sequence, config.verify)
+    if config.tokenise == "on_the_fly" and config.packing is not None:
+        raise ConfigError(
+            "data.packing needs lengths, and documents that are tokenised on the fly have none before they are read: "
+            "use data.tokenise=ahead, or leave data.packing out"
+        )
     texts, tokenizer = _corpora(config, of_model)
     if config.tokenise == "on_the_fly":
         return LiveLibrary(texts, tokenizer(), config.held_out, sequence, config.too_long)
