@@ -122,7 +122,7 @@ def test_bounds_ascend_from_nothing_to_all_and_begin_with_blocks(
 # killed -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 def test_killed_at_any_moment_it_goes_on_with_what_is_missing(tmp_path: Path, whole: Path, kind: str):
     folder = tmp_path / "a"
     moments = random.Random(kind)

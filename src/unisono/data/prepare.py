@@ -239,7 +239,8 @@ def _make_all(maker: Maker, folder: Path, shards: list[Shard], workers: int, kin
     pool: Executor
     if kind == "processes":
         spawn = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
-        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_end_with_parent)
+        each = max(1, cores() // workers)
+        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin_worker, initargs=(each,))
         jobs: dict[Future[dict[str, Any]], Shard] = {
             pool.submit(_make, maker, folder, shard, None): shard for shard in missing
         }
@@ -315,8 +316,12 @@ class _StoppedError(Exception):
     """Another shard could not be made."""
 
 
-def _end_with_parent() -> None:
-    """End a worker process whose parent was killed: a pool's processes would wait for work for ever."""
+def _begin_worker(threads: int) -> None:
+    """Give a worker process its share of the cores, and end it when its parent is killed.
+
+    A native library (tokenizers) would take all cores in each; a pool's process would wait for work for ever.
+    """
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     parent = multiprocessing.parent_process()
     assert parent is not None
 
