@@ -203,6 +203,7 @@ def test_a_run_says_what_is_trained_on_what(tmp_path: Path, capsys: pytest.Captu
         "  sgd, lr 0.1, weight decay 0.01: 3 parameters in weight",
         "  sgd, lr 0.1, weight decay 0: 1 parameters in bias",
     ]
+    assert told.pop(5).startswith("  loading: 1 thread, ")
     assert [line.split("/")[0] for line in told[5:7]] == ["step 1", "step 3"]
     assert told[7:] == [f"run: {tmp_path}"]
 

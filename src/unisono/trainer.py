@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
+from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader, MicroBatch
 from unisono.data.plan import Plan
 from unisono.data.planning import facts_of, plan_of, source_of
@@ -105,15 +107,13 @@ class Training:
         self, task: Task, config: RunConfig, place: Place, group: Group, folder: Path, *, writing: bool = True
     ) -> None:
         self._config, self._place, self._folder, self._writing = config, place, folder, writing
-        train, data = config.train, config.data
+        train = config.train
         source = source_of(task, config, place.world_size)
         self.plan = plan_of(task, source, config, place.world_size)
         self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
         self._scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, place, self._split)
-        self._loader = Loader(
-            task, source, self.plan, self._split, place.rank, workers=data.workers, prefetch=data.prefetch
-        )
+        self._loader = Loader.of(task, source, self.plan, self._split, place, config, contents=writing)
         self._engine = engine_of(task, config, place, group, self._split)
         self._about = {**facts_of(source), **task.facts()}
         self.evaluated: dict[str, float] = {}
@@ -121,8 +121,10 @@ class Training:
     def __enter__(self) -> Training:
         with ExitStack() as opened:
             opened.callback(self._close)
+            self._loader.start()  # beside the model's making
             self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
             self.first = _resume(self._engine, self.plan, self._folder)
+            self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
             record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
@@ -144,10 +146,17 @@ class Training:
         batches = engine.incoming(self._batches(watch))
         for step in range(self.first, total):
             with self._profile.step():
-                result = engine.step(next(batches), step, self._scalars(step))
+                micro_batches = next(batches)
+                result = engine.step(micro_batches, step, self._scalars(step))
+            if self._ledger is not None:
+                self._ledger.step(step, micro_batches)
             made, last = step + 1, step + 1 == total
             rows = self.plan.taken(step, range(self.plan.rows(step))).rows.tolist() if result.skipped else []
-            record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()), rows)
+            speed = self._speed(result, *watch.lap())
+            record.step(made, result, self._scalars(step), speed, rows)
+            for line in self._loader.news(speed.wait):
+                log.warning("%s", line)
+                record.say(line)
             log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
             if _due(made, config.eval.every) or (last and config.eval.at_end):
                 self.evaluate(made)
@@ -175,7 +184,14 @@ class Training:
             self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
+    def _open_ledger(self) -> Ledger:
+        group = self._engine.group
+        start = group.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
+        return Ledger(self._folder, group.rank, group.size, self.first, start)
+
     def _save(self, made: int) -> None:
+        if self._ledger is not None:
+            self._ledger.flush()
         group, keep = self._engine.group, self._config.checkpoint.keep
         random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
         own = self._split.own(self._place.rank)
@@ -201,6 +217,7 @@ class Training:
             self.record.say(f"  {name}: {value}")
         for line in facts.updates:
             self.record.say(f"  {line}")
+        self.record.say(f"  loading: {self._loader.facts()}")
         if self.first:
             self.record.say(f"continuing after step {self.first}")
 
@@ -212,7 +229,7 @@ class Training:
         return {**start, **device, "world_size": self._place.world_size, "data": self._about}
 
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
-        unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")
+        unit = next((name for name in result.work if name not in ("rows", "flops", "masked")), "rows")
         peak = peak_flops(self._facts.device, self._config.train.precision)
         # A frozen matrix gets no gradient, so with adapters there are fewer than the task counts.
         flops = 0.0 if self._config.adapter else result.work.get("flops", 0.0)
@@ -221,6 +238,8 @@ class Training:
 
     def _close(self) -> None:
         self._loader.close()
+        if self.held_out is not None:
+            self.held_out.close()
         self._engine.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,11 @@ from unisono.config.schema import RunConfig
 from unisono.data import lanes as lanes_
 from unisono.data.blocks import Blocks, CachedBlocks
 from unisono.data.lanes import ONE, Lanes
-from unisono.data.loader import check_draws
+from unisono.data.loader import Measured, check_draws
+from unisono.data.making import refuse_mask
 from unisono.data.mixture import Joined, Mixture
 from unisono.data.order import Order
+from unisono.data.packed import PackedPlan
 from unisono.data.plan import Plan, Stream, StreamPlan
 from unisono.errors import ConfigError, DataError
 from unisono.keys import key
@@ -42,9 +43,12 @@ def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) 
         capacity = 2 if config is None else _open_blocks(sources, config, world_size)
         sources = {n: CachedBlocks(one, capacity) if hasattr(one, "read_block") else one for n, one in sources.items()}
     mixture = None if config is None else config.data.mixture
+    mask = config is not None and config.data.on_error == "mask"
+    if mask:
+        refuse_mask(task)
     for name, one in sources.items():
         if mixture is None or any(w.get(name) for w in (mixture.weights, *(c.weights for c in mixture.changes))):
-            check_draws(task, one)  # the others are never read
+            check_draws(task, one, mask=mask)  # the others are never read
     return Joined(sources) if several else sources[""]
 
 
@@ -110,12 +114,10 @@ def _stream(source: Source, config: RunConfig, lanes: Lanes) -> Stream:
 
 def _packed(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
     """The plan of packed rows."""
-    lengths, capacity = getattr(source, "lengths", None), getattr(task, "capacity", None)
-    if lengths is None:
-        raise ConfigError("data.packing needs the lengths of the rows, which this source does not know")
-    packed = import_module("unisono.data.packed")
-    plan: Plan = packed.PackedPlan.of(stream, lengths, config.train, config.data, capacity=capacity, lanes=lanes)
-    return plan
+    lengths = getattr(source, "lengths", None)
+    if lengths is None:  # known only once samples are made
+        lengths = Measured(task, source, config.run.seed, mask=config.data.on_error == "mask")
+    return PackedPlan.of(stream, lengths, config.train, config.data, capacity=task.capacity, lanes=lanes)
 
 
 def _check_rows(source: Any, name: str) -> None:

@@ -228,10 +228,7 @@ class _Run:
 
     def open(self, facts: Facts) -> None:
         """Make engine and loader."""
-        data = self.config.data
-        self.loader = Loader(
-            self.task, self.source, self.plan, self.split, self.slot.rank, workers=data.workers, prefetch=data.prefetch
-        )
+        self.loader = Loader.of(self.task, self.source, self.plan, self.split, self.slot, self.config)
         self.engine = RecordingEngine(self.task, self.config, self.place, self.group, self.split)
         self.engine._carry = Carry(self.split, self.slot.rank, self.engine._device)
         self.engine.folder = folder_of(self.root, self.case.name)
@@ -250,6 +247,8 @@ class _Run:
         """Let go of both."""
         if hasattr(self, "loader"):
             self.loader.close()
+        if self.held_out is not None:
+            self.held_out.close()
         if hasattr(self, "engine"):
             self.engine.close()
 
