@@ -132,6 +132,13 @@ class Task(ABC):
         """The rows to evaluate on, or None for no evaluation."""
         return None
 
+    def preparation(self) -> dict[str, Any]:
+        """What `unisono data prepare` makes ahead, by source; the only one is called ''.
+
+        Each is a `unisono.data.prepare.Preparation`, and the folder that it is made in where no other is asked for.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes nothing ahead: it does not define preparation()")
+
     def sample(self, record: Any, rng: np.random.Generator) -> Any:
         """One record to one sample. `rng` is keyed by (seed, epoch, row), so augmentation is the same on any layout."""
         return record

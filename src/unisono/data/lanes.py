@@ -72,7 +72,8 @@ def count_of(asked: int | None, global_batch: int, world_size: int, blocks: int 
     if blocks is not None and lanes > blocks:
         raise ConfigError(
             f"data.lanes={lanes}, but there are {blocks} blocks to read: some lanes would have none. Use one of "
-            f"{[n for n in _divisors(global_batch) if n <= blocks]}, or data.shuffle=full"
+            f"{[n for n in _divisors(global_batch) if n <= blocks]}, or data.shuffle=full; of prepared data, "
+            f"`unisono data reshard DIR shards={lanes} out=DIR2` makes {lanes} blocks and more"
         )
     if lanes % world_size:
         others = [n for n in _divisors(global_batch) if n % world_size == 0 and (blocks is None or n <= blocks)]
@@ -80,6 +81,12 @@ def count_of(asked: int | None, global_batch: int, world_size: int, blocks: int 
             f"layout.world_size={world_size} does not divide the {lanes} lanes (data.lanes), and a lane is read by one "
             f"process. These world sizes do: {_divisors(lanes)}"
             + (f"; or, for a new run, data.lanes={' or '.join(map(str, others))}" if others else "")
+            + (
+                f"; or, as there are but {blocks} blocks to deal to them, of prepared data `unisono data reshard DIR "
+                f"shards={world_size} out=DIR2`"
+                if blocks is not None and blocks < world_size
+                else ""
+            )
         )
     return lanes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.language import settings, tokens
-from unisono.recipes.language.tokens import Rows, Tokenizer, TokenStore
-from unisono.task import Batch, Context, Loss, Task
+from unisono.data.mixture import Joined
+from unisono.recipes.language import library, settings
+from unisono.recipes.language.library import Library
+from unisono.recipes.language.tokenise import Tokenizer
+from unisono.task import Batch, Context, Loss, Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono.data.prepare import Preparation
     from unisono.recipes.language.kernels import Kernels
     from unisono.recipes.language.packed import PackedRow
 
@@ -38,18 +41,28 @@ class Language(Task):
 
     config: settings.LanguageConfig
     model_config: settings.FromConfig | settings.Pretrained
-    data_config: settings.Documents
+    data_config: settings.Documents | settings.Prepared
 
     # data -------------------------------------------------------------------------------------------------------
 
-    def data(self) -> Rows:
-        """Rows of the training documents; whole documents where rows are packed, which cuts them itself."""
+    def data(self) -> Source | Mapping[str, Source]:
+        """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
         _ = self._flops  # now, before threads ask for it: while a model is made, torch's default dtype is another
-        return Rows(self.store, self._split[0], None if self._packs else self.config.sequence)
+        rows: dict[str, Source] = self.library.training(whole=self._packs)
+        return rows.get(library.ONE, rows)
 
-    def held_out(self) -> Rows | None:
-        """Rows of the documents kept apart."""
-        return Rows(self.store, self._split[1], self.config.sequence) if len(self._split[1]) else None
+    def held_out(self) -> Source | None:
+        """Rows of the documents kept apart, those of one corpus after those of another."""
+        parts = self.library.held_out()
+        return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
+
+    def sample(self, record: Any, rng: np.random.Generator) -> NDArray[np.int64]:
+        """A row as tokens: it is them already, unless documents are tokenised on the fly."""
+        return self.library.sample(record) if isinstance(record, str) else np.asarray(record)
+
+    def preparation(self) -> dict[str, tuple[Preparation, Path]]:
+        """The corpora, to be tokenised ahead."""
+        return library.preparations(self.data_config, self._tokenizer_of_model)
 
     @property
     def capacity(self) -> int:  # type: ignore[override]
@@ -212,6 +225,7 @@ class Language(Task):
         from unisono.recipes.language import model as models
 
         models.check(self.model_config, self.tokenizer.size)
+        self.library.check()
         if self._packs:
             packed.check(self._skeleton)
         if self._router_weights:
@@ -225,19 +239,8 @@ class Language(Task):
         return self._kernels.described
 
     def facts(self) -> dict[str, Any]:
-        """Sizes of the corpus, its fingerprint, and the loss of a model that knows only how frequent tokens are.
-
-        That loss is of the held-out documents; where there are none, it is left out.
-        """
-        manifest, held = self.store.manifest, self._split[1]
-        entropy = {"unigram_entropy": round(tokens.unigram_entropy(self.store, held), 4)} if len(held) else {}
-        kept = {name: manifest[name] for name in ("files", "documents", "empty", "tokens", "ignored")}
-        return {
-            **kept,
-            "vocabulary": self.tokenizer.size,
-            **entropy,
-            "fingerprint": manifest["sha256"],
-        }
+        """Sizes of the corpora, and the loss of a model that knows only how frequent tokens are."""
+        return self.library.facts()
 
     def save_assets(self, directory: Path) -> None:
         """The tokenizer and the model's configuration, so that the run can be used without its corpus."""
@@ -255,18 +258,20 @@ class Language(Task):
         model = shrunk(self.model_config, self.tokenizer.size, limit)
         if model is None:
             return None
-        tokenizer = self.data_config.tokenizer or getattr(self.model_config, "path", None)
-        return Language(self.config, model=model, data=self.data_config.model_copy(update={"tokenizer": tokenizer}))
+        data = self.data_config
+        if isinstance(data, settings.Documents):
+            data = data.model_copy(update={"tokenizer": data.tokenizer or self._tokenizer_of_model})
+        return Language(self.config, model=model, data=data)
 
     @cached_property
-    def store(self) -> TokenStore:
-        """The tokenised corpus."""
-        return tokens.prepare(self.data_config, self._given_tokenizer())
+    def library(self) -> Library:
+        """The documents."""
+        return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the corpus was tokenised with."""
-        return self.store.tokenizer
+        """The tokenizer of the documents."""
+        return self.library.tokenizer
 
     @cached_property
     def _flops(self) -> tuple[float, float]:
@@ -293,18 +298,12 @@ class Language(Task):
         return kernels.choose(self.model_config, self._skeleton, "cpu", "fp32")
 
     @cached_property
-    def _split(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return tokens.split(self.store, self.data_config.held_out)
-
-    @cached_property
     def _chunked(self) -> bool:
         """Whether the head can be applied chunk by chunk; `build` has asked its model already."""
         from unisono.recipes.language import model as models
 
         return models.head_is_linear(models.untrained(self.model_config, self.tokenizer.size))
 
-    def _given_tokenizer(self) -> Tokenizer | None:
-        path = self.data_config.tokenizer
-        if path is None and isinstance(self.model_config, settings.Pretrained):
-            path = self.model_config.path
-        return None if path is None else tokens.tokenizer_from(path)
+    @property
+    def _tokenizer_of_model(self) -> Path | None:
+        return self.model_config.path if isinstance(self.model_config, settings.Pretrained) else None
