@@ -27,7 +27,7 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
     "unisono.task", "unisono.config.base", "unisono.config.data", "unisono.config.schema", "unisono.errors",
-    "unisono.keys", "unisono.data.order",
+    "unisono.keys", "unisono.data.order", "unisono.data.sources",
     "unisono.launch.reload",
 )  # fmt: skip
 MODULES = {

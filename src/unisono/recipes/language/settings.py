@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from unisono.config.base import NonNegative, Settings
 from unisono.config.data import Data
@@ -83,11 +84,14 @@ class Embedded(Documents):
     kind: Literal["embedded"]
 
 
+Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
+
+
 class Corpus(Documents):
     """Documents from files."""
 
     kind: Literal["corpus"]
-    path: Path | list[Path] = Field(description="file or directory, or a list of them")
+    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
     pattern: str = Field("*", description="glob that file names must match")
     column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
     split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")

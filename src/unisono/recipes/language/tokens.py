@@ -22,10 +22,10 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from unisono.data.order import Shuffle
+from unisono.data.sources import File, Found
 from unisono.errors import DataError
 from unisono.keys import key
 from unisono.recipes.language import documents
-from unisono.recipes.language.documents import DocumentFile, Found
 from unisono.recipes.language.settings import Corpus, Documents
 
 END = "<|endoftext|>"
@@ -208,10 +208,7 @@ def _found(config: Documents) -> Found:
 
 def _address(config: Documents, found: Found, given: Tokenizer | None) -> str:
     """What the cache entry is called: everything that decides its content."""
-    described = []
-    for file in found.files:
-        status = file.path.stat()
-        described.append([file.name, file.format, status.st_size, status.st_mtime_ns])
+    described = [[file.name, file.format, file.size, file.stamp] for file in found.files]
     how: Any = config.vocab_size
     if given is not None:
         how = [hashlib.sha256(given.path.read_bytes()).hexdigest(), given.first, given.last]
@@ -291,7 +288,7 @@ def _train(config: Documents, found: Found) -> Any:
     return engine
 
 
-def _batches(config: Documents, files: Sequence[DocumentFile]) -> Iterator[list[str]]:
+def _batches(config: Documents, files: Sequence[File]) -> Iterator[list[str]]:
     batch: list[str] = []
     for file in files:
         for text in documents.read(file, *_how_to_read(config)):
