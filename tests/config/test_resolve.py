@@ -395,8 +395,8 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    for name in [name for name in sys.modules if name.startswith("unisono.recipes.language")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in [n for n in sys.modules if n.startswith(("unisono.recipes.language", "unisono.data.sources"))]:
+        monkeypatch.delitem(sys.modules, name)  # another test may have imported them while pyarrow was there
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         ConfigError, match=r"^language needs the package 'pyarrow.*': pip install 'unisono\[language\]'$"
