@@ -192,9 +192,7 @@ def main() -> None:
     sets: dict[str, Any] = {"lognormal lengths": lognormal(arguments.documents)}
     if arguments.texts:
         sets["texts"] = of_texts(arguments.texts)
-    head = (
-        "| units a row | way | documents | documents a second | of the fastest peer's | padding | bins over the bound "
-    )
+    head = "| tokens a row | way | documents | documents a second | times the peers | padding | rows over the bound "
     text = []
     for name, lengths in sets.items():
         about = f"{len(lengths):,} documents, median {np.median(lengths):,.0f}, mean {lengths.mean():,.0f} tokens"
