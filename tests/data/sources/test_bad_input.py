@@ -177,7 +177,9 @@ def test_types_say_what_they_know() -> None:
         ("number", 2**70, True), ("int", 2**70, False), ("bytes", "x", False), ("list<list<int>>", [[1]], True),
         ("list<int>", [1, True], False), ("list<int>", [], True),
         ("list<text>", ["a", None], False), ("list<int>", [1, None], False),
-        ("list<int?>", [1, None], True),
+        ("list<int?>", [1, None], True), ("list<uint64>", [2**64 - 1, 0], True), ("list<uint64>", [2**64], False),
+        ("list<int64>", [2**63], False), ("list<bool>", [True], True), ("list<list<int>>", [[1.5]], False),
+        ("list<struct>", [{"x": 1}], True), ("list<list<int?>>", [[1, None]], True),
     ],
 )  # fmt: skip
 def test_json_is_held_to_its_types_line_by_line(tmp_path: Path, kind: str, value: Any, taken: bool) -> None:
