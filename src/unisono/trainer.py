@@ -151,7 +151,7 @@ class Training:
             if self._ledger is not None:
                 self._ledger.step(step, micro_batches)
             made, last = step + 1, step + 1 == total
-            rows = self.plan.taken(step, range(self.plan.rows(step))).rows.tolist() if result.skipped else []
+            rows = self._rows_of(micro_batches) if result.skipped else []
             speed = self._speed(result, *watch.lap())
             record.step(made, result, self._scalars(step), speed, rows)
             for line in self._loader.news(speed.wait):
@@ -183,6 +183,11 @@ class Training:
             began = perf_counter()
             self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
+
+    def _rows_of(self, batches: list[MicroBatch]) -> list[int]:
+        """The source rows of a step, of all processes in the order of the global batch."""
+        own = [row for micro in batches if not micro.idle for row in micro.rows.tolist()]
+        return [row for rows in self._engine.group.gather(own, "the rows of an update left out") for row in rows]
 
     def _open_ledger(self) -> Ledger:
         group = self._engine.group
