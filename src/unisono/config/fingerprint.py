@@ -18,7 +18,7 @@ from unisono.config.schema import RunConfig
 _HARMLESS = (
     "layout", "eval", "checkpoint", "observe", "launch", "run.name", "run.dir", "run.resume", "run.allow_change",
     "train.guard_every", "optim.implementation",
-    "data.workers", "data.worker_kind", "data.prefetch", "data.prefetch_mb", "data.cache",
+    "data.workers", "data.worker_kind", "data.prefetch", "data.prefetch_mb", "data.cache", "data.verify",
 )  # fmt: skip
 
 

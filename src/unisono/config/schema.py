@@ -27,6 +27,7 @@ EVENT_NAMES = frozenset(
         "mfu",
         "skipped",
         "skipped_rows",
+        "masked",
         "recompiled",
     }
 )

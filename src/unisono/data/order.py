@@ -12,7 +12,9 @@ False
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,19 +39,37 @@ class Shuffle:
 
     def __call__(self, index: Indices) -> Indices:  # (n,) -> (n,)
         """The elements at these places; `index` must lie in `0..size-1`."""
-        half = max(1, (max(self.size - 1, 1).bit_length() + 1) // 2)
-        mask = np.uint64((1 << half) - 1)
-        keys = [np.uint64(key(self.key, "round", number)) for number in range(_ROUNDS)]
-        result = np.array(index, dtype=np.uint64)
-        walking = np.ones(result.shape, dtype=bool)
-        while walking.any():
-            value = result[walking]
-            left, right = value >> np.uint64(half), value & mask
-            for round_key in keys:
-                left, right = right, left ^ (_mix(right ^ round_key) & mask)
-            result[walking] = (left << np.uint64(half)) | right
-            walking[walking] = result[walking] >= self.size
-        return result.astype(np.int64)
+        return shuffled(index, np.zeros(np.shape(index), dtype=np.int64), [self])
+
+    @property
+    def half(self) -> int:
+        """Half the bits of the power of two."""
+        return max(1, (max(self.size - 1, 1).bit_length() + 1) // 2)
+
+
+def shuffled(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Indices:  # (n,), (n,) -> (n,)
+    """The elements at these places, each of the permutation `which` names: of many, in one pass."""
+    keys = np.array([_round_keys(shuffle.key) for shuffle in shuffles], dtype=np.uint64)  # (permutations, rounds)
+    half = np.array([shuffle.half for shuffle in shuffles], dtype=np.uint64)
+    size = np.array([shuffle.size for shuffle in shuffles], dtype=np.uint64)
+    result = np.array(index, dtype=np.uint64)
+    walking = np.arange(len(result))
+    while len(walking):
+        one = which[walking] if len(shuffles) > 1 else slice(None)  # of a single one, numbers stay as they are
+        bits, value = half[one], result[walking]
+        mask = (np.uint64(1) << bits) - np.uint64(1)
+        left, right = value >> bits, value & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right ^ keys[one, number]) & mask)
+        value = (left << bits) | right
+        result[walking] = value
+        walking = walking[value >= size[one]]
+    return result.astype(np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _round_keys(address: int) -> tuple[int, ...]:
+    return tuple(key(address, "round", number) for number in range(_ROUNDS))
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -83,11 +103,9 @@ class Order:
         places = positions % self.size
         if not self.shuffle:
             return places
-        epochs, rows = self.epochs(positions), np.empty_like(places)
-        for epoch in np.unique(epochs):  # one or two: a batch straddles at most a few epochs
-            here = epochs == epoch
-            rows[here] = Shuffle(self.size, key(self.seed, "shuffle", int(epoch)))(places[here])
-        return rows
+        epochs, which = np.unique(self.epochs(positions), return_inverse=True)  # mostly one or two
+        addresses = [key(self.seed, "shuffle", epoch) for epoch in epochs.tolist()]
+        return shuffled(places, which.reshape(-1), [Shuffle(self.size, address) for address in addresses])
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """How often the whole source was passed before these positions."""
