@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from unisono.config.data import Data
     from unisono.config.schema import RunConfig
     from unisono.data.order import Order
+    from unisono.data.sources import open_source
     from unisono.errors import UnisonoError
     from unisono.launch.reload import load_model, load_weights
     from unisono.launch.start import train
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "load_model",
     "load_weights",
+    "open_source",
     "train",
 ]
 
@@ -49,6 +51,7 @@ _HOME = {
     "UnisonoError": "unisono.errors",
     "load_model": "unisono.launch.reload",
     "load_weights": "unisono.launch.reload",
+    "open_source": "unisono.data.sources",
     "train": "unisono.launch.start",
 }
 

@@ -56,25 +56,27 @@ class Reader:
         self._file, self._wanted = file, wanted
         digest = hashlib.blake2b(digest_size=16)
         with reading(file), file.open() as source:
-            self._messages = list(_messages(file, source, digest))
-            self._schema = pa.ipc.read_schema(pa.py_buffer(_read(source, self._messages[0])))
-            self._content = None
-        if not is_remote(file.path):
-            self._content = file.content()
-        self.schema = self._schema
+            messages = list(_messages(file, source, digest))
+            self.schema = pa.ipc.read_schema(pa.py_buffer(_read(source, messages[0].first, messages[0].last)))
+            self._content = None if is_remote(file.path) else file.content()
         wanted.check(file.path, self.schema)
-        self._batches = [message for message in self._messages if message.kind == _BATCH]
-        self._firsts = np.cumsum([0, *(message.rows for message in self._batches)])
-        self.rows = np.array([message.rows for message in self._batches], dtype=np.int64)
-        self.digest = digest.hexdigest()
+        batches = [message for message in messages if message.kind == _BATCH]
+        self._head = messages[0]
+        self._dictionaries = [message for message in messages if message.kind == _DICTIONARY]
+        self._begin = np.array([message.first for message in batches], dtype=np.int64)
+        self._end = np.array([message.last for message in batches], dtype=np.int64)
+        self._compressed = any(message.compressed for message in batches)
+        self.rows = np.array([message.rows for message in batches], dtype=np.int64)
+        self._firsts = np.cumsum([0, *self.rows])
+        self.digest, self.weight = digest.hexdigest(), 64 * len(messages)
         self._names = list(wanted.columns or self.schema.names)
-        self._check_nulls()
+        self._check_nulls(batches)
 
     def block(self, number: int) -> TableBlock:
         """A record batch."""
         with reading(self._file):
             batch = self._batch(number, self._names)
-        mapped = self._content is not None and not self._batches[number].compressed
+        mapped = self._content is not None and not self._compressed
         first = int(self._firsts[number])
         return TableBlock(batch, self._file.path, first, self._wanted, 0 if mapped else batch.nbytes)
 
@@ -88,24 +90,24 @@ class Reader:
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
 
     def _batch(self, number: int, names: list[str]) -> Any:
-        message = self._batches[number]
-        before = [m for m in self._messages if m.first < message.first and m.kind == _DICTIONARY]
-        if self._content is not None and not before and not message.compressed:
-            body = self._content.slice(message.first, message.last - message.first)
-            return pa.ipc.read_record_batch(body, self._schema).select(names)
+        first, last = int(self._begin[number]), int(self._end[number])
+        before = [message for message in self._dictionaries if message.first < first]
+        if self._content is not None and not before and not self._compressed:
+            return pa.ipc.read_record_batch(self._content.slice(first, last - first), self.schema).select(names)
         with self._file.open() as source:  # a stream of nothing but what this batch needs
-            parts = [_read(source, part) for part in (self._messages[0], *before, message)]
-        chosen = [self._schema.get_field_index(name) for name in names]
+            needed = [(part.first, part.last) for part in (self._head, *before)]
+            parts = [_read(source, *part) for part in (*needed, (first, last))]
+        chosen = [self.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=sorted(chosen))
         with pa.ipc.open_stream(pa.BufferReader(b"".join(parts)), options=options) as reader:
             return reader.read_next_batch().select(names)
 
-    def _check_nulls(self) -> None:
+    def _check_nulls(self, batches: list[Message]) -> None:
         """Refuse nulls where none may be, as far as the heads tell: for whole columns."""
-        nodes = np.cumsum([0, *(_nodes(field.type) for field in self._schema)])
+        nodes = np.cumsum([0, *(_nodes(field.type) for field in self.schema)])
         for steps in self._wanted.without_nulls:
-            node = int(nodes[self._schema.get_field_index(steps[0])]) if steps[0] in self._schema.names else -1
-            for number, message in enumerate(self._batches):
+            node = int(nodes[self.schema.get_field_index(steps[0])]) if steps[0] in self.schema.names else -1
+            for number, message in enumerate(batches):
                 if len(steps) == 1 and 0 <= node < len(message.nulls) and message.nulls[node]:
                     for _ in self.block(number):  # finds the row, and raises
                         pass
@@ -121,12 +123,12 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[Message]:
     at, kind = 8 if framed else 0, 0
     while True:
         source.seek(at)
-        head = source.read(8)
-        size, start = (struct.unpack("<i", head[4:])[0], 8) if head[:4] == b"\xff" * 4 else (-1, 4)
-        if size < 0 and len(head) >= 4:  # before Arrow 0.15, without the first mark
-            size = struct.unpack("<i", head[:4])[0]
-        if len(head) < 4:
+        head = bytes(source.read(8))
+        marked = head[:4] == b"\xff" * 4  # Arrow before 0.15 had no such mark
+        start = 8 if marked else 4
+        if len(head) < start:
             raise _damaged(file, "it is cut off: a stream ends with a mark, and there is none" if at else "it is empty")
+        size = struct.unpack("<i", head[start - 4 : start])[0]
         if size == 0 and kind:
             return
         if size <= 0 or at + start + size > file.size:
@@ -194,9 +196,9 @@ class _Table:
         return at + int(struct.unpack_from("<I", self._content, at)[0])
 
 
-def _read(source: Any, message: Message) -> bytes:
-    source.seek(message.first)
-    return bytes(source.read(message.last - message.first))
+def _read(source: Any, first: int, last: int) -> bytes:
+    source.seek(first)
+    return bytes(source.read(last - first))
 
 
 def _nodes(kind: Any) -> int:

@@ -6,7 +6,7 @@ with a `?` behind it where nulls are allowed. A field of a struct has a name wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,22 @@ class Type:
         """Whether a value of JSON can be it."""
         if value is None:
             return self.nulls
-        if self.word == "list":
-            return isinstance(value, list) and (self.item is None or all(map(self.item.takes, value)))
-        if self.word.startswith(("int", "uint")):
-            limits = np.iinfo("int64" if self.word == "int" else self.word)
-            return type(value) is int and limits.min <= value <= limits.max
-        return type(value) in _TAKES.get(self.word, (int, float))
+        if self.word != "list":
+            return self._takes_all([value])
+        if not isinstance(value, list) or self.item is None or not value:
+            return isinstance(value, list)
+        if self.item.word == "list" or self.item.nulls:
+            return all(map(self.item.takes, value))
+        return self.item._takes_all(value)
+
+    def _takes_all(self, values: list[Any]) -> bool:
+        """Whether none of these values of JSON is of another type, or out of range."""
+        if not set(map(type, values)) <= set(_TAKES.get(self.word, (int, float))):
+            return False
+        if not self.word.startswith(("int", "uint")):
+            return True
+        limits = np.iinfo("int64" if self.word == "int" else self.word)
+        return bool(limits.min <= min(values) and max(values) <= limits.max)
 
     def made(self, value: Any) -> Any:
         """A value of JSON as the other formats give it: lists of numbers are arrays."""
@@ -143,7 +153,10 @@ _FITS = {
     "number": lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind),
     "struct": pa.types.is_struct,
 }
-_TAKES: dict[str, tuple[type, ...]] = {"text": (str,), "bytes": (), "bool": (bool,), "struct": (dict,)}
+_TAKES: dict[str, tuple[type, ...]] = {
+    "text": (str,), "bytes": (), "bool": (bool,), "struct": (dict,),
+    **{word: (int,) for word in _WORDS if word.startswith(("int", "uint"))},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -206,7 +219,7 @@ class Wanted:
                     "written, or choose another column"
                 )
 
-    def check_nulls(self, where: str, record: Mapping[str, Any]) -> None:
+    def check_nulls(self, where: Callable[[], str], record: Mapping[str, Any]) -> None:
         """Refuse a null where none may be.
 
         Raises:
@@ -218,7 +231,7 @@ class Wanted:
                 value = value.get(step) if isinstance(value, Mapping) else None
             if value is None:
                 raise DataError(
-                    f"{where}: column '{'.'.join(steps)}' is null{self.hint}; take the row out, or allow nulls "
+                    f"{where()}: column '{'.'.join(steps)}' is null{self.hint}; take the row out, or allow nulls "
                     "(a type with ? behind it)"
                 )
 

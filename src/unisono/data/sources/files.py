@@ -7,6 +7,7 @@ takes nothing along but names and sizes, and opens what it needs when it needs i
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from unisono.data.sources import arrow, index, lines, npy, parquet
+from unisono.data.sources import arrow, copies, index, lines, npy, parquet
 from unisono.data.sources.cache import Cache
 from unisono.data.sources.expect import Type, Wanted, alike, is_list, is_number, plain
 from unisono.data.sources.search import Found, Place, find
-from unisono.data.sources.storage import DEADLINE, File, Where, options, reading
+from unisono.data.sources.storage import DEADLINE, File, Where, options
 from unisono.errors import ConfigError, DataError, nearest
 
 Duplicates = Literal["refuse", "allow"]
-_OPEN = 256  # files that stay open: their maps, footers and indices, no handles
-_ENDS = 1 << 16  # bytes at either end of a file that its digest covers
+_OPEN = 256e6  # bytes of files that stay open: their maps, footers and indices, no handles
+_EACH = 16384.0  # bytes of one at least, so that there are no more maps than a system allows
 _AT_ONCE = 16  # files that are looked at together before the start
 _LENGTH = "length"  # the column of lengths that is looked for
 
@@ -48,8 +49,10 @@ class Reader(Protocol):
         schema: of all its columns, a `pyarrow.Schema`.
         rows: of each block, (blocks,).
         digest: of what the format says of its content.
+        weight: bytes of memory that it takes while it is open.
     """
 
+    weight: int
     schema: Any
     rows: NDArray[np.int64]
     digest: str
@@ -113,7 +116,7 @@ def open_source(
     wanted = Wanted.of(asked, expect, separator)
     where = Where(options(storage), deadline)
     found = find(paths, pattern, split, format=format, where=where, duplicates=duplicates, key=key)
-    return Files(found, wanted, bare=isinstance(columns, str), duplicates=duplicates, cache_mb=cache_mb, key=key)
+    return Files(found, wanted, bare=isinstance(columns, str), cache_mb=cache_mb, key=key)
 
 
 def records(file: File, wanted: Wanted) -> Iterator[dict[str, Any]]:
@@ -159,7 +162,6 @@ class Files:
         wanted: Wanted,
         *,
         bare: bool = False,
-        duplicates: Duplicates = "refuse",
         cache_mb: float = 256.0,
         key: str = "data.path",
     ) -> None:
@@ -177,24 +179,26 @@ class Files:
         self.shards, self.ignored = tuple(filled), (*found.ignored, *empty)
         schemas = [(shard.file, schema) for shard, schema in seen if shard.rows.sum()]
         _check_alike(schemas, wanted)
-        if duplicates == "refuse":
-            _check_different(self.shards)
         self.schema = schemas[0][1]
         self.blocks: NDArray[np.int64] = np.concatenate([shard.rows for shard in self.shards])
         self._ends = np.cumsum(self.blocks)
+        self._size = int(self._ends[-1])
         self._first_block = np.cumsum([0, *(len(shard.rows) for shard in self.shards)])
         said = "\n".join(f"{shard.rows.sum()} {shard.digest}" for shard in self.shards)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._size
 
     def __getitem__(self, row: int) -> Any:
         """A record: a dict of the columns, or the value of the only one."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        block = int(np.searchsorted(self._ends, row, side="right"))
+        block = int(self._ends.searchsorted(row, side="right"))
         return self._given(self._block(block)[int(row) - int(self._ends[block] - self.blocks[block])])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._given(record) for block in range(len(self.blocks)) for record in self._block(block))
 
     def read_block(self, block: int) -> list[Any]:
         """All records of a block, in order."""
@@ -261,8 +265,10 @@ class Files:
         return next(iter(record.values())) if self._bare else record
 
     def _block(self, block: int) -> Block:
-        shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        shard = int(self._first_block.searchsorted(block, side="right")) - 1
         number = block - int(self._first_block[shard])
+        if self._process != os.getpid():  # after a fork: a thread that is not here may have held a lock
+            self._fresh()
         return self._blocks.get(block, lambda: self._reader(shard).block(number))
 
     def _reader(self, shard: int) -> Reader:
@@ -273,15 +279,14 @@ class Files:
 
     def _look(self, file: File) -> tuple[Shard, Any]:
         reader = self._opened(file)
-        digest = hashlib.blake2b(f"{file.size} {reader.digest} ".encode(), digest_size=16)
-        with reading(file):
-            digest.update(file.range(0, min(_ENDS, file.size)))
-            digest.update(file.range(max(_ENDS, file.size - _ENDS), file.size) if file.size > _ENDS else b"")
+        digest = hashlib.blake2b(reader.digest.encode(), digest_size=16)
+        digest.update(copies.ends(file))
         return Shard(file, reader.rows, digest.hexdigest()), reader.schema
 
     def _fresh(self) -> None:
+        self._process = os.getpid()
         self._blocks: Cache[Block] = Cache(self._budget, weigh=lambda block: block.weight + 1024.0)
-        self._readers: Cache[Reader] = Cache(_OPEN)
+        self._readers: Cache[Reader] = Cache(_OPEN, weigh=lambda reader: reader.weight + _EACH)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_blocks", "_readers")}
@@ -311,14 +316,3 @@ def _check_alike(schemas: Sequence[tuple[File, Any]], wanted: Wanted) -> None:
                     f"column '{name}' is {one} in {first.path} and {two} in {file.path}; write all files with the same "
                     "types, or open them as sources of their own"
                 )
-
-
-def _check_different(shards: Sequence[Shard]) -> None:
-    """Refuse a file with the content of another. Text files that are one document may well be alike."""
-    seen: dict[str, File] = {}
-    for shard in shards:
-        if shard.file.format != "text" and (other := seen.setdefault(shard.digest, shard.file)) is not shard.file:
-            raise DataError(
-                f"{shard.file.path} has the content of {other.path}, so their rows would be there twice; remove one, "
-                "or allow duplicates (open_source(duplicates='allow'))"
-            )

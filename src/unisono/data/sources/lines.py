@@ -61,8 +61,12 @@ class Block:
         return len(self._starts)
 
     def __getitem__(self, row: int) -> Record:
-        begin, first, last = int(self._starts[0]), int(self._starts[row]), int(self._ends[row])
-        return self._made(bytes(self._content[first - begin : last - begin]), first)
+        return self._made(self.content(row), int(self._starts[row]))
+
+    def content(self, row: int) -> bytes:
+        """The bytes of a row."""
+        begin = int(self._starts[0])
+        return bytes(self._content[int(self._starts[row]) - begin : int(self._ends[row]) - begin])
 
     def __iter__(self) -> Iterator[Record]:
         return (self[row] for row in range(len(self)))
@@ -75,7 +79,7 @@ class Whole:
         self._file, self._wanted = file, wanted
         self.schema = pa.schema([(_column(wanted), pa.string())])
         self.rows = np.ones(1, dtype=np.int64)
-        self.digest = ""
+        self.digest, self.weight = "", 0
 
     def block(self, number: int) -> Block:
         """The document."""
@@ -109,6 +113,7 @@ class Reader:
         firsts = np.unique(np.searchsorted(self._starts, stretches))
         self._firsts = firsts[firsts < len(self._starts)]
         self.rows: NDArray[np.int64] = np.diff([*self._firsts, len(self._starts)])
+        self.weight = self._starts.nbytes * self._starts.flags.owndata  # or mapped
         self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
         self.schema = pa.schema([(_column(wanted), pa.string())]) if self._text else self._sampled()
 
@@ -162,15 +167,15 @@ class Reader:
 
         A single bad line is left to whoever reads it, who may be allowed to leave it out.
         """
-        free = Wanted()
         good: list[Record] = []
         fault: DataError | None = None
-        for row in range(min(_SAMPLE, len(self._starts))):
+        if not len(self.rows):
+            return pa.schema([])
+        head = self._rows(0, min(_SAMPLE, int(self.rows[0])))
+        for row in range(len(head)):
             try:
-                content, first = self._rows(row, row + 1), int(self._starts[row])
-                _ = content[0]
-                line = bytes(content._content).partition(b"\n")[0]
-                good.append(record(line, free, lambda first=first: self._line(first)))  # type: ignore[misc]
+                _ = head[row]
+                good.append(json.loads(head.content(row).partition(b"\n")[0]))
             except DataError as error:
                 fault = fault or error
         if fault is not None and not good:
@@ -222,7 +227,7 @@ def record(line: bytes, wanted: Wanted, where: Callable[[], str]) -> Record:
             raise DataError(f"{where()} has no key '{name}', {nearest(name, made)}{wanted.hint}")
         value = inside[last]
         if value is None and not kind.nulls:
-            wanted.check_nulls(where(), made)
+            wanted.check_nulls(where, made)
         if not kind.takes(value):
             raise DataError(f"{where()}: '{name}' is of type {type(value).__name__}, not {kind}{wanted.hint}")
         inside[last] = kind.made(value)

@@ -121,6 +121,7 @@ class Reader:
         self._per_block = max(1, _BLOCK // max(1, found.row))
         whole, rest = divmod(found.shape[0], self._per_block)
         self.rows = np.array([self._per_block] * whole + [rest] * (rest > 0), dtype=np.int64)
+        self.weight = self.rows.nbytes
         self.digest = f"{found.shape} {found.dtype.descr}"
 
     def block(self, number: int) -> Block:

@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from unisono.data.sources import copies
 from unisono.data.sources.storage import File, Where, asked, is_remote, told
 from unisono.errors import DataError
 
@@ -57,11 +58,11 @@ def find(
         format: of all files, whatever their endings.
         formats: that are wanted; files of others are passed over.
         where: how remote places are reached.
-        duplicates: of a file that is found twice.
+        duplicates: of a file that is found twice, or with the content of another.
         key: the setting that holds the paths, for errors.
 
     Raises:
-        DataError: for a path that does not exist, a file that is found twice, or where nothing can be read.
+        DataError: for a path that does not exist, a file that is there twice, or where nothing can be read.
     """
     given = [paths] if isinstance(paths, str | PathLike) else list(paths)
     files: list[File] = []
@@ -83,14 +84,8 @@ def find(
             f"{wanted}, and others are read as text where data.pattern names them"
             + (f"; passed over: {', '.join(ignored[:5])}" if ignored else "")
         )
-    seen: set[str] = set()
-    for file in files:
-        if file.path in seen and duplicates == "refuse":
-            raise DataError(
-                f"{key}: {file.path} is there twice, so its rows would be, too; name it once, or allow duplicates "
-                "(open_source(duplicates='allow'))"
-            )
-        seen.add(file.path)
+    if duplicates == "refuse":
+        copies.refuse(files, key)
     return Found(tuple(files), tuple(ignored))
 
 
@@ -165,8 +160,10 @@ class _Remote:
             return asked(f"{self.url}/{name}", self.where, lambda system, path: bytes(system.cat_file(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except DataError:  # servers of web pages answer what they like where nothing is
-            return None
+        except DataError:
+            if self.url.startswith("http"):  # servers of web pages answer what they like where nothing is
+                return None
+            raise
 
 
 def _plain(path: str) -> str:
