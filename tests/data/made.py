@@ -208,3 +208,10 @@ def same(mine: list[list[MicroBatch]], theirs: list[list[MicroBatch]]) -> None:
             assert b.made is not None
             assert a.made.masked == b.made.masked
             assert a.made.contents.tolist() == b.made.contents.tolist()
+
+
+class Everything(WithBad):
+    """Two sources, of which some rows are bad."""
+
+    def data(self) -> Any:
+        return {"a": np.arange(SIZE), "b": np.arange(100, 100 + SIZE)}

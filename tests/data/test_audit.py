@@ -59,7 +59,7 @@ def _lines(folder: Path, rank: int = 0) -> list[str]:
 
 
 def _write(folder: Path, lines: list[str], rank: int = 0, *, chained: bool = False) -> None:
-    """Lines in place of those of a rank; with digests as if they had been written so, where whoever did it is thorough."""
+    """Lines in place of those of a rank; with digests that fit them, where whoever did it is thorough."""
     chain, done = "", []
     for line in lines:
         body = line.rpartition(',"chain":"')[0] + "}"
@@ -74,7 +74,7 @@ def _edited(line: str, **values: Any) -> str:
     return json.dumps({**found, **values, "chain": chain}, separators=(",", ":"))
 
 
-# a run as it should be ------------------------------------------------------------------------------------------------
+# a run as it should be ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("worlds", [(1, 1, 1), (1, 2, 3), (6, 1, 2)])
@@ -129,7 +129,7 @@ def test_a_line_that_was_cut_off_by_a_crash_is_taken_back_and_the_run_goes_on(tm
     assert _audited(tmp_path, checkpoint=6).steps == 6
 
 
-# tampering --------------------------------------------------------------------------------------------------------------
+# tampering ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_bad_rows_that_have_been_mended_since_fail(run: Path) -> None:
     assert not report.passed
 
 
-# a whole run ------------------------------------------------------------------------------------------------------------
+# a whole run --------------------------------------------------------------------------------------------------------
 
 RECIPE = """
 import os
@@ -314,6 +314,21 @@ def test_a_run_keeps_a_ledger_that_its_audit_confirms(
     np.save(tmp_path / "rows.npy", rows)
     settings = yaml.safe_load((path / "config.yaml").read_text())
     settings["run"]["seed"] = 1
+    (path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert not audit(path, remake=0).passed
+
+
+def test_a_run_of_a_mixture_is_confirmed_and_another_mixture_is_not(recipe: str, tmp_path: Path) -> None:
+    with (tmp_path / "line.py").open("a") as file:
+        file.write("\n\nclass Two(Line):\n    def data(self):\n        rows = super().data()\n")
+        file.write("        return {'a': rows[:200], 'b': rows[200:]}\n")
+    weights = "data.mixture.weights={a: 1, b: 3}"
+    path = _train(recipe.replace(":Line", ":Two"), tmp_path, "train.steps=20", weights)
+    report = audit(path)
+    assert report.faults == []
+    assert (report.steps, report.samples + len(report.masked)) == (20, 240)
+    settings = yaml.safe_load((path / "config.yaml").read_text())
+    settings["data"]["mixture"]["weights"] = {"a": 3, "b": 1}
     (path / "config.yaml").write_text(yaml.safe_dump(settings))
     assert not audit(path, remake=0).passed
 

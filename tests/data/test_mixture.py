@@ -113,6 +113,13 @@ def test_counts_add_up_and_are_less_than_two_away_from_the_shares_however_far(as
         assert weight or not count
 
 
+@settings(max_examples=60, deadline=None)
+@given(one=st.integers(1, 999), other=st.integers(1, 999), places=st.integers(0, 10**12))
+def test_of_two_sources_each_has_its_share_rounded(one: int, other: int, places: int) -> None:
+    first, _ = counted((one, other), places)
+    assert abs(first - places * Fraction(one, one + other)) <= Fraction(1, 2)
+
+
 def test_the_shares_of_many_very_different_sources_do_not_add_up_their_errors() -> None:
     weights = whole([1.5**number for number in range(40)])
     worst = max(

@@ -235,6 +235,20 @@ def test_a_source_of_blocks_alone_is_read_through_a_cache_that_fits_the_lanes_of
     assert [both[row] for row in (0, 95, 96)] == [0, 95, 7]
 
 
+def test_a_source_with_a_cache_of_its_own_is_told_how_many_blocks_are_open() -> None:
+    class Caching(Rows):
+        kept = 0
+
+        def keep_blocks(self, count: int) -> None:
+            self.kept = count
+
+    given = {"a": Caching(*[4] * 24), "b": Rows(4)}
+    config = configuration(train={"global_batch": 24}, data={"shuffle": "blocks", "window": 3, "lanes": 12})
+    source = source_of(task(given), config, world_size=6)
+    assert source.sources["a"] is given["a"]  # type: ignore[attr-defined]
+    assert given["a"].kept == (3 + 2) * 2  # type: ignore[attr-defined]
+
+
 class Unread(Rows):
     def __getitem__(self, row: int) -> int:
         raise AssertionError
@@ -266,6 +280,7 @@ def test_facts_tell_rows_sources_and_the_fingerprint() -> None:
     [
         (range(9), {"mixture": {"weights": {"a": 1}}}, r"data\.mixture has weights of a, but Rows\.data\(\) is one"),
         ({"a": [1]}, {"mixture": {"weights": {"b": 1}}}, r"there is no source 'b'"),
+        (OnlyBlocks(4, 4), {}, r"reads whole blocks only, and data\.shuffle=full .*; use data\.shuffle=blocks"),
         (range(9), {"shuffle": "blocks"}, r"needs sources that say what their blocks are, and this one \(range\) does"),
         ({"a": [1]}, {"shuffle": "blocks"}, r"their blocks are, and a \(list\) does not: it has no `blocks`"),
         (Rows(*[2] * 60), {"shuffle": "blocks", "lanes": 5}, r"data\.lanes=5 does not divide"),

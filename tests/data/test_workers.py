@@ -167,7 +167,7 @@ def test_mapped_files_are_mapped_again_and_not_sent(tmp_path: Path) -> None:
         assert np.array_equal(wire.receive(there), np.arange(1000, 900_000))
 
 
-# errors ---------------------------------------------------------------------------------------------------------------
+# errors -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -234,7 +234,7 @@ def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str) -> None:
         release.set()
 
 
-# a process that ends --------------------------------------------------------------------------------------------------
+# a process that ends ------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, time
@@ -321,7 +321,7 @@ def test_a_task_of_a_recipe_file_is_found_in_worker_processes(tmp_path: Path) ->
     assert np.array_equal(first.arrays["row"], first.rows + 5)
 
 
-# masked samples ---------------------------------------------------------------------------------------------------------
+# masked samples -----------------------------------------------------------------------------------------------------
 
 
 def test_a_masked_sample_leaves_its_place_empty_and_counts_nothing(reference: Any) -> None:
@@ -395,11 +395,11 @@ def test_masking_is_refused_where_rows_carry_state() -> None:
 
     from unisono.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="data.on_error=mask: Carrying carries state from step to step"):
+    with pytest.raises(ConfigError, match=r"data.on_error=mask: Carrying carries state from step to step"):
         made.steps(Carrying(), on_error="mask")
 
 
-# lengths ----------------------------------------------------------------------------------------------------------------
+# lengths ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])

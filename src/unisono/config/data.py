@@ -67,7 +67,8 @@ class Data(Settings):
     """What every recipe's `data` group has."""
 
     workers: PositiveInt | Literal["auto"] = Field(
-        1, description="that prepare micro-batches, per process; auto: by the cores and what preparing costs"
+        1,
+        description="that prepare micro-batches, per process, at least 1; auto: by the cores and what preparing costs",
     )
     worker_kind: Literal["threads", "processes"] = Field(
         "threads", description="processes where Python itself is what takes the time"

@@ -17,8 +17,8 @@ from unisono.config import resolve
 from unisono.data import content, ledger
 from unisono.data.ledger import Line, Start
 from unisono.data.making import Maker, chosen
-from unisono.data.order import Order
-from unisono.data.plan import Plan, StreamPlan, Taken
+from unisono.data.plan import Plan, Taken
+from unisono.data.planning import plan_of, source_of
 from unisono.errors import RunError, UnisonoError
 from unisono.keys import key
 from unisono.task import Source, Task
@@ -88,10 +88,8 @@ def audit(folder: Path, remake: int = 2) -> Report:
         raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
     config = resolve.read(folder / "config.yaml")
     task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
-    source = task.data()
-    plan = StreamPlan.of(
-        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
-    )
+    source = source_of(task, config)
+    plan = plan_of(task, source, config, world_size=1)  # of any number of processes: the order is the same
     report = Report(folder)
     starts = gather(files, report)
     made = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]

@@ -192,10 +192,10 @@ class CachedBlocks:
 
     Args:
         source: with `blocks` (rows of each) and `read_block(number)`, which returns the rows of a block.
-        capacity: blocks that are kept: as many as are open, and some of those that come next.
+        capacity: blocks that are kept at most; see `keep_blocks`.
     """
 
-    def __init__(self, source: Any, capacity: int) -> None:
+    def __init__(self, source: Any, capacity: int = 2) -> None:
         self._source, self._capacity = source, capacity
         self._ends = np.cumsum(np.asarray(source.blocks, dtype=np.int64))
         self._open: dict[int, Future[Sequence[Any]]] = {}  # the one that was used last is the last
@@ -210,6 +210,10 @@ class CachedBlocks:
         block = int(np.searchsorted(self._ends, row, side="right"))
         start = int(self._ends[block - 1]) if block else 0
         return self._block(block)[int(row) - start]
+
+    def keep_blocks(self, count: int) -> None:
+        """Keep as many as are open at a time, and some of those that come next."""
+        self._capacity = count
 
     def __getattr__(self, name: str) -> Any:  # lengths, blocks, fingerprint and whatever else the source has
         if name.startswith("_"):

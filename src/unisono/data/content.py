@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
@@ -26,6 +27,11 @@ def size(value: Any) -> int:
     return len(value) if isinstance(value, bytes | str) else 32
 
 
+@lru_cache(4096)
+def _head(dtype: Any, shape: tuple[int, ...]) -> bytes:
+    return f"{dtype}{shape}".encode()
+
+
 def checksum(value: Any, before: int = 0) -> int:
     """A CRC-32 of what a sample holds: arrays, tensors, numbers, texts, and mappings, sequences and objects of them.
 
@@ -37,14 +43,14 @@ def checksum(value: Any, before: int = 0) -> int:
     """
     if isinstance(value, np.ndarray):
         return _of_array(value, before)
-    if value is None or isinstance(value, bool | int | float | complex | str | np.generic):
-        return crc32(f"{type(value).__name__} {value!r}".encode(errors="surrogatepass"), before)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return crc32(value, before)
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
-            before = checksum(value[name], checksum(name, before))
+            before = checksum(value[name], crc32(str(name).encode(errors="surrogatepass"), before))
         return before
+    if value is None or isinstance(value, (bool, int, float, complex, str, np.generic)):
+        return crc32(f"{type(value).__name__} {value!r}".encode(errors="surrogatepass"), before)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return crc32(value, before)
     if isinstance(value, list | tuple):
         return _of_sequence(value, before)
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
@@ -56,9 +62,9 @@ def checksum(value: Any, before: int = 0) -> int:
 def _of_array(array: np.ndarray[Any, Any], before: int) -> int:
     if array.dtype.hasobject:
         return checksum(array.tolist(), before)
-    before = crc32(f"{array.dtype.str}{array.shape}".encode(), before)
+    before = crc32(_head(array.dtype, array.shape), before)
     try:
-        return crc32(np.ascontiguousarray(array).data, before)
+        return crc32(array.data if array.flags.c_contiguous else array.tobytes(), before)
     except (ValueError, TypeError, BufferError):  # dates, for one, are no buffers
         return crc32(array.tobytes(), before)
 
@@ -79,7 +85,7 @@ def _of_sequence(values: list[Any] | tuple[Any, ...], before: int) -> int:
 
 def _of_tensor(tensor: Any, before: int) -> int:
     torch = sys.modules["torch"]
-    before = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), before)
+    before = crc32(_head(tensor.dtype, tuple(tensor.shape)), before)
     if tensor.layout != torch.strided or tensor.is_meta:
         return before
     flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -90,10 +90,12 @@ class Loader:
             keep=int(self._room),
             room=getattr(plan, "capacity", None),
         )
-        if isinstance(lengths := getattr(plan, "lengths", None), Measured):
-            lengths.by = self.lengths
+        measured = getattr(plan, "lengths", None)
+        self._measured = measured if isinstance(measured, Measured) else None
+        if self._measured is not None:
+            self._measured.by = self.lengths
         self._largest = 0  # bytes of a micro-batch, as far as any was made
-        self._masked, self._news = 0, deque[str]()
+        self._masked, self._told, self._news = 0, -1, deque[str]()
         self._any: Request | None = None
         self._asked, self._asked_ahead, self._processes = workers, prefetch, processes
 
@@ -169,6 +171,8 @@ class Loader:
         if "_workers" in vars(self):
             self._workers.close()
             del self._workers
+            if self._measured is not None:
+                self._measured.by = self._maker.lengths
 
     @cached_property
     def _count(self) -> int:
@@ -183,6 +187,8 @@ class Loader:
 
     @cached_property
     def _workers(self) -> workers.Workers:
+        if self._measured is not None:
+            self._measured.by = self.lengths
         return workers.of(self._maker, self._kind, self._count, self._purpose)
 
     @cached_property
@@ -217,6 +223,9 @@ class Loader:
                 yield Request(number, own, self._plan.taken(step, take), idle, packed)
 
     def _tell(self, step: int, batches: list[MicroBatch]) -> None:
+        if step <= self._told:  # made again, as the first one is
+            return
+        self._told = step
         for sample in (sample for micro in batches if micro.made for sample in micro.made.masked):
             self._masked += 1
             log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)

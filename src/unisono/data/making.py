@@ -5,6 +5,7 @@ A `Maker` is all that making needs, and none of it depends on who makes: a threa
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import threading
 import traceback
@@ -170,9 +171,11 @@ class Maker:
         self.at: Callable[[int], None] = self._note
         self._kept = _Kept(self._keep)
         self._stand_in: tuple[int, Any] | None = None
+        self._generators = _Generators()
+        self._draws = getattr(self.task.sample, "__func__", None) is not Task.sample
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_now", "at", "_kept", "_stand_in")}
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -273,7 +276,8 @@ class Maker:
 
     def _sample(self, row: int, epoch: int, watch: _Watch) -> Any:
         self.at(row)
-        return sampled(self.task, self.source, row, generator(self.seed, self.purpose, epoch, row), watch)
+        rng = self._generators.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED
+        return sampled(self.task, self.source, row, rng, watch)
 
     def _batch(
         self, pieces: list[Any], rows: Indices, slots: Indices, packed: bool
@@ -319,7 +323,33 @@ class Maker:
         self._now.pop(threading.get_ident(), None)
 
 
+_OF_A_PROCESS = ("_now", "at", "_kept", "_stand_in", "_generators", "_draws")  # parts of a maker
+_UNUSED = generator("unused")  # for tasks that do not define sample()
 _NOTHING = Taken(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+
+
+class _Generators(threading.local):
+    """Generators by key. Making one takes longer than many a row takes to read, so a thread's last is set anew.
+
+    Not where a task has kept it, which is seen by who else refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._new()
+
+    def _new(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+        self._state: Any = self._bits.state
+        self._alone = sys.getrefcount(self._generator), sys.getrefcount(self._bits)
+
+    def of(self, seed: int) -> np.random.Generator:
+        """As `unisono.keys.generator` gives it for an address with this key."""
+        if (sys.getrefcount(self._generator), sys.getrefcount(self._bits)) != self._alone:
+            self._new()
+        self._state["state"]["key"][0] = seed
+        self._bits.state = self._state
+        return self._generator
 
 
 class _Kept:

@@ -10,6 +10,8 @@ import numpy as np
 from unisono.data.order import Indices
 from unisono.errors import ConfigError
 
+_NEAR = 1024  # positions that are worked out at once
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -97,6 +99,7 @@ class StreamPlan:
     stream: Stream
     global_batch: int
     length: int
+    _near: list[tuple[int, Indices, Indices]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, stream: Stream, global_batch: int, steps: int | None, epochs: float | None) -> StreamPlan:
@@ -125,13 +128,21 @@ class StreamPlan:
 
     def taken(self, step: int, rows: range) -> Taken:
         """The samples that stand in these rows of the global batch of a step."""
-        slots = np.arange(rows.start, rows.stop, dtype=np.int64)
-        positions = step * self.global_batch + slots
-        return Taken(slots, self.stream(positions), self.stream.epochs(positions))
+        first = step * self.global_batch + rows.start
+        return Taken(np.arange(rows.start, rows.stop, dtype=np.int64), *self._of(first, first + len(rows)))
 
     def batch(self, step: int) -> Indices:  # -> (rows,)
         """Source rows of the global batch of a step, in order."""
         return self.taken(step, range(self.rows(step))).rows
+
+    def _of(self, first: int, last: int) -> tuple[Indices, Indices]:
+        """Rows and epochs at positions; a thousand of them cost no more than a few, so they are kept for the next."""
+        if not self._near or not (self._near[0][0] <= first and last <= self._near[0][0] + len(self._near[0][1])):
+            until = max(last, min(first + _NEAR, self.length))
+            positions = np.arange(first, until, dtype=np.int64)
+            self._near[:] = [(first, self.stream(positions), self.stream.epochs(positions))]
+        start, rows, epochs = self._near[0]
+        return rows[first - start : last - start], epochs[first - start : last - start]
 
     def state(self, step: int, rows: range) -> None:
         """Nothing: the step says it all."""

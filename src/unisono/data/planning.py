@@ -39,9 +39,12 @@ def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) 
     sources = dict(sorted(sources.items()))  # so that the order in which they are named changes nothing
     for name, one in sources.items():
         _check_rows(one, f"{type(task).__name__}.data()" + (f"[{name!r}]" if several else ""))
-    if any(hasattr(one, "read_block") for one in sources.values()):
-        capacity = 2 if config is None else _open_blocks(sources, config, world_size)
-        sources = {n: CachedBlocks(one, capacity) if hasattr(one, "read_block") else one for n, one in sources.items()}
+    sources = {name: one if hasattr(one, "__getitem__") else CachedBlocks(one) for name, one in sources.items()}
+    if config is not None and config.data.shuffle == "blocks":
+        kept = _open_blocks(sources, config, world_size)
+        for one in sources.values():
+            if hasattr(one, "keep_blocks"):  # others have nothing to gain
+                one.keep_blocks(kept)
     mixture = None if config is None else config.data.mixture
     mask = config is not None and config.data.on_error == "mask"
     if mask:
@@ -73,6 +76,11 @@ def plan_of(task: Task, source: Source, config: RunConfig, world_size: int | Non
             "source; return a dictionary of them, or leave data.mixture out"
         )
     sources = source.sources if isinstance(source, Joined) else {"": source}
+    if data.shuffle == "full" and any(isinstance(one, CachedBlocks) for one in sources.values()):
+        raise ConfigError(
+            f"{type(task).__name__}.data() has a source that reads whole blocks only, and data.shuffle=full would read "
+            "one for nearly every row; use data.shuffle=blocks, or give the source a __getitem__"
+        )
     blocks = _most_blocks(sources) if data.shuffle == "blocks" else None
     if data.packing is None and blocks is None:
         return StreamPlan.of(_stream(source, config, ONE), train.global_batch, train.steps, train.epochs)
@@ -151,9 +159,8 @@ def _most_blocks(sources: Mapping[str, Any]) -> int:
 
 def _open_blocks(sources: Mapping[str, Any], config: RunConfig, world_size: int) -> int:
     """Blocks of a source that a process keeps: those of its lanes' windows, and a few of the next ones."""
-    data, lanes = config.data, world_size
-    if data.shuffle == "blocks":
-        lanes = lanes_.count_of(data.lanes, config.train.global_batch, world_size, _most_blocks(sources))
+    data = config.data
+    lanes = lanes_.count_of(data.lanes, config.train.global_batch, world_size, _most_blocks(sources))
     kept: int = (data.window + 2) * (lanes // world_size)
     return kept
 

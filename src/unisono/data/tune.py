@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -99,7 +100,7 @@ def choose(cores: int, processes: int, seconds: float) -> int:
     >>> choose(cores=64, processes=8, seconds=0.1), choose(64, 8, 9.0), choose(64, 8, 0.001), choose(2, 2, 9.0)
     (5, 7, 1, 1)
     """
-    return max(1, min(cores // processes - 1, -int(-seconds // _TARGET)))
+    return max(1, min(cores // processes - 1, math.ceil(seconds / _TARGET)))
 
 
 class Waits:

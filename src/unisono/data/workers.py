@@ -130,6 +130,9 @@ class Processes:
         self._asked: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
         self._fault: DataError | None = None
         self._closed = False
+        # Sending wakes a process, which may take the core of whoever sends; that must not be the thread that trains.
+        self._more: SimpleQueue[bool] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name=f"unisono-{name}", daemon=True)
         message = _pickled(maker)
         file = getattr(sys.modules.get(type(maker.task).__module__), "__file__", None)
         again: dict[str, Any] = {}
@@ -147,6 +150,7 @@ class Processes:
             raise
         finally:
             message.close()
+        self._sender.start()
 
     @property
     def busy(self) -> list[int]:
@@ -157,7 +161,7 @@ class Processes:
         """Ask for what the maker's method of this name returns."""
         future: Future[Any] = Future()
         self._asked.append((future, act, arguments))
-        self.hand_out()
+        self._more.put(True)
         return future
 
     def hand_out(self) -> None:
@@ -189,10 +193,17 @@ class Processes:
             for future, *_ in self._asked:
                 future.cancel()
             self._asked.clear()
+        self._more.put(False)
         for process in self._processes:
             process.leave()
         for process in self._processes:
             process.end()
+        if self._sender.is_alive():
+            self._sender.join(_PATIENCE)
+
+    def _send(self) -> None:
+        while self._more.get():
+            self.hand_out()
 
     @property
     def closed(self) -> bool:

@@ -18,6 +18,7 @@ from unisono.config import resolve, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
+from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import environment, folder, local, meeting, nodes, worker
 from unisono.place import Group, Place
@@ -46,7 +47,7 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
         result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
     """
     place = environment.place()
-    if place is not None and place.launcher == "unisono":
+    if (place is not None and place.launcher == "unisono") or MARK in os.environ:
         raise ConfigError(
             "unisono.train was called by a process of a run, while it imported the task's file. Put the call under "
             "`if __name__ == '__main__':`"

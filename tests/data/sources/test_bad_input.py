@@ -101,6 +101,12 @@ def test_a_path_that_does_not_exist_and_a_glob_that_matches_nothing(tmp_path: Pa
     refused(f"{tmp_path}/*.parquet", "data.path", "*.parquet matches nothing")
 
 
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "in" / "a.parquet", {"text": ["x"]})
+    (tmp_path / "in" / "b.parquet").symlink_to(tmp_path / "gone.parquet")
+    refused(f"{tmp_path}/in", "b.parquet is a link to", "gone.parquet, which does not exist")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     put(tmp_path / "a.parquet", {"text": ["x"]}).chmod(0)
@@ -171,7 +177,9 @@ def test_types_say_what_they_know() -> None:
         ("number", 2**70, True), ("int", 2**70, False), ("bytes", "x", False), ("list<list<int>>", [[1]], True),
         ("list<int>", [1, True], False), ("list<int>", [], True),
         ("list<text>", ["a", None], False), ("list<int>", [1, None], False),
-        ("list<int?>", [1, None], True),
+        ("list<int?>", [1, None], True), ("list<uint64>", [2**64 - 1, 0], True), ("list<uint64>", [2**64], False),
+        ("list<int64>", [2**63], False), ("list<bool>", [True], True), ("list<list<int>>", [[1.5]], False),
+        ("list<struct>", [{"x": 1}], True), ("list<list<int?>>", [[1, None]], True),
     ],
 )  # fmt: skip
 def test_json_is_held_to_its_types_line_by_line(tmp_path: Path, kind: str, value: Any, taken: bool) -> None:
@@ -230,6 +238,21 @@ def test_an_arrow_stream_cut_between_batches_is_refused(tmp_path: Path) -> None:
     with pa.memory_map(str(path)) as source:
         assert len(pa.ipc.open_stream(source).read_all()) == 8, "it is a stream that others read"
     refused(str(folder), "rows.arrow cannot be read as arrow", "cut off", "write or copy it again")
+
+
+@pytest.mark.parametrize("name", ["Arrow file", "Arrow stream", "Arrow stream, lz4", "Parquet"])
+def test_a_block_that_is_overwritten_is_an_error_and_no_crash(tmp_path: Path, name: str) -> None:
+    folder = write(name, tmp_path / "rows", ROWS, block=12)
+    path = next(folder.iterdir())
+    content = bytearray(path.read_bytes())
+    if name == "Parquet":
+        content[4:400] = b"\xff" * 396
+    else:
+        reader: Any = opened(folder)._reader(0)
+        end = int(reader._end[0])
+        content[end - 600 : end] = b"\xff" * 600
+    path.write_bytes(content)
+    refused(str(folder), path.name, "cannot be read as")
 
 
 @pytest.mark.parametrize("name", ["Parquet", "Arrow file", "Arrow stream", "JSONL, gzip"])

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
+from tests.recipes.language.corpora import real
 from unisono.data.sources import Files, index, lines, npy, open_source
 from unisono.errors import DataError
 from unisono.task import Source
@@ -406,3 +407,13 @@ def test_the_schema_is_that_of_the_files(tmp_path: Path) -> None:
     seen = opened(write("JSONL", tmp_path / "b", ROWS)).schema
     assert seen.field("tokens").type == pa.list_(pa.int64())
     assert table(ROWS).schema.equals(SCHEMA)
+
+
+def test_real_documents_are_those_that_pyarrow_reads() -> None:
+    folder = real("text_corpora") / "books"
+    source = open_source(folder, "text", expect={"text": "text"}, cache_mb=1)
+    wanted = [text for path in sorted(folder.glob("*.parquet")) for text in pq.read_table(path)["text"].to_pylist()]
+    assert len(source) == len(wanted) > 10
+    for row in np.random.default_rng(0).permutation(len(wanted))[:40].tolist():
+        assert source[row] == wanted[row]
+    assert list(source) == wanted

@@ -50,7 +50,7 @@ def test_a_url_gives_what_local_files_give(tmp_path: Path, memory: Any, name: st
 
 def test_the_order_and_the_rules_are_those_of_local_files(tmp_path: Path, memory: Any) -> None:
     folder = tmp_path / "root"
-    for name in ("b/z.txt", "a/b/c/d.txt", "c.txt", "a/b.txt", "B.txt", "a.md", ".hidden/x.txt", "a/.x.txt"):
+    for name in ("b/z.txt", "a/b/c/d.txt", "c.txt", "a/b.txt", "B.txt", "a.md", ".hidden/x.txt", "a/.x.txt", ".y.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     memory.put(str(folder), "/bucket/root", recursive=True)

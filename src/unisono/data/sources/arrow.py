@@ -76,6 +76,7 @@ class Reader:
         """A record batch."""
         with reading(self._file):
             batch = self._batch(number, self._names)
+            batch.validate()  # offsets that point elsewhere would end the process; costs nothing beside them
         mapped = self._content is not None and not self._compressed
         first = int(self._firsts[number])
         return TableBlock(batch, self._file.path, first, self._wanted, 0 if mapped else batch.nbytes)

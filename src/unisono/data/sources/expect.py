@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,38 +63,42 @@ class Type:
             return is_list(kind) and (self.item is None or self.item.fits(kind.value_type))
         return bool(_FITS[self.word](kind) if self.word in _FITS else kind == pa.type_for_alias(self.word))
 
-    def takes(self, value: Any) -> bool:
-        """Whether a value of JSON can be it."""
+    def read(self, value: Any) -> tuple[bool, Any]:
+        """Whether a value of JSON can be it, and if so the value as the other formats give it: lists as arrays."""
         if value is None:
-            return self.nulls
+            return self.nulls, None
         if self.word != "list":
-            return self._takes_all([value])
-        if not isinstance(value, list) or self.item is None or not value:
-            return isinstance(value, list)
-        if self.item.word == "list" or self.item.nulls:
-            return all(map(self.item.takes, value))
-        return self.item._takes_all(value)
+            fits = type(value) in _TAKES.get(self.word, (int, float)) and (
+                not self._whole or self._limits[0] <= value <= self._limits[1]
+            )
+            return fits, float(value) if fits and self.word.startswith("float") else value
+        if not isinstance(value, list) or self.item is None:
+            return isinstance(value, list), value
+        if self.item.dtype and not (self.item.nulls and None in value):
+            return self.item._array(value)
+        read = [self.item.read(part) for part in value]
+        return all(fits for fits, _ in read), [part for _, part in read]
 
-    def _takes_all(self, values: list[Any]) -> bool:
-        """Whether none of these values of JSON is of another type, or out of range."""
+    def _array(self, values: list[Any]) -> tuple[bool, Any]:
         if not set(map(type, values)) <= set(_TAKES.get(self.word, (int, float))):
-            return False
-        if not self.word.startswith(("int", "uint")):
-            return True
-        limits = np.iinfo("int64" if self.word == "int" else self.word)
-        return bool(limits.min <= min(values) and max(values) <= limits.max)
+            return False, values
+        if not self._whole:
+            return True, np.asarray(values, dtype=self.dtype)
+        try:
+            array = np.asarray(values, dtype=np.int64)
+        except OverflowError:
+            array = np.asarray(values, dtype=object)
+        fits = not len(array) or bool(self._limits[0] <= array.min() and array.max() <= self._limits[1])
+        return fits, array.astype(self.dtype) if fits else values
 
-    def made(self, value: Any) -> Any:
-        """A value of JSON as the other formats give it: lists of numbers are arrays."""
-        if (
-            self.word == "list"
-            and self.item is not None
-            and self.item.dtype
-            and value is not None
-            and None not in value
-        ):
-            return np.asarray(value, dtype=self.item.dtype)
-        return float(value) if self.word.startswith("float") and value is not None else value
+    @property
+    def _whole(self) -> bool:
+        return self.word.startswith(("int", "uint"))
+
+    @cached_property
+    def _limits(self) -> tuple[int, int]:
+        limits = np.iinfo(self.dtype)
+        return int(limits.min), int(limits.max)
 
     @property
     def dtype(self) -> str:

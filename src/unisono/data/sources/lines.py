@@ -228,9 +228,9 @@ def record(line: bytes, wanted: Wanted, where: Callable[[], str]) -> Record:
         value = inside[last]
         if value is None and not kind.nulls:
             wanted.check_nulls(where, made)
-        if not kind.takes(value):
+        fits, inside[last] = kind.read(value)
+        if not fits:
             raise DataError(f"{where()}: '{name}' is of type {type(value).__name__}, not {kind}{wanted.hint}")
-        inside[last] = kind.made(value)
     if b"\\ud" in line or b"\\uD" in line:
         for column, value in made.items():
             _check_encodable(where, column, value)

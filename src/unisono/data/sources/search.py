@@ -115,7 +115,7 @@ class _Local:
             chosen, root = [path / n for n in _saved_files(path, (path / "state.json").read_bytes(), there)], path
         else:
             below = ((p, p.relative_to(path)) for p in sorted(path.rglob("*")))
-            chosen, root = [p for p, inner in below if not _hidden(inner) and p.is_file()], path
+            chosen, root = [p for p, inner in below if not _hidden(inner) and (p.is_file() or _broken(p))], path
         for file in chosen:
             status = file.stat()
             yield _Entry(str(file), PurePosixPath(file.relative_to(root)), status.st_size, str(status.st_mtime_ns))
@@ -166,6 +166,13 @@ class _Remote:
             raise
 
 
+def _broken(path: Path) -> bool:
+    """Refuse a link that leads nowhere: what it led to would be missing, and nothing would say so."""
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a link to {path.readlink()}, which does not exist; mend it or take it out")
+    return False
+
+
 def _plain(path: str) -> str:
     """A path without `file://`, which is a local one."""
     return path.removeprefix("file://") if path.startswith("file://") else path
@@ -194,7 +201,14 @@ def _matching(path: str) -> list[Path]:
     """What a glob matches."""
     anchor = Path(path).anchor
     inner = path.removeprefix(anchor)
-    return sorted(Path(anchor or ".").glob(inner)) if inner else []
+    matches = sorted(Path(anchor or ".").glob(inner)) if inner else []
+    return [match for match in matches if _seen(match.as_posix(), path)]
+
+
+def _seen(match: str, pattern: str) -> bool:
+    """Whether what a glob matches is hidden nowhere that the glob does not say."""
+    said = PurePosixPath(pattern).parts
+    return not any(part.startswith(".") and part not in said for part in PurePosixPath(match).parts)
 
 
 def _remote(url: str, where: Where) -> Iterator[_Remote]:
@@ -203,7 +217,7 @@ def _remote(url: str, where: Where) -> Iterator[_Remote]:
     def expand(system: Any, path: str) -> list[str]:
         system.invalidate_cache()
         if any(sign in path for sign in "*[") and not system.exists(path):
-            return [str(system.unstrip_protocol(match)) for match in system.glob(path)]
+            return [str(system.unstrip_protocol(match)) for match in system.glob(path) if _seen(match, path)]
         system.info(path)  # raises where there is nothing
         return [url]
 
