@@ -273,9 +273,8 @@ def _make(maker: Maker, folder: Path, shard: Shard, told: Told | None) -> dict[s
             entry = {**writer.close(), "left_out": left_out}
         assert records == shard.last - shard.first, f"{records} records of {shard}"
         temporary.replace(folder / shard.file)
-        sync_folder(folder)
         note = _note(shard, maker, entry)
-        write_json(folder / shard.note, note)
+        write_json(folder / shard.note, note, lasting=False)  # a shard whose note is lost is made again
         return note
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

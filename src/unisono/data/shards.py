@@ -317,15 +317,16 @@ def manifest_of(column: str, dtype: str, of: Mapping[str, Any], entries: Sequenc
     }
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that is there whole or not at all, and on the disk itself before anything that relies on it."""
+def write_json(path: Path, value: Any, lasting: bool = True) -> None:
+    """Write a file that is there whole or not at all; `lasting`, even if the power fails now."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    if lasting:
+        sync_folder(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:

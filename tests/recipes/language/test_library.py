@@ -16,6 +16,8 @@ from tokenizers import Tokenizer as Engine
 
 from tests.data.numbers import content
 from tests.recipes.language.corpora import DIFFICULT, corpus, model, sentences, tokenised, write_jsonl
+from tests.runs import configuration
+from unisono.data.planning import plan_of, source_of
 from unisono.data.prepare import prepare
 from unisono.data.reshard import reshard
 from unisono.data.shares import Share, merge
@@ -74,8 +76,9 @@ def test_samples_made_on_the_fly_are_those_prepared_ahead(tmp_path: Path, given_
     assert len(made) > 20
     assert len({len(sample) for sample in made}) > 10
     assert samples(language(live, sequence=5000)) == made
-    held = [language(data, sequence=5000).held_out() for data in (ahead, live)]
-    tokens = [[language(live).library.tokenizer.encode([row])[0].tolist() for row in held[1]], [*map(list, held[0])]]  # type: ignore[call-overload]
+    held: Any = [language(data, sequence=5000).held_out() for data in (ahead, live)]
+    encode = language(live).library.tokenizer.encode
+    tokens = [[row.tolist() for row in held[0]], [encode([row.text])[0].tolist() for row in held[1]]]
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) > 3
 
@@ -112,11 +115,52 @@ def test_on_the_fly_nothing_is_told_that_would_need_the_tokens(tmp_path: Path, g
     assert not hasattr(task.data(), "lengths")
 
 
-def test_on_the_fly_rows_cannot_be_packed(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "corpus" / "a.jsonl", sentences(10))
-    data = corpus(tmp_path / "corpus", cache=tmp_path, tokenise="on_the_fly", packing={})
-    with pytest.raises(ConfigError, match=r"data\.packing needs lengths, .*: use data\.tokenise=ahead"):
-        language(data).data()
+def test_on_the_fly_packed_rows_hold_the_same_documents_as_ahead(tmp_path: Path, given_tokenizer: Path) -> None:
+    """The lengths are measured as the plan asks for them; documents longer than a row are cut by the plan."""
+    texts = [*sentences(30), "abcdefgh " * 30, *sentences(10, seed=8)]
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", texts)
+    common = {"tokenizer": given_tokenizer, "cache": tmp_path / "cache", "held_out": 0.0, "packing": {"chunk": 16}}
+    rows = {}
+    for way in ("ahead", "on_the_fly"):
+        task = language(corpus(tmp_path / "corpus", **common, tokenise=way, shuffle="none"))
+        config = configuration(train={"steps": 12, "global_batch": 4}).model_copy(update={"data": task.data_config})
+        source = source_of(task, config)
+        plan = plan_of(task, source, config)
+        lengths = [len(source[row]) if way == "ahead" else len(task.sample(source[row], RNG)) for row in range(41)]
+        assert max(lengths) > 100
+        taken = [plan.taken(step, range(4)) for step in range(3)]
+        documents = {
+            (step, slot): [
+                task.sample(source[int(row)], RNG)[first : last + 1 if last >= 0 else None].tolist()
+                for at, row, first, last in zip(t.slots, t.rows, t.first, t.last, strict=True)
+                if at == slot
+            ]
+            for step, t in enumerate(taken)
+            for slot in range(4)
+        }
+        rows[way] = [sorted(document for document in row if len(document) > 1) for row in documents.values()]
+    assert rows["ahead"] == rows["on_the_fly"]
+    assert max(len(row) for row in rows["ahead"]) > 1
+    assert all(sum(len(document) - 1 for document in row) <= 16 for row in rows["ahead"])
+
+
+def test_on_the_fly_a_document_without_text_takes_no_place_in_a_packed_row(
+    tmp_path: Path, given_tokenizer: Path
+) -> None:
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["", *sentences(6), "", ""])
+    task = language(
+        corpus(
+            tmp_path / "corpus", tokenizer=given_tokenizer, cache=tmp_path, held_out=0.0, tokenise="on_the_fly",
+            packing={"length": 400},
+        ),
+        400,
+    )  # fmt: skip
+    config = configuration(train={"steps": 1, "global_batch": 1}).model_copy(update={"data": task.data_config})
+    source = source_of(task, config)
+    taken = plan_of(task, source, config).taken(0, range(1))
+    assert set(taken.rows.tolist()) <= {1, 2, 3, 4, 5, 6}
+    made = [task.sample(source[int(row)], RNG) for row in taken.rows]
+    assert task.counts(task.collate([task.pack(made)]))["next_token"] == sum(len(sample) - 1 for sample in made) > 300
 
 
 def test_other_documents_or_another_tokenizer_have_another_fingerprint(tmp_path: Path, given_tokenizer: Path) -> None:

@@ -1,12 +1,14 @@
 """The documents of a run, wherever they come from: one corpus or several, tokenised ahead, before, or on the fly.
 
 A source has rows to train on and rows held out, of documents kept apart. Tokenised ahead, a document becomes rows of up
-to `sequence` targets; on the fly, whose lengths nobody knows before, a row is a document.
+to `sequence` targets; on the fly, where nobody knows lengths before, a row is a document. Where rows are packed,
+training rows are whole documents either way: the plan cuts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +41,7 @@ class Library(Protocol):
     def held_out(self) -> dict[str, Any]:
         """The rows kept apart, by source; none where nothing is kept."""
 
-    def sample(self, text: str) -> Tokens:
+    def sample(self, document: Document) -> Tokens:
         """The tokens of a document that is tokenised on the fly, (length,)."""
 
     def check(self) -> None:
@@ -65,11 +67,6 @@ def open_library(config: Documents | Prepared, sequence: int, of_model: Path | N
         stores = {name: TokenStore(path) for name, path in config.folders.items()}
         _check_alike(stores, None if of_model is None else tokenizer_from(of_model), of_model)
         return AheadLibrary(stores, config.held_out, sequence, config.verify)
-    if config.tokenise == "on_the_fly" and config.packing is not None:
-        raise ConfigError(
-            "data.packing needs lengths, and documents that are tokenised on the fly have none before they are read: "
-            "use data.tokenise=ahead, or leave data.packing out"
-        )
     texts, tokenizer = _corpora(config, of_model)
     if config.tokenise == "on_the_fly":
         return LiveLibrary(texts, tokenizer(), config.held_out, sequence, config.too_long)
@@ -120,7 +117,7 @@ class AheadLibrary:
         parts = {name: held for name, (_, held) in self.split.items() if len(held)}
         return {name: Rows(self.stores[name], held, self._sequence) for name, held in parts.items()}
 
-    def sample(self, text: str) -> Tokens:
+    def sample(self, document: Document) -> Tokens:
         """There is no text in these rows."""
         raise DataError("a row of tokenised documents is no text; data() of this task was changed")
 
@@ -166,22 +163,26 @@ class LiveLibrary:
 
     def training(self, whole: bool) -> dict[str, Chosen]:
         """Training documents, by source."""
-        return {name: Chosen(texts, self._split[name][0], self.tokenizer) for name, texts in self.texts.items()}
+        parts = self._split.items()
+        return {name: Chosen(self.texts[name], chosen, self.tokenizer, whole) for name, (chosen, _) in parts}
 
     def held_out(self) -> dict[str, Chosen]:
         """Documents kept apart, by source."""
         return {
-            name: Chosen(self.texts[name], held, self.tokenizer) for name, (_, held) in self._split.items() if len(held)
+            name: Chosen(self.texts[name], held, self.tokenizer, False)
+            for name, (_, held) in self._split.items()
+            if len(held)
         }
 
-    def sample(self, text: str) -> Tokens:
+    def sample(self, document: Document) -> Tokens:
         """The tokens of a document; of one that has none, a single one, which is no target.
 
         Raises:
             DataError: for a document that is longer than a row.
         """
+        text = document.text
         ids, _ = self.tokenizer.encode([text] if text else [])
-        if len(ids) > self._sequence + 1:
+        if len(ids) > self._sequence + 1 and not document.whole:
             if self._too_long == "stop":
                 raise DataError(
                     f"a document has {len(ids) - 1} targets, more than task.sequence={self._sequence}: cut it into "
@@ -207,6 +208,19 @@ class LiveLibrary:
         return {name: tokens.split(len(texts), self._fraction) for name, texts in self.texts.items()}
 
 
+@dataclass(frozen=True)
+class Document:
+    """A row that is a document.
+
+    Attributes:
+        text: of it.
+        whole: whether it may be longer than a row.
+    """
+
+    text: str
+    whole: bool
+
+
 class Chosen:
     """Some documents of a corpus as rows.
 
@@ -214,18 +228,19 @@ class Chosen:
         texts: the corpus.
         chosen: which of them, in order.
         tokenizer: what makes samples of them.
+        whole: whether they may be longer than a row.
     """
 
-    def __init__(self, texts: Texts, chosen: Tokens, tokenizer: Tokenizer) -> None:
-        self._texts, self._chosen, self._tokenizer = texts, chosen, tokenizer
+    def __init__(self, texts: Texts, chosen: Tokens, tokenizer: Tokenizer, whole: bool) -> None:
+        self._texts, self._chosen, self._tokenizer, self._whole = texts, chosen, tokenizer, whole
 
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def __getitem__(self, row: int) -> str:
+    def __getitem__(self, row: int) -> Document:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return self._texts[int(self._chosen[row])]
+        return Document(self._texts[int(self._chosen[row])], self._whole)
 
     @cached_property
     def blocks(self) -> Tokens:

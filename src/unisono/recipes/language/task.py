@@ -58,7 +58,7 @@ class Language(Task):
 
     def sample(self, record: Any, rng: np.random.Generator) -> NDArray[np.int64]:
         """A row as tokens: it is them already, unless documents are tokenised on the fly."""
-        return self.library.sample(record) if isinstance(record, str) else np.asarray(record)
+        return self.library.sample(record) if isinstance(record, library.Document) else np.asarray(record)
 
     def preparation(self) -> dict[str, tuple[Preparation, Path]]:
         """The corpora, to be tokenised ahead."""
