@@ -20,10 +20,12 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
     ("kind", "code"),
     [
         (errors.ConfigError, 2),
+        (errors.KernelError, 2),
         (errors.DataError, 2),
         (errors.RunError, 2),
         (errors.CheckpointError, 2),
         (errors.NonFiniteError, 3),
+        (errors.SpikeError, 3),
         (errors.GuardError, 4),
         (errors.DeadlineError, 5),
     ],
@@ -35,7 +37,7 @@ def test_a_script_can_tell_faults_apart_by_the_exit_code(kind: type[errors.Uniso
 def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
-        "DeadlineError",
+        "DeadlineError", "KernelError", "SpikeError",
     }  # fmt: skip
 
 
