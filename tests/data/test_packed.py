@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.data import Change, Data, Mixture, Packing
+from unisono.config.data import Data, Packing
 from unisono.config.schema import Train
 from unisono.config.split import Split
 from unisono.data.order import Indices, Order
@@ -342,12 +342,6 @@ def test_a_run_counted_in_epochs_is_refused_with_an_estimate_in_steps() -> None:
         _of({"epochs": 2.0, "global_batch": 8}, {})
     with pytest.raises(ConfigError, match=r"set train.steps and train.epochs=null$"):
         _of({"epochs": 2.0, "global_batch": 8}, {}, Asked())
-
-
-def test_weights_of_a_mixture_that_change_are_refused() -> None:
-    mixture = Mixture(weights={"a": 1.0}, changes=[Change(step=3, weights={"a": 2.0})])
-    with pytest.raises(ConfigError, match=r"data.mixture.changes cannot go with data.packing"):
-        _of({"steps": 2, "global_batch": 8}, {"mixture": mixture})
 
 
 def test_a_plan_of_a_run_packs_to_what_the_task_or_the_setting_says() -> None:

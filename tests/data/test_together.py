@@ -16,6 +16,7 @@ from tests.runs import configuration
 from unisono.config.split import Split
 from unisono.data.loader import Loader
 from unisono.data.planning import plan_of, source_of
+from unisono.errors import ConfigError
 from unisono.place import Place
 
 BATCH, LANES, STEPS = 24, 24, 8
@@ -87,6 +88,52 @@ def test_samples_and_tensors_are_the_same_from_worker_processes(reference: list[
     first, states = running(1, None, 0, how, 3)
     second, _ = running(2, states, 3, how, STEPS)
     assert first + second == reference
+
+
+class Sized(list[int]):
+    """Rows that say how long they are."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([row % 9 + 1 for row in self])
+
+
+class Known(Mixed):
+    """Two sources of samples whose lengths are known before, and not alike."""
+
+    def data(self) -> Any:
+        return {"a": Sized(range(0, 900, 3)), "b": Sized(range(1000, 1900, 2))}
+
+    def sample(self, record: Any, rng: np.random.Generator) -> np.ndarray:
+        return np.full(record % 9 + 1, float(record))
+
+
+def test_weights_that_change_do_so_at_about_their_step_where_rows_are_packed() -> None:
+    task, mixture = Known(), {"weights": {"a": 1, "b": 0}, "changes": [{"step": 20, "weights": {"a": 0, "b": 1}}]}
+    data = {"mixture": mixture, "packing": {"chunk": 16, "open_bins": 4}, "lanes": 4}
+    config = configuration(train={"steps": 40, "global_batch": 8}, data=data)
+    source = source_of(task, config, 1)
+    plan = plan_of(task, source, config, 1)
+    of_b = [(plan.taken(step, range(8)).rows >= 300).mean() for step in range(40)]
+    assert all(share == 0 for share in of_b[:15])
+    assert all(share == 1 for share in of_b[25:])
+    states = [json.loads(json.dumps(plan.state(18, range(4 * rank, 4 * rank + 4)))) for rank in range(2)]
+    again = plan_of(task, source, config, 4)
+    again.resume(states)
+    for step in range(18, 30):
+        mine, reference = again.taken(step, range(8)), plan.taken(step, range(8))
+        assert np.array_equal(mine.rows, reference.rows) and np.array_equal(mine.slots, reference.slots)
+
+
+def test_weights_that_change_need_lengths_where_rows_are_packed() -> None:
+    changes = [{"step": 2, "weights": {"a": 2, "b": 2, "c": 1}}]
+    config = configuration(
+        train={"steps": STEPS, "global_batch": BATCH},
+        data={**DATA, "mixture": {"weights": {"a": 1, "b": 2, "c": 1}, "changes": changes}},
+    )
+    source = source_of(Mixed(), config, 1)
+    with pytest.raises(ConfigError, match=r"^data.mixture.changes with data.packing needs the lengths .* 'a' does not"):
+        plan_of(Mixed(), source, config, 1)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,14 @@ class Mixture:
 
     @classmethod
     def of(
-        cls, asked: settings.Mixture, joined: Joined, streams: Sequence[Stream], seed: int, batch: int, lanes: Lanes
+        cls,
+        asked: settings.Mixture,
+        joined: Joined,
+        streams: Sequence[Stream],
+        seed: int,
+        batch: int,
+        lanes: Lanes,
+        units: int | None = None,
     ) -> Mixture:
         """The mixture that the settings ask for.
 
@@ -133,9 +140,16 @@ class Mixture:
             seed: of the run.
             batch: positions of a step.
             lanes: as above.
+            units: that a step of packed rows holds; None where a row is a sample. How many samples that is nobody knows
+                before they are packed, so a change of weights then stands where its step begins by mean lengths.
         """
-        first = [0, *(change.step * batch // lanes.count for change in asked.changes)]
-        phases = tuple(map(Phase, first, whole_weights(asked, joined.sources)))
+        weights = whole_weights(asked, joined.sources)
+        begins, step = [Fraction(0)], 0
+        for change, before in zip(asked.changes, weights[:-1], strict=True):
+            samples = batch if units is None else units / _mean_of_all(before, joined.sources)
+            begins.append(begins[-1] + (change.step - step) * samples)
+            step = change.step
+        phases = tuple(Phase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
         names, starts = tuple(joined.sources), tuple(joined.starts)
         return cls(names, tuple(streams), starts, phases, seed, asked.block, asked.until, lanes)
 
@@ -300,13 +314,20 @@ def _dealt(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indices]:
     return source, nth
 
 
-def _mean_length(name: str, source: Source) -> Fraction:
+def _mean_of_all(weights: tuple[int, ...], sources: Mapping[str, Source]) -> Fraction:
+    """Units of a sample, on average over what these weights mix."""
+    key = "data.mixture.changes with data.packing"
+    units = (w * _mean_length(n, one, key) for w, (n, one) in zip(weights, sources.items(), strict=True) if w)
+    return sum(units, Fraction(0)) / sum(weights)
+
+
+def _mean_length(name: str, source: Source, key: str = "data.mixture.by=tokens") -> Fraction:
     lengths = getattr(source, "lengths", None)
     if lengths is None:
         raise ConfigError(
-            f"data.mixture.by=tokens needs the lengths of its sources, and '{name}' does not know them; prepare it by "
-            "`unisono data prepare`, or use data.mixture.by=samples"
+            f"{key} needs the lengths of its sources, and '{name}' does not know them; prepare it by "
+            "`unisono data prepare`, or leave this out"
         )
     if not (total := int(np.sum(lengths, dtype=np.int64))):
-        raise ConfigError(f"data.mixture.by=tokens: the source '{name}' has no tokens")
+        raise ConfigError(f"{key}: the source '{name}' has no tokens")
     return Fraction(total, len(lengths))

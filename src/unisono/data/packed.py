@@ -152,12 +152,6 @@ class PackedPlan:
                 f"train.epochs={train.epochs:g} cannot be counted with data.packing, as only packing tells how many "
                 f"rows an epoch makes; set train.steps and train.epochs=null{about}"
             )
-        if data.mixture is not None and data.mixture.changes:
-            raise ConfigError(
-                "data.mixture.changes cannot go with data.packing: where a step begins in the order is known only once "
-                "it is packed, by each process for its own lanes. Train one run per set of weights, the next from the "
-                "weights of the one before, or pack nothing"
-            )
         return cls(
             stream,
             lengths if callable(lengths) else looked_up(np.asarray(lengths)),

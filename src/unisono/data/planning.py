@@ -83,12 +83,12 @@ def plan_of(task: Task, source: Source, config: RunConfig, world_size: int | Non
         )
     blocks = _most_blocks(sources) if data.shuffle == "blocks" else None
     if data.packing is None and blocks is None:
-        return StreamPlan.of(_stream(source, config, ONE), train.global_batch, train.steps, train.epochs)
+        return StreamPlan.of(_stream(task, source, config, ONE), train.global_batch, train.steps, train.epochs)
     count = lanes_.count_of(data.lanes, train.global_batch, world, blocks)
     if data.packing is not None:
         chunks = ONE if blocks is None else Lanes(count, data.packing.chunk)
-        return _packed(task, source, _stream(source, config, chunks), config, count)
-    stream = _stream(source, config, Lanes(count, train.global_batch // count))
+        return _packed(task, source, _stream(task, source, config, chunks), config, count)
+    stream = _stream(task, source, config, Lanes(count, train.global_batch // count))
     if train.epochs is not None:
         _check_epochs(stream, train.global_batch, train.epochs)
     return StreamPlan.of(stream, train.global_batch, train.steps, train.epochs)
@@ -104,7 +104,7 @@ def facts_of(source: Source) -> dict[str, Any]:
     return told
 
 
-def _stream(source: Source, config: RunConfig, lanes: Lanes) -> Stream:
+def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
     """What stands at each position, where so many lanes read for themselves."""
     data, seed = config.data, config.run.seed
 
@@ -117,7 +117,11 @@ def _stream(source: Source, config: RunConfig, lanes: Lanes) -> Stream:
         return of(source, seed)
     assert isinstance(source, Joined)
     streams = [of(one, key(seed, "source", name)) for name, one in source.sources.items()]
-    return Mixture.of(data.mixture, source, streams, seed, config.train.global_batch, lanes)
+    batch = config.train.global_batch
+    units = None
+    if data.packing is not None and (room := data.packing.length or task.capacity):
+        units = room * batch
+    return Mixture.of(data.mixture, source, streams, seed, batch, lanes, units)
 
 
 def _packed(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
