@@ -1,9 +1,8 @@
 """Objects from process to process over a socket: arrays travel beside the pickle, and large ones through memory.
 
 That memory has no name (`memfd_create`): it is gone with the last process that holds it, however that ends, and no
-limit of `/dev/shm` applies to it. Writing 16 MB into it and mapping it there takes a third of what the socket takes;
-below a
-megabyte the socket is faster.
+limit of `/dev/shm` applies to it. Writing 16 MB into it and mapping it there takes a third of what the socket takes.
+Less than a socket holds goes over the socket, which is faster; of more, the sender would have to wait for the receiver.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Message:
         shared: bytes from which on it travels through memory.
     """
 
-    def __init__(self, value: Any, shared: int = 1 << 20) -> None:
+    def __init__(self, value: Any, shared: int = 1 << 17) -> None:
         buffers: list[pickle.PickleBuffer] = []
         with io.BytesIO() as file:
             _Pickler(file, 5, buffer_callback=buffers.append).dump(value)
