@@ -47,7 +47,7 @@ def _files() -> set[str]:
 def nothing_stays() -> Iterator[None]:
     """No process, no memory that was shared, no socket, no thread of a loader."""
     gc.collect()
-    files, children = _files(), set(_children())
+    files, children, threads = _files(), set(_children()), set(threading.enumerate())
     yield
     gc.collect()
     deadline = time.monotonic() + 5
@@ -56,7 +56,8 @@ def nothing_stays() -> Iterator[None]:
     assert not set(_children()) - children
     assert not _files() - files
     assert "memfd:unisono" not in Path("/proc/self/maps").read_text()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("unisono-")]
+    left = set(threading.enumerate()) - threads
+    assert not [thread for thread in left if thread.name.startswith("unisono-")]
 
 
 @pytest.fixture(scope="module")
