@@ -38,6 +38,7 @@ from unisono.data.shards import (
     write_json,
 )
 from unisono.data.shares import PLAN, Shard, Share, clean, cores, difference, entry_of, merge, shards_of
+from unisono.data.sources import derived
 from unisono.errors import DataError
 
 SHARD_MB = 64.0  # of the source, per shard
@@ -146,7 +147,7 @@ def prepare(
         DataError: for records that cannot be read, a folder that holds something else, or a disk that is full.
     """
     with _reasons(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        derived(folder)
         with _held(folder, f"share-{share.number}-of-{share.count}"):
             with _held(folder, "plan"):
                 shards = _planned(preparation, folder, shard_mb)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
 from tests.recipes.language.corpora import real
-from unisono.data.sources import Files, index, lines, npy, open_source
+from unisono.data.sources import Files, derived, find, index, lines, npy, open_source
 from unisono.errors import DataError
 from unisono.task import Source
 
@@ -417,3 +417,14 @@ def test_real_documents_are_those_that_pyarrow_reads() -> None:
     for row in np.random.default_rng(0).permutation(len(wanted))[:40].tolist():
         assert source[row] == wanted[row]
     assert list(source) == wanted
+
+
+def test_what_can_be_made_again_is_nobody_s_data_unless_it_is_asked_for(tmp_path: Path) -> None:
+    made = tmp_path / "cache" / "made"
+    derived(made)
+    for path in (tmp_path / "a.txt", made / "b.txt", made / "below" / "c.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.name, encoding="utf-8")
+    assert [Path(file.path).name for file in find([tmp_path]).files] == ["a.txt"]
+    assert [Path(file.path).name for file in find([made]).files] == ["b.txt", "c.txt"]
+    assert [file.path.rpartition("/")[2] for file in find([f"file://{tmp_path}"]).files] == ["a.txt"]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.tasks import LinearTask, TransformerTask
 from unisono import trainer
-from unisono.data import loader
+from unisono.data import making
 from unisono.data.loader import Loader
 from unisono.data.order import Order
 from unisono.data.plan import StreamPlan, Taken
@@ -348,10 +348,10 @@ def other_order() -> Iterator[None]:
 
 @fault("worker generators identical", "Augmentation depends on rank or worker")
 def worker_generators() -> Iterator[None]:
-    def generator(original: Any, seed: int, *address: Any) -> Any:
-        return original(seed, "worker 0")
+    def of(original: Any, self: Any, seed: int) -> Any:
+        return original(self, 0)
 
-    with wrapping(loader, "generator", generator):
+    with wrapping(making._Generators, "of", of):
         yield
 
 

@@ -3,6 +3,6 @@
 from unisono.data.sources.expect import Wanted
 from unisono.data.sources.files import Files, open_source, records
 from unisono.data.sources.search import Found, find
-from unisono.data.sources.storage import File
+from unisono.data.sources.storage import File, derived
 
-__all__ = ["File", "Files", "Found", "Wanted", "find", "open_source", "records"]
+__all__ = ["File", "Files", "Found", "Wanted", "derived", "find", "open_source", "records"]

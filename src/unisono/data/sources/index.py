@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from unisono.data.sources import npy
-from unisono.data.sources.storage import File, reading
+from unisono.data.sources.storage import File, derived, reading
 from unisono.errors import DataError
 
 _LAYOUT = 1  # of what is kept; a change makes it unknown
@@ -43,7 +43,7 @@ def kept(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDArray[Any
         return find()
     place = _place(file, what).with_suffix(".npy")
     with contextlib.suppress(OSError, Timeout):
-        place.parent.mkdir(parents=True, exist_ok=True)
+        derived(place.parent)
         with FileLock(f"{place}.lock", timeout=_WAIT):
             if not place.is_file():
                 temporary = place.with_name(f"{uuid.uuid4().hex}.writing.npy")
@@ -61,7 +61,7 @@ def unpacked(file: File) -> File:
     """
     place = _place(file, "unpacked")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        derived(place.parent)
         with FileLock(f"{place}.lock", timeout=_WAIT):
             if not place.is_file():
                 temporary = place.with_name(f"{uuid.uuid4().hex}.writing")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from unisono.data.sources import copies
-from unisono.data.sources.storage import File, Where, asked, is_remote, told
+from unisono.data.sources.storage import TAG, File, Where, asked, is_remote, told
 from unisono.errors import DataError
 
 ENDINGS = {
@@ -114,8 +114,8 @@ class _Local:
             there = {entry.name for entry in path.iterdir() if entry.is_file()}
             chosen, root = [path / n for n in _saved_files(path, (path / "state.json").read_bytes(), there)], path
         else:
-            below = ((p, p.relative_to(path)) for p in sorted(path.rglob("*")))
-            chosen, root = [p for p, inner in below if not _hidden(inner) and (p.is_file() or _broken(p))], path
+            below = {PurePosixPath(p.relative_to(path)): p for p in sorted(path.rglob("*"))}
+            chosen, root = [p for p in map(below.__getitem__, _data(below)) if p.is_file() or _broken(p)], path
         for file in chosen:
             status = file.stat()
             yield _Entry(str(file), PurePosixPath(file.relative_to(root)), status.st_size, str(status.st_mtime_ns))
@@ -146,7 +146,8 @@ class _Remote:
 
         root, listed = asked(self.url, self.where, listing)
         inner = {path: PurePosixPath(path[len(root) :].lstrip("/") or self.name) for path in listed}
-        chosen = sorted((p for p in listed if p == root or not _hidden(inner[p])), key=lambda path: inner[path].parts)
+        data = set(_data(inner.values()))
+        chosen = sorted((p for p in listed if p == root or inner[p] in data), key=lambda path: inner[path].parts)
         state = self._content("state.json") if any(str(inner[p]) == "state.json" for p in chosen) else None
         if state is not None and any(str(inner[p]) == "dataset_info.json" for p in chosen):
             by_name = {str(inner[path]): path for path in chosen}
@@ -234,6 +235,13 @@ def _stamp(about: dict[str, Any]) -> str:
         if about.get(name):
             return f"{name} {about[name]}"
     return ""
+
+
+def _data(inner: Iterable[PurePosixPath]) -> list[PurePosixPath]:
+    """Those of the paths in a directory that are not hidden, nor in one of its own that is tagged as made again."""
+    paths = [path for path in inner if not _hidden(path)]
+    made = {path.parent for path in paths if path.name == TAG}
+    return [path for path in paths if path.name != TAG and not made.intersection(list(path.parents)[:-1])]
 
 
 def _hidden(inner: PurePosixPath | Path) -> bool:

@@ -27,6 +27,16 @@ _PIECE = 8 << 20  # bytes asked for at a time, so that the deadline is one of pr
 _AHEAD = 1 << 20  # bytes that a remote file reads ahead
 
 
+TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
+
+
+def derived(folder: Path) -> None:
+    """Make a directory of what can be made again, marked so that a search for data passes over it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / TAG).is_file():
+        (folder / TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n# made by unisono\n", encoding="ascii")
+
+
 @dataclass(frozen=True)
 class Where:
     """How remote places are reached.

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from unisono.data.prepare import Made, even_bounds
+from unisono.data.sources import derived
 from unisono.errors import DataError
 from unisono.recipes.language.texts import Texts
 
@@ -167,7 +168,7 @@ def trained(corpora: Mapping[str, Texts], vocab_size: int, cache: Path) -> Token
     folder = cache / "tokenizers" / address
     if not (folder / SPECIAL).is_file():  # written last
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            derived(folder)
             with FileLock(folder / ".lock", timeout=_WAIT):
                 if not (folder / SPECIAL).is_file():
                     engine = _train((text for _, texts in sorted(corpora.items()) for text in texts.all()), vocab_size)
