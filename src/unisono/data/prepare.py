@@ -147,7 +147,7 @@ def prepare(
         DataError: for records that cannot be read, a folder that holds something else, or a disk that is full.
     """
     with _reasons(folder):
-        derived(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         with _held(folder, f"share-{share.number}-of-{share.count}"):
             with _held(folder, "plan"):
                 shards = _planned(preparation, folder, shard_mb)
@@ -178,6 +178,7 @@ def _planned(preparation: Preparation, folder: Path, shard_mb: float | None) -> 
         bounds = list(preparation.bounds(shard_mb or SHARD_MB))
         assert bounds[0] == 0 and bounds[-1] == preparation.records
         write_json(path, {"format": FORMAT, "asked": asked, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})
+    derived(folder)
     found = read_json(path)
     if found.get("format") != FORMAT or found["asked"] != asked:
         raise DataError(
