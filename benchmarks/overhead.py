@@ -52,7 +52,8 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from unisono.data.order import Order, Plan
+    from unisono.data.order import Order
+    from unisono.data.plan import StreamPlan
     from unisono.keys import key
     from unisono.recipes.language.linear_loss import summed_cross_entropy
 
@@ -76,7 +77,7 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
     rows = task.data()
-    plan = Plan(Order(len(rows), seed), BATCH, 10**9)
+    plan = StreamPlan(Order(len(rows), seed), BATCH, 10**9)
     own = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     step = 0
     while True:

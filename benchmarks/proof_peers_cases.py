@@ -24,7 +24,8 @@ from tests.proofs.zoo import faults, zoo
 from tests.proofs.zoo.faults import TASKS, Fault
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.optim import optimizers
 from unisono.proof.trace import Trace, folder_of
 from unisono.task import Context
@@ -208,7 +209,7 @@ def rows_of(fault: Fault) -> dict[str, torch.Tensor]:
     source = task.data()
     size = zoo.PROOF.global_batch
     order = Order(len(source), zoo.configured(zoo.case_of("", fault)).run.seed)
-    loader = Loader(task, source, Plan(order, size, size), Split.of(size, 1, size), 0)
+    loader = Loader(task, source, StreamPlan(order, size, size), Split.of(size, 1, size), 0)
     try:
         arrays = next(loader.steps())[0].arrays
     finally:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from unisono.config.data import Data
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.planning import plan_of
 from unisono.engines.torch.engine import TorchEngine
 from unisono.place import Group, Place
 from unisono.task import Task
@@ -28,11 +29,9 @@ def configuration(**groups: Any) -> RunConfig:
     train = {"steps": 4, "global_batch": 12, **groups.pop("train", {})}
     if "epochs" in train:
         train.pop("steps")
+    data = Data.model_validate(groups.pop("data", {}))
     values = {"recipe": "test", "optim": SGD, "run": {"name": "test"}, **groups, "layout": layout, "train": train}
-    config = RunConfig.model_validate(values)
-    from unisono.config.schema import Data
-
-    return config.model_copy(update={"data": Data()})
+    return RunConfig.model_validate(values).model_copy(update={"data": data})
 
 
 @dataclass
@@ -73,9 +72,7 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
     """Train and evaluate a task; all ranks return the same trace."""
     source = task.data()
-    plan = Plan.of(
-        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
-    )
+    plan = plan_of(task, source, config, place.world_size)
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(task, source, plan, split, place.rank)
     scalars = Scalars(config, plan.steps)

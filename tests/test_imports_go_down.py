@@ -14,7 +14,7 @@ import unisono
 
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
-    ("cli", "__main__"),
+    ("cli", "cli_data", "__main__"),
     ("proof", "doctor"),
     ("launch",),
     ("trainer",),
@@ -26,8 +26,9 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
-    "unisono.task", "unisono.config.base", "unisono.config.schema", "unisono.errors", "unisono.keys",
-    "unisono.data.order",
+    "unisono.task", "unisono.config.base", "unisono.config.data", "unisono.config.schema", "unisono.errors",
+    "unisono.keys", "unisono.data.order", "unisono.data.mixture", "unisono.data.sources", "unisono.data.shards",
+    "unisono.data.prepare",
     "unisono.launch.reload",
 )  # fmt: skip
 MODULES = {

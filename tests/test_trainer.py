@@ -20,13 +20,14 @@ from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
 from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.observe import events
 from unisono.observe.record import Record
 from unisono.place import Alone, Place
 from unisono.task import Context, Loss, Task
-from unisono.trainer import Result, Scalars, rows_of
+from unisono.trainer import Result, Scalars
 
 
 class InterruptionError(Exception):
@@ -46,7 +47,9 @@ def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str
     return trainer.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
 
 
-def interrupted(folder: Path, how: RunConfig, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(
+    folder: Path, how: RunConfig, after: int, monkeypatch: pytest.MonkeyPatch, task: Task | None = None
+) -> None:
     """Run until the given number of updates is made."""
     step = TorchEngine.step
 
@@ -57,7 +60,7 @@ def interrupted(folder: Path, how: RunConfig, after: int, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch, pytest.raises(InterruptionError):
         patch.setattr(TorchEngine, "step", limited)
-        run(folder, how)
+        run(folder, how, task)
 
 
 def steps(folder: Path) -> list[int]:
@@ -117,7 +120,7 @@ def test_a_run_keeps_a_log(whole: tuple[Path, Result]) -> None:
 
 def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
     (newest,) = commit.find(whole[0] / "checkpoints")[-1:]
-    assert commit.read(newest).state == {"step": 5, "random": False, "micro_batch": 8}
+    assert commit.read(newest).state == {"step": 5, "random": False, "micro_batch": 8, "plan": None}
 
 
 def test_a_checkpoint_knows_whether_the_forward_pass_draws_random_numbers(tmp_path: Path) -> None:
@@ -200,6 +203,7 @@ def test_a_run_says_what_is_trained_on_what(tmp_path: Path, capsys: pytest.Captu
         "  sgd, lr 0.1, weight decay 0.01: 3 parameters in weight",
         "  sgd, lr 0.1, weight decay 0: 1 parameters in bias",
     ]
+    assert told.pop(5).startswith("  loading: 1 thread, ")
     assert [line.split("/")[0] for line in told[5:7]] == ["step 1", "step 3"]
     assert told[7:] == [f"run: {tmp_path}"]
 
@@ -452,38 +456,54 @@ def test_the_schedule_of_the_learning_rate_is_in_the_events(tmp_path: Path) -> N
     assert [event["lr"] for event in events.read(tmp_path / "events.jsonl")] == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
-# rows -----------------------------------------------------------------------------------------------------------------
+# the order ------------------------------------------------------------------------------------------------------------
 
 
-def rows(given: Any) -> Task:
-    return type("Rows", (LinearTask,), {"data": lambda self: given})()
+class Several(CountsRows):
+    """Three sources, of blocks."""
+
+    class Blocks(list[Any]):
+        @property
+        def blocks(self) -> np.ndarray:
+            return np.array([2] * (len(self) // 2))
+
+    def data(self) -> Any:
+        rows = super().data()
+        return {"a": self.Blocks(rows[:16]), "b": self.Blocks(rows[16:32]), "c": self.Blocks(rows[32:])}
 
 
-@pytest.mark.parametrize("given", [[1, 2], (1,), np.zeros((3, 2)), torch.zeros(2)])
-def test_rows_that_can_be_had_by_number_are_taken_as_they_are(given: Any) -> None:
-    assert rows_of(rows(given)) is given
+MIXED = {
+    "mixture": {"weights": {"a": 1, "b": 2, "c": 3}, "changes": [{"step": 4, "weights": {"a": 2, "b": 1, "c": 0}}]},
+    "shuffle": "blocks",
+    "lanes": 4,
+}
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
+def test_a_run_of_mixed_blocks_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = config(8, checkpoint={"every": 1}, data=MIXED)
+    run(tmp_path / "whole", how, Several())
+    interrupted(tmp_path / "cut", how, 3, monkeypatch, Several())
+    interrupted(tmp_path / "cut", how, 6, monkeypatch, Several())
+    run(tmp_path / "cut", how, Several())
+    whole, cut = ([e["loss"] for e in events.read(tmp_path / name / "events.jsonl")] for name in ("whole", "cut"))
+    assert whole == cut
+    run(tmp_path / "other", config(8, data={**MIXED, "window": 1}), Several())
+    assert [e["loss"] for e in events.read(tmp_path / "other" / "events.jsonl")] != whole
 
 
-@pytest.mark.parametrize(
-    ("given", "kind"), [(iter([1]), "list_iterator"), (None, "NoneType"), ({1, 2}, "set"), (Stream(), "Stream")]
-)
-def test_rows_that_cannot_be_had_by_number_are_refused_with_what_to_do(given: Any, kind: str) -> None:
-    message = (
-        rf"^Rows\.data\(\) returned a {kind}, whose rows cannot be had by number\. Give it __len__ and __getitem__"
-    )
-    with pytest.raises(DataError, match=message):
-        rows_of(rows(given))
-
-
-@pytest.mark.parametrize("given", [[], np.zeros((0, 3))])
-def test_no_rows_are_refused(given: Any) -> None:
-    with pytest.raises(DataError, match=r"^Rows\.data\(\) has no rows$"):
-        rows_of(rows(given))
+def test_a_plan_that_is_no_pure_function_is_kept_with_the_checkpoint_and_told_where_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(StreamPlan, "state", lambda self, step, rows: {"step": step, "rows": [rows.start, rows.stop]})
+    monkeypatch.setattr(StreamPlan, "resume", lambda self, states: told.append(states))
+    how = config(4, checkpoint={"every": 2})
+    interrupted(tmp_path, how, 3, monkeypatch)
+    assert told == []
+    run(tmp_path, how)
+    assert told == [[{"step": 2, "rows": [0, 8]}]]
 
 
 # guards ---------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.base import Settings
-    from unisono.config.schema import Data, RunConfig
+    from unisono.config.data import Data
+    from unisono.config.schema import RunConfig
     from unisono.data.order import Order
+    from unisono.data.sources import open_source
     from unisono.errors import UnisonoError
     from unisono.launch.reload import load_model, load_weights
     from unisono.launch.start import train
@@ -33,12 +35,13 @@ __all__ = [
     "__version__",
     "load_model",
     "load_weights",
+    "open_source",
     "train",
 ]
 
 _HOME = {
     "Context": "unisono.task",
-    "Data": "unisono.config.schema",
+    "Data": "unisono.config.data",
     "Loss": "unisono.task",
     "Order": "unisono.data.order",
     "RunConfig": "unisono.config.schema",
@@ -48,6 +51,7 @@ _HOME = {
     "UnisonoError": "unisono.errors",
     "load_model": "unisono.launch.reload",
     "load_weights": "unisono.launch.reload",
+    "open_source": "unisono.data.sources",
     "train": "unisono.launch.start",
 }
 

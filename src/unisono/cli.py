@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono import cli_data
 from unisono.version import __version__
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ examples:
   unisono check language optim.lr=1e-3                          say what would run, and whether it can
   unisono config language                                       print every setting and where it comes from
   unisono generate runs/NAME "once upon a time"                 let a trained language model write
+  unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise ahead; `unisono data --help`
 """
 
 
@@ -51,11 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unisono: error: {told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(
-            "\nunisono: interrupted; every process has ended. The same command with run.name=… goes on from the newest "
-            "checkpoint.",
-            file=sys.stderr,
-        )
+        how = " with run.name=… goes on from the newest checkpoint" if parsed.verb != "data" else " goes on from there"
+        print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
         if arguments is None:  # What was interrupted may hold a lock that the interpreter's way out would wait for.
             from unisono.launch.worker import leave_now
 
@@ -124,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--ema", action="store_true", help="with the moving average of the weights (ema.decay)")
     verb.set_defaults(run=_generate)
+    cli_data.add(verbs, _load)
     return parser
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from unisono.config.data import Data as DataGroup
 from unisono.config.schema import EVENT_NAMES
-from unisono.config.schema import Data as DataGroup
 from unisono.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -102,6 +102,9 @@ class Task(ABC):
     needs_totals = False
     """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
 
+    capacity: int | None = None
+    """Units that a packed row holds where `data.packing.length` is null; only for tasks that can be packed."""
+
     def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
         self.config = self._settings("Config", config)
         self.model_config = self._settings("Model", model)
@@ -119,12 +122,22 @@ class Task(ABC):
     # data -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def data(self) -> Source:
-        """The rows to train on. Called once on every process; expensive preparation must be cached on disk."""
+    def data(self) -> Source | Mapping[str, Source]:
+        """The rows to train on; several sources by name are mixed, see `data.mixture`.
+
+        Called once on every process; expensive preparation must be cached on disk.
+        """
 
     def held_out(self) -> Source | None:
         """The rows to evaluate on, or None for no evaluation."""
         return None
+
+    def preparation(self) -> dict[str, Any]:
+        """What `unisono data prepare` makes ahead, by source; the only one is called ''.
+
+        Each is a `unisono.data.prepare.Preparation`, and the folder that it is made in where no other is asked for.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes nothing ahead: it does not define preparation()")
 
     def sample(self, record: Any, rng: np.random.Generator) -> Any:
         """One record to one sample. `rng` is keyed by (seed, epoch, row), so augmentation is the same on any layout."""
@@ -147,6 +160,18 @@ class Task(ABC):
                     f"{sorted(sample)} for another; return the same keys, or define collate()"
                 )
         return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
+
+    def length(self, sample: Any) -> int:
+        """Units (tokens, frames) that a sample takes of a packed row; only for tasks that can be packed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be packed: it does not define length()")
+
+    def cut(self, sample: Any, first: int, last: int) -> Any:
+        """The units `first..last-1` of a sample, for itself; for samples longer than a packed row."""
+        raise NotImplementedError(f"{type(self).__name__} cannot cut samples: it does not define cut()")
+
+    def pack(self, samples: Sequence[Any]) -> Any:
+        """Samples that share a row, as one sample that `collate` takes; none of them may see another."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be packed: it does not define pack()")
 
     def work(self, batch: Batch) -> dict[str, float]:
         """What a micro-batch amounts to: the first name is the unit of throughput; `flops` (both passes) gives MFU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,12 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.data.loader import Loader, MicroBatch, check_draws
-from unisono.data.order import Order, Plan
+from unisono.data.ledger import Ledger
+from unisono.data.loader import Loader, MicroBatch
+from unisono.data.plan import Plan
+from unisono.data.planning import facts_of, plan_of, source_of
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import CheckpointError, DataError, GuardError, RunError, page
+from unisono.errors import CheckpointError, GuardError, RunError, page
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
@@ -30,7 +33,7 @@ from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
-from unisono.task import Source, Task
+from unisono.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -104,24 +107,24 @@ class Training:
         self, task: Task, config: RunConfig, place: Place, group: Group, folder: Path, *, writing: bool = True
     ) -> None:
         self._config, self._place, self._folder, self._writing = config, place, folder, writing
-        train, data = config.train, config.data
-        source = rows_of(task)
-        self.plan = Plan.of(Order(len(source), config.run.seed), train.global_batch, train.steps, train.epochs)
+        train = config.train
+        source = source_of(task, config, place.world_size)
+        self.plan = plan_of(task, source, config, place.world_size)
         self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
         self._scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, place, self._split)
-        self._loader = Loader(
-            task, source, self.plan, self._split, place.rank, workers=data.workers, prefetch=data.prefetch
-        )
+        self._loader = Loader.of(task, source, self.plan, self._split, place, config, contents=writing)
         self._engine = engine_of(task, config, place, group, self._split)
-        self._about = {"rows": len(source), **task.facts()}
+        self._about = {**facts_of(source), **task.facts()}
         self.evaluated: dict[str, float] = {}
 
     def __enter__(self) -> Training:
         with ExitStack() as opened:
             opened.callback(self._close)
+            self._loader.start()  # beside the model's making
             self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
-            self.first = _resume(self._engine, self._folder)
+            self.first = _resume(self._engine, self.plan, self._folder)
+            self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
             record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
@@ -143,10 +146,17 @@ class Training:
         batches = engine.incoming(self._batches(watch))
         for step in range(self.first, total):
             with self._profile.step():
-                result = engine.step(next(batches), step, self._scalars(step))
+                micro_batches = next(batches)
+                result = engine.step(micro_batches, step, self._scalars(step))
+            if self._ledger is not None:
+                self._ledger.step(step, micro_batches)
             made, last = step + 1, step + 1 == total
-            rows = self.plan.batch(step).tolist() if result.skipped else []
-            record.step(made, result, self._scalars(step), self._speed(result, *watch.lap()), rows)
+            rows = self._rows_of(micro_batches) if result.skipped else []
+            speed = self._speed(result, *watch.lap())
+            record.step(made, result, self._scalars(step), speed, rows)
+            for line in self._loader.news(speed.wait):
+                log.warning("%s", line)
+                record.say(line)
             log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
             if _due(made, config.eval.every) or (last and config.eval.at_end):
                 self.evaluate(made)
@@ -174,10 +184,29 @@ class Training:
             self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
+    def _rows_of(self, batches: list[MicroBatch]) -> list[int]:
+        """The source rows of a step, of all processes in the order of the global batch."""
+        own = [row for micro in batches if not micro.idle for row in micro.rows.tolist()]
+        return [row for rows in self._engine.group.gather(own, "the rows of an update left out") for row in rows]
+
+    def _open_ledger(self) -> Ledger:
+        group = self._engine.group
+        start = group.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
+        return Ledger(self._folder, group.rank, group.size, self.first, start)
+
     def _save(self, made: int) -> None:
+        if self._ledger is not None:
+            self._ledger.flush()
         group, keep = self._engine.group, self._config.checkpoint.keep
         random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
-        state = {"step": made, "random": random, "micro_batch": self._split.micro_batch}
+        own = self._split.own(self._place.rank)
+        plans = group.gather(self.plan.state(made, own), "where all ranks are in the order")
+        state = {
+            "step": made,
+            "random": random,
+            "micro_batch": self._split.micro_batch,
+            "plan": None if all(plan is None for plan in plans) else plans,
+        }
         commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
 
     def _introduce(self) -> None:
@@ -193,6 +222,7 @@ class Training:
             self.record.say(f"  {name}: {value}")
         for line in facts.updates:
             self.record.say(f"  {line}")
+        self.record.say(f"  loading: {self._loader.facts()}")
         if self.first:
             self.record.say(f"continuing after step {self.first}")
 
@@ -204,7 +234,7 @@ class Training:
         return {**start, **device, "world_size": self._place.world_size, "data": self._about}
 
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
-        unit = next((name for name in result.work if name not in ("rows", "flops")), "rows")
+        unit = next((name for name in result.work if name not in ("rows", "flops", "masked")), "rows")
         peak = peak_flops(self._facts.device, self._config.train.precision)
         # A frozen matrix gets no gradient, so with adapters there are fewer than the task counts.
         flops = 0.0 if self._config.adapter else result.work.get("flops", 0.0)
@@ -213,6 +243,8 @@ class Training:
 
     def _close(self) -> None:
         self._loader.close()
+        if self.held_out is not None:
+            self.held_out.close()
         self._engine.close()
 
 
@@ -227,7 +259,7 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
         raise
 
 
-def _resume(engine: Engine, folder: Path) -> int:
+def _resume(engine: Engine, plan: Plan, folder: Path) -> int:
     """Load the newest checkpoint, the one that rank 0 sees; returns the updates made, 0 if there is none."""
     found = commit.find(folder / "checkpoints")
     names = engine.group.gather(found[-1].name if found else None, "the newest checkpoint")
@@ -239,6 +271,8 @@ def _resume(engine: Engine, folder: Path) -> int:
         )
     checkpoint = commit.open_(folder / "checkpoints" / names[0])
     engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
+    if (plans := checkpoint.state.get("plan")) is not None:
+        plan.resume(plans)
     log.info("continuing after step %d from %s", checkpoint.step, checkpoint.path)
     return checkpoint.step
 
@@ -267,20 +301,6 @@ def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: 
     from unisono.engines.torch.engine import TorchEngine
 
     return TorchEngine(task, config, place, group, split)
-
-
-def rows_of(task: Task) -> Source:
-    """The task's rows, or an error that says why they cannot be used."""
-    source = task.data()
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise DataError(
-            f"{type(task).__name__}.data() returned a {type(source).__name__}, whose rows cannot be had by number. "
-            "Give it __len__ and __getitem__ (a map-style Dataset), or list the rows."
-        )
-    if len(source) == 0:
-        raise DataError(f"{type(task).__name__}.data() has no rows")
-    check_draws(task, source)
-    return source
 
 
 def held_out_of(task: Task, config: RunConfig, place: Place, split: Split) -> HeldOut | None:

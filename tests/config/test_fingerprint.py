@@ -12,7 +12,8 @@ from unisono.config.schema import RunConfig
 
 TASK = f"{tasks.__file__}:TransformerTask"
 BASE = (
-    "run.name=a", "optim.skip_spikes={history: 64}", "layout={strategy: fsdp, world_size: 2, micro_batch: 4}",
+    "run.name=a", "optim.skip_spikes={history: 64}",
+    "data={mixture: {weights: {a: 2}}, packing: {length: 4}}", "layout={strategy: fsdp, world_size: 2, micro_batch: 4}",
     "schedules.depth={kind: wsd, peak: 2}",
 )  # fmt: skip
 
@@ -35,7 +36,9 @@ HARMLESS = {
     "layout.threads": "1",
     "train.guard_every": "7",
     "data.workers": "2",
+    "data.worker_kind": "processes",
     "data.prefetch": "2",
+    "data.prefetch_mb": "3",
     "optim.implementation": "loop",
     "eval.every": "3",
     "eval.rows": "3",
@@ -65,6 +68,20 @@ MATHEMATICS = {
     "train.global_batch": "64",
     "train.clip_norm": "null",
     "train.precision": "bf16",
+    "data.on_error": "mask",
+    "data.shuffle": "none",
+    "data.window": "3",
+    "data.lanes": "2",
+    "data.mixture.weights.a": "1",
+    "data.mixture.by": "tokens",
+    "data.mixture.until": "first",
+    "data.mixture.block": "10",
+    "data.mixture.changes": "[{step: 3, weights: {a: 1}}]",
+    "data.packing.length": "8",
+    "data.packing.method": "offline",
+    "data.packing.open_bins": "3",
+    "data.packing.chunk": "10",
+    "data.packing.cut": "never",
     "task.rows": "28",
     "task.dropout": "0.1",
     "task.embedding_penalty": "0.1",

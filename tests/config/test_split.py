@@ -51,6 +51,13 @@ def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(split: Split
 
 
 @given(SPLITS)
+def test_the_rows_that_a_process_owns_are_those_of_its_micro_batches(split: Split):
+    for rank in range(split.world_size):
+        rows = [row for k in split.micro_batches(rank) for row in split.rows(k, split.global_batch)]
+        assert list(split.own(rank)) == rows
+
+
+@given(SPLITS)
 def test_all_processes_make_equally_many_passes(split: Split):
     assert {len(split.micro_batches(rank)) for rank in range(split.world_size)} == {split.passes}
 

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch, check_draws
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.errors import ConfigError, DataError
 from unisono.task import Task
 
@@ -49,12 +50,17 @@ class Rows(Task):
     outputs = loss = build
 
 
-def _plan(size: int = SIZE, epochs: float = 2.2, seed: int = 0) -> Plan:
-    return Plan.of(Order(size, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
+def _plan(size: int = SIZE, epochs: float = 2.2, seed: int = 0) -> StreamPlan:
+    return StreamPlan.of(Order(size, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
 
 
 def _steps(
-    task: Task | None = None, world: int = 1, micro: int = BATCH, first: int = 0, plan: Plan | None = None, **how: Any
+    task: Task | None = None,
+    world: int = 1,
+    micro: int = BATCH,
+    first: int = 0,
+    plan: StreamPlan | None = None,
+    **how: Any,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every rank together, in order, step by step."""
     task = task or Rows()
@@ -194,7 +200,7 @@ def test_a_row_draws_differently_in_every_epoch(reference: list[list[MicroBatch]
 
 
 def test_draws_belong_to_the_epoch_and_the_row_not_to_the_step(reference: list[list[MicroBatch]]) -> None:
-    plan = Plan.of(Order(SIZE, 0), 4, None, 2.2)
+    plan = StreamPlan.of(Order(SIZE, 0), 4, None, 2.2)
     task = Rows()
     with closing(Loader(task, task.data(), plan, Split.of(4, 1, 2), 0)) as loader:
         assert _draws(list(loader.steps())) == _draws(reference)

@@ -15,7 +15,8 @@ from tests.runs import configuration
 from tests.tasks import LENGTH, Transformer, TransformerTask, Words
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.precision import promoting
@@ -80,7 +81,7 @@ def ready(place: Place, group: Group, config: Any, task: ProbedTask | None = Non
     task = task or ProbedTask()
     source, batch = task.data(), config.train.global_batch
     split = Split.of(batch, place.world_size, config.layout.micro_batch)
-    loader = Loader(task, source, Plan.of(Order(len(source), 0), batch, 4, None), split, place.rank)
+    loader = Loader(task, source, StreamPlan.of(Order(len(source), 0), batch, 4, None), split, place.rank)
     engine = TorchEngine(task, config, place, group, split)
     try:
         engine.setup(next(loader.steps()), {"lr": 0.1})

@@ -20,7 +20,8 @@ from tests.runs import ADAMW, Recording, Trace, configuration, distance, trace
 from tests.tasks import TransformerTask
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.place import Group, Place
 
 pytestmark = pytest.mark.slow
@@ -84,7 +85,7 @@ def given_gradients(place: Place, group: Group, config: Any) -> dict[str, np.nda
     task = TransformerTask()
     source = task.data()
     split = Split.of(12, place.world_size, 3)
-    loader = Loader(task, source, Plan(Order(len(source), 0), 12, 24), split, place.rank)
+    loader = Loader(task, source, StreamPlan(Order(len(source), 0), 12, 24), split, place.rank)
     engine = Recording(task, config, place, group, split)
     try:
         engine.setup(next(iter(loader.steps())), {"lr": config.optim.lr})

@@ -16,7 +16,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unisono.config import fingerprint, secrets
 from unisono.config.compose import Composed, compose
-from unisono.config.schema import Data, RunConfig
+from unisono.config.data import Data
+from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ EVENT_NAMES = frozenset(
         "mfu",
         "skipped",
         "skipped_rows",
+        "masked",
         "recompiled",
     }
 )
@@ -274,13 +275,6 @@ class Observe(Settings):
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"observe.trackers={self.trackers} names a tracker twice")
         return self
-
-
-class Data(Settings):
-    """What every recipe's `data` group has."""
-
-    workers: Annotated[int, Field(ge=1)] = Field(1, description="threads that prepare micro-batches")
-    prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
 
 
 class Launch(Settings):

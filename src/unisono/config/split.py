@@ -65,6 +65,15 @@ class Split:
         """
         return range(rank * self.passes, (rank + 1) * self.passes)
 
+    def own(self, rank: int) -> range:
+        """Rows of a full global batch that a process owns.
+
+        >>> Split(global_batch=12, world_size=2, micro_batch=2).own(1)
+        range(6, 12)
+        """
+        rows = self.passes * self.micro_batch
+        return range(rank * rows, (rank + 1) * rows)
+
     def rows(self, micro_batch: int, length: int) -> range:
         """Rows of a global micro-batch in a global batch of `length` rows; empty where a short batch lacks them.
 

@@ -1,72 +1,37 @@
-"""From positions to micro-batches: records are read, sampled and collated by threads, a bounded number ahead.
+"""From positions to micro-batches: a plan is carried out by threads or processes, a bounded number ahead.
 
-The order is decided before a thread sees anything, so workers and prefetch change when a micro-batch is ready, never
+The order is decided before a worker sees anything, so workers and prefetch change when a micro-batch is ready, never
 what is in it.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
-import sysconfig
-import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from unisono.config.schema import RunConfig
 from unisono.config.split import Split
-from unisono.data.order import Indices, Plan
-from unisono.errors import DataError, UnisonoError
+from unisono.data import content, tune, workers
+from unisono.data.making import Maker, Masked, MicroBatch, Request, refuse_mask, sampled
+from unisono.data.order import Indices
+from unisono.data.plan import Plan
+from unisono.errors import DataError
 from unisono.keys import generator
-from unisono.task import Batch, Source, Task
+from unisono.place import Place
+from unisono.task import Source, Task
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward pass of one process.
-
-    Attributes:
-        number: which micro-batch of the global batch.
-        rows: source rows, shape (rows,).
-        arrays: what `Task.collate` made of them.
-        counts: what `Task.counts` says; zeros if idle.
-        work: what `Task.work` says, and `rows`; zeros if idle.
-        idle: real rows at weight zero, for a process that has none left in a short batch.
-    """
-
-    number: int
-    rows: Indices
-    arrays: Batch
-    counts: dict[str, float]
-    work: dict[str, float]
-    idle: bool = False
-
-    @property
-    def by_row(self) -> bool:
-        """Whether its arrays can be cut by row: none is nested, and the first axis of each is the row."""
-        sized = [array for array in self.arrays.values() if hasattr(array, "__len__")]
-        return not any(isinstance(array, Mapping | list | tuple) or len(array) != len(self.rows) for array in sized)
-
-    def one(self, row: int) -> MicroBatch:
-        """One row of it, for itself; only where they can be cut by row."""
-        arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in self.arrays.items()}
-        return replace(self, arrays=arrays, rows=self.rows[row : row + 1])
-
-
-@dataclass(frozen=True)
-class _Order:
-    """What a thread is asked for."""
-
-    number: int
-    rows: Indices
-    epochs: Indices
-    idle: bool
+__all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
+log = logging.getLogger(__name__)
+_AT_ONCE = 64  # samples whose lengths a worker is asked for
+_TOLD = 3  # samples left out that are told one by one
 
 
 class Loader:
@@ -79,8 +44,17 @@ class Loader:
         split: which of them are this process's.
         rank: of this process.
         purpose: part of the address of every random draw, e.g. `train`.
-        workers: threads.
+        workers: that make micro-batches; `auto` measures what making one takes.
+        worker_kind: `threads` or `processes`.
         prefetch: micro-batches prepared ahead.
+        prefetch_mb: MB prepared ahead at most, but always one micro-batch.
+        on_error: `stop`, or `mask` to leave out samples that cannot be made.
+        timeout: seconds that a micro-batch may take.
+        contents: say of every sample what it holds, for the ledger.
+        processes: that train on this host.
+
+    Raises:
+        DataError: for a task that cannot be sent to worker processes.
     """
 
     def __init__(
@@ -92,89 +66,223 @@ class Loader:
         rank: int,
         *,
         purpose: str = "train",
-        workers: int = 1,
+        workers: int | str = 1,
+        worker_kind: str = "threads",
         prefetch: int = 4,
+        prefetch_mb: float = 512.0,
+        on_error: str = "stop",
+        timeout: float = 600.0,
+        contents: bool = False,
+        processes: int = 1,
     ) -> None:
-        self._task, self._source, self._plan, self._split, self._rank = task, source, plan, split, rank
-        self._purpose, self._prefetch = purpose, prefetch
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=f"unisono-{purpose}")
+        if on_error == "mask":
+            refuse_mask(task)
+        self._plan, self._split, self._rank = plan, split, rank
+        self._purpose, self._kind, self._timeout = purpose, worker_kind, timeout
+        self._room = 1e6 * prefetch_mb
+        self._maker = Maker(
+            task,
+            source,
+            plan.seed,
+            purpose,
+            mask=on_error == "mask",
+            contents=contents,
+            keep=int(self._room),
+            room=getattr(plan, "capacity", None),
+        )
+        measured = getattr(plan, "lengths", None)
+        self._measured = measured if isinstance(measured, Measured) else None
+        if self._measured is not None:
+            self._measured.by = self.lengths
+        self._largest = 0  # bytes of a micro-batch, as far as any was made
+        self._masked, self._told, self._news = 0, -1, deque[str]()
+        self._any: Request | None = None
+        self._asked, self._asked_ahead, self._processes = workers, prefetch, processes
+
+    @classmethod
+    def of(
+        cls, task: Task, source: Source, plan: Plan, split: Split, place: Place, config: RunConfig, **more: Any
+    ) -> Loader:
+        """With the settings of a run; see the class for the arguments."""
+        data = config.data
+        return cls(
+            task, source, plan, split, place.rank, workers=data.workers, worker_kind=data.worker_kind,
+            prefetch=data.prefetch, prefetch_mb=data.prefetch_mb, on_error=data.on_error,
+            timeout=config.launch.timeout, processes=place.local_world_size, **more,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start the workers, if they are not yet; the first micro-batch that is asked for does it, too."""
+        _ = self._workers
 
     def steps(self, first: int = 0) -> Iterator[list[MicroBatch]]:
         """The micro-batches of this process for each step from `first` on; always `split.passes` of them."""
         waiting: deque[Future[MicroBatch]] = deque()
-        orders = self._orders(range(first, self._plan.steps))
+        requests = self._requests(range(first, self._plan.steps))
         try:
-            for _ in range(first, self._plan.steps):
+            for step in range(first, self._plan.steps):
                 batches: list[MicroBatch] = []
                 while len(batches) < self._split.passes:
-                    while len(waiting) <= self._prefetch and (order := next(orders, None)) is not None:
-                        waiting.append(self._pool.submit(self._make, order))
-                    batches.append(waiting.popleft().result())
+                    while len(waiting) <= self._ahead and (request := next(requests, None)) is not None:
+                        self._any = self._any or request
+                        waiting.append(self._workers.ask("make", request))
+                    batches.append(self._result(waiting.popleft()))
+                    self._largest = max(self._largest, content.size(batches[-1].arrays))
+                self._tell(step, batches)
                 yield batches
         finally:
             for future in waiting:
                 future.cancel()
 
-    def close(self) -> None:
-        """Stop the threads; what they are busy with is finished first."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
+        """Units that samples take of a packed row, by making them; threads keep what they made, for as long as it fits.
 
-    def _orders(self, steps: Iterable[int]) -> Iterator[_Order]:
-        size, seen = self._plan.order.size, self._plan.global_batch
+        A sample that cannot be made takes 1, if such samples are left out.
+        """
+        parts = range(0, len(rows), _AT_ONCE)
+        asked = [self._workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._result(future) for future in asked)])
+
+    def facts(self) -> str:
+        """A line about how micro-batches are made."""
+        each = self._largest / 1e6
+        size = f" of {each:.2g} MB" if self._largest else ""
+        kind = self._kind if self._count > 1 else {"threads": "thread", "processes": "process"}[self._kind]
+        return f"{self._count} {kind}, {self._ahead} micro-batches ahead{size}; {self._stages}"
+
+    def news(self, wait: float = 0.0) -> Iterator[str]:
+        """What is worth a line on the console since the last call.
+
+        Args:
+            wait: share of the last step's time that was waiting for data.
+        """
+        while self._news:
+            yield self._news.popleft()
+        if line := self._waits.step(wait, lambda: self._stages):
+            yield line
+
+    def rest(self) -> None:
+        """Let go of what is started again in no time; processes stay."""
+        if self._kind == "threads":
+            self.close()
+
+    def close(self) -> None:
+        """End the workers; what threads are busy with is finished first."""
+        if "_workers" in vars(self):
+            self._workers.close()
+            del self._workers
+            if self._measured is not None:
+                self._measured.by = self._maker.lengths
+
+    @cached_property
+    def _count(self) -> int:
+        """Workers."""
+        if isinstance(self._asked, int):
+            return self._asked
+        return tune.choose(tune.cores(), self._processes, self._stages.total * self._split.passes)
+
+    @cached_property
+    def _waits(self) -> tune.Waits:
+        return tune.Waits(self._count, self._kind, tune.cores() // self._processes)
+
+    @cached_property
+    def _workers(self) -> workers.Workers:
+        if self._measured is not None:
+            self._measured.by = self.lengths
+        return workers.of(self._maker, self._kind, self._count, self._purpose)
+
+    @cached_property
+    def _stages(self) -> tune.Stages:
+        return tune.measure(self._maker, self._any or next(self._requests([0])))
+
+    @property
+    def _ahead(self) -> int:
+        """Micro-batches to prepare besides the one that is waited for: one, until it is known how large they are."""
+        asked = self._asked_ahead if isinstance(self._asked, int) else max(self._asked_ahead, 2 * self._count)
+        return max(1, min(asked, int(self._room / self._largest) if self._largest else 1))
+
+    def _result(self, future: Future[Any]) -> Any:
+        try:
+            return future.result(self._timeout)
+        except TimeoutError:
+            rows = ", ".join(map(str, self._workers.busy[:8]))
+            raise DataError(
+                f"no micro-batch came for {self._timeout:g} s (launch.timeout); the {self._kind} that make them are at "
+                f"rows {rows or '?'} of the source"
+            ) from None
+
+    def _requests(self, steps: Iterable[int]) -> Iterator[Request]:
+        packed = bool(getattr(self._plan, "packed", False))
         for step in steps:
-            rows = self._plan.batch(step)
-            epochs = np.arange(step * seen, step * seen + len(rows)) // size
+            length = self._plan.rows(step)
             for number in self._split.micro_batches(self._rank):
-                own = self._split.rows(number, len(rows))
+                own = self._split.rows(number, length)
                 idle = len(own) == 0
                 # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
-                take = slice(0, self._split.micro_batch) if idle else slice(own.start, own.stop)
-                yield _Order(number, rows[take], epochs[take], idle)
+                take = range(min(self._split.micro_batch, length)) if idle else own
+                yield Request(number, own, self._plan.taken(step, take), idle, packed)
 
-    def _make(self, order: _Order) -> MicroBatch:
-        samples = [self._sample(int(row), int(epoch)) for row, epoch in zip(order.rows, order.epochs, strict=True)]
-        try:
-            arrays = self._task.collate(samples)
-            counts = {name: float(count) for name, count in self._task.counts(arrays).items()}
-            work = {**self._task.work(arrays), "rows": float(len(samples))}
-        except UnisonoError:
-            raise
-        except Exception as error:
-            raise DataError(f"rows {_some(order.rows)} cannot be made a batch: {_told(error)}") from error
-        if order.idle:
-            counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
-        return MicroBatch(order.number, order.rows, arrays, counts, work, order.idle)
-
-    def _sample(self, row: int, epoch: int) -> Any:
-        return _sampled(self._task, self._source, row, generator(self._plan.order.seed, self._purpose, epoch, row))
+    def _tell(self, step: int, batches: list[MicroBatch]) -> None:
+        if step <= self._told:  # made again, as the first one is
+            return
+        self._told = step
+        for sample in (sample for micro in batches if micro.made for sample in micro.made.masked):
+            self._masked += 1
+            log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)
+            if self._masked <= _TOLD:
+                self._news.append(f"step {step + 1}: left out: {_short(sample)}")
+            elif str(self._masked).strip("0") == "1":
+                self._news.append(f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all")
 
 
-def check_draws(task: Task, source: Source, rows: int = 8) -> None:
+class Measured:
+    """Lengths of samples that are found out by making them, for a plan that is made before its loader is.
+
+    A `PackedPlan` calls it; its loader's workers do the work, as soon as there is a loader that finds it as the plan's
+    `lengths`.
+
+    Args:
+        task: gives `sample` and `length`.
+        source: the rows.
+        seed: of the run.
+        mask: a sample that cannot be made takes 1.
+    """
+
+    def __init__(self, task: Task, source: Source, seed: int, mask: bool = False) -> None:
+        self.by: Callable[[Indices, Indices], Indices] = Maker(task, source, seed, "train", mask=mask).lengths
+
+    def __call__(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
+        """Units that samples take of a packed row."""
+        return self.by(rows, epochs)
+
+
+def check_draws(task: Task, source: Source, rows: int = 8, *, mask: bool = False) -> None:
     """Make a few samples, and refuse a task that draws from a generator that all threads share.
 
     Such draws would depend on which thread comes first, and disturb those of the model.
+
+    Args:
+        task: that draws.
+        source: its rows.
+        rows: how many are made.
+        mask: go on where a sample cannot be made.
 
     Raises:
         DataError: naming the generator.
     """
     before = _shared_generators()
     for row in range(min(rows, len(source))):
-        _sampled(task, source, row, generator(0, "check", row))
+        try:
+            sampled(task, source, row, generator(0, "check", row))
+        except DataError:
+            if not mask:
+                raise
     for name, state in _shared_generators().items():
         if name in before and state != before[name]:
             raise DataError(
                 f"{type(task).__name__}: data() or sample() drew from {name}, which all threads share, so a run could "
                 "not be repeated. Draw from the rng that sample() is given (a torch.Generator can be seeded from it)."
             )
-
-
-def _sampled(task: Task, source: Source, row: int, rng: np.random.Generator) -> Any:
-    try:
-        return task.sample(source[row], rng)
-    except UnisonoError:
-        raise
-    except Exception as error:
-        raise DataError(f"row {row} of the source cannot be made a sample: {_told(error)}") from error
 
 
 def _shared_generators() -> dict[str, bytes]:
@@ -187,12 +295,5 @@ def _shared_generators() -> dict[str, bytes]:
     return states
 
 
-def _told(error: Exception) -> str:
-    """An error with the last line of the user's code that it came through, not the library's line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames[1:]) if not f.filename.startswith(_LIBRARIES)), frames[-1])
-    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
-
-
-def _some(rows: Indices) -> str:
-    return ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")
+def _short(sample: Masked) -> str:
+    return sample.reason if len(sample.reason) < 300 else sample.reason[:300] + " …"

@@ -12,12 +12,14 @@ False
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
+from unisono.errors import DataError
 from unisono.keys import key
 
 Indices = NDArray[np.int64]
@@ -37,19 +39,37 @@ class Shuffle:
 
     def __call__(self, index: Indices) -> Indices:  # (n,) -> (n,)
         """The elements at these places; `index` must lie in `0..size-1`."""
-        half = max(1, (max(self.size - 1, 1).bit_length() + 1) // 2)
-        mask = np.uint64((1 << half) - 1)
-        keys = [np.uint64(key(self.key, "round", number)) for number in range(_ROUNDS)]
-        result = np.array(index, dtype=np.uint64)
-        walking = np.ones(result.shape, dtype=bool)
-        while walking.any():
-            value = result[walking]
-            left, right = value >> np.uint64(half), value & mask
-            for round_key in keys:
-                left, right = right, left ^ (_mix(right ^ round_key) & mask)
-            result[walking] = (left << np.uint64(half)) | right
-            walking[walking] = result[walking] >= self.size
-        return result.astype(np.int64)
+        return shuffled(index, np.zeros(np.shape(index), dtype=np.int64), [self])
+
+    @property
+    def half(self) -> int:
+        """Half the bits of the power of two."""
+        return max(1, (max(self.size - 1, 1).bit_length() + 1) // 2)
+
+
+def shuffled(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Indices:  # (n,), (n,) -> (n,)
+    """The elements at these places, each of the permutation `which` names: of many, in one pass."""
+    keys = np.array([_round_keys(shuffle.key) for shuffle in shuffles], dtype=np.uint64)  # (permutations, rounds)
+    half = np.array([shuffle.half for shuffle in shuffles], dtype=np.uint64)
+    size = np.array([shuffle.size for shuffle in shuffles], dtype=np.uint64)
+    result = np.array(index, dtype=np.uint64)
+    walking = np.arange(len(result))
+    while len(walking):
+        one = which[walking] if len(shuffles) > 1 else slice(None)  # of a single one, numbers stay as they are
+        bits, value = half[one], result[walking]
+        mask = (np.uint64(1) << bits) - np.uint64(1)
+        left, right = value >> bits, value & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right ^ keys[one, number]) & mask)
+        value = (left << bits) | right
+        result[walking] = value
+        walking = walking[value >= size[one]]
+    return result.astype(np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _round_keys(address: int) -> tuple[int, ...]:
+    return tuple(key(address, "round", number) for number in range(_ROUNDS))
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -79,55 +99,14 @@ class Order:
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
-        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.size)
+        positions = np.asarray(positions, dtype=np.int64)
+        places = positions % self.size
         if not self.shuffle:
             return places
-        rows = np.empty_like(places)
-        for epoch in np.unique(epochs):  # one or two: a batch straddles at most a few epochs
-            here = epochs == epoch
-            rows[here] = Shuffle(self.size, key(self.seed, "shuffle", int(epoch)))(places[here])
-        return rows
+        epochs, which = np.unique(self.epochs(positions), return_inverse=True)  # mostly one or two
+        addresses = [key(self.seed, "shuffle", epoch) for epoch in epochs.tolist()]
+        return shuffled(places, which.reshape(-1), [Shuffle(self.size, address) for address in addresses])
 
-    def epoch(self, position: int) -> int:
-        """How often the whole source was passed before this position."""
-        return position // self.size
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which positions each step consumes: `[step·B, (step+1)·B)`, cut off at the end of the run.
-
-    Attributes:
-        order: positions to rows.
-        global_batch: rows per full step.
-        length: positions in the whole run; only the last batch of a run counted in epochs is short.
-    """
-
-    order: Order
-    global_batch: int
-    length: int
-
-    @classmethod
-    def of(cls, order: Order, global_batch: int, steps: int | None, epochs: float | None) -> Plan:
-        """The plan of a run counted in steps or in epochs."""
-        if steps is not None:
-            return cls(order, global_batch, steps * global_batch)
-        assert epochs is not None
-        length = round(epochs * order.size)
-        if length < 1:
-            raise ConfigError(f"train.epochs={epochs} of {order.size} rows is less than one row")
-        return cls(order, global_batch, length)
-
-    @property
-    def steps(self) -> int:
-        """Steps in the whole run."""
-        return -(-self.length // self.global_batch)
-
-    def rows(self, step: int) -> int:
-        """Rows in the batch of a step."""
-        return min(self.global_batch, self.length - step * self.global_batch)
-
-    def batch(self, step: int) -> Indices:  # -> (rows,)
-        """Source rows of the global batch of a step, in order."""
-        first = step * self.global_batch
-        return self.order(np.arange(first, first + self.rows(step), dtype=np.int64))
+    def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """How often the whole source was passed before these positions."""
+        return np.asarray(positions, dtype=np.int64) // self.size

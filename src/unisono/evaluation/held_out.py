@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import Engine
 from unisono.errors import DataError
 from unisono.place import Place
@@ -35,8 +36,8 @@ class HeldOut:
         rows = min(len(source), config.eval.rows or len(source))
         micro = min(config.eval.micro_batch or micro_batch, rows)
         self._split = Split.of(micro * place.world_size, place.world_size, micro)
-        self._plan = Plan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
-        self._task, self._source, self._rank, self._data = task, source, place.rank, config.data
+        self._plan = StreamPlan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
+        self._loader = Loader.of(task, source, self._plan, self._split, place, config, purpose="eval")
         self._averages = [
             average for average, one in ((False, "model"), (True, "ema"))
             if config.eval.weights in ("both", one) and (config.ema.decay is not None or not average)
@@ -45,14 +46,14 @@ class HeldOut:
 
     def batches(self) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of one evaluation."""
-        loader = Loader(
-            self._task, self._source, self._plan, self._split, self._rank,
-            purpose="eval", workers=self._data.workers, prefetch=self._data.prefetch,
-        )  # fmt: skip
         try:
-            yield from loader.steps()
+            yield from self._loader.steps()
         finally:
-            loader.close()
+            self._loader.rest()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader.close()
 
     def evaluate(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> dict[str, float]:
         """Loss and metrics, with the weights that `eval.weights` names; what the moving average gives is `ema/…`.

@@ -157,7 +157,7 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
 def _same_data(path: Path, facts: dict[str, Any]) -> None:
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))["data"]
-        known = [name for name in ("rows", "fingerprint") if name in before and name in facts]
+        known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
         if any(before[name] != facts[name] for name in known):  # another number of rows is another order
             differing = {k: (before.get(k), v) for k, v in facts.items() if before.get(k) != v}
             raise RunError(

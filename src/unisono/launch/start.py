@@ -18,6 +18,7 @@ from unisono.config import resolve, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
+from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import environment, folder, local, meeting, nodes, worker
 from unisono.place import Group, Place
@@ -46,7 +47,7 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
         result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
     """
     place = environment.place()
-    if place is not None and place.launcher == "unisono":
+    if (place is not None and place.launcher == "unisono") or MARK in os.environ:
         raise ConfigError(
             "unisono.train was called by a process of a run, while it imported the task's file. Put the call under "
             "`if __name__ == '__main__':`"
@@ -99,7 +100,7 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
 def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
     from unisono import trainer
-    from unisono.data.order import Order, Plan
+    from unisono.data.planning import facts_of, plan_of, source_of
     from unisono.engines.torch import adapter
     from unisono.observe import trackers
     from unisono.optim import ema
@@ -109,14 +110,12 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     task.check()
     trackers.check(config.observe.trackers)
     adapter.check(config.adapter)
-    source = trainer.rows_of(task)
-    plan = Plan.of(
-        Order(len(source), config.run.seed), config.train.global_batch, config.train.steps, config.train.epochs
-    )
+    source = source_of(task, config, config.layout.world_size)
+    plan = plan_of(task, source, config)
     trainer.Scalars(config, plan.steps)
     ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
-    rows = {"rows": len(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
+    rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
     facts: dict[str, Any] = secrets.hidden({**rows, **task.facts()})
     return facts
 

@@ -89,6 +89,8 @@ class Record:
             values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
             rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")
             self.say(f"step {step}: update left out: {result.skipped}; source rows {rows}")
+        if result.work.get("masked"):
+            values["masked"] = int(result.work["masked"])
         if result.recompiled:
             values["recompiled"] = result.recompiled
         self._write(step, values)

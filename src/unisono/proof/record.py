@@ -22,7 +22,8 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.order import Order, Plan
+from unisono.data.plan import Plan, StreamPlan
+from unisono.data.planning import plan_of, source_of
 from unisono.engines.base import StepResult
 from unisono.engines.torch import guards, precision, tensors, wrap
 from unisono.engines.torch.carry import Carry
@@ -65,7 +66,7 @@ class RecordingEngine(TorchEngine):
         Returns:
             Why the pass cannot be repeated, empty if it can; and whether a row depends on those beside it.
         """
-        count = len(micro.rows)
+        count = micro.size
 
         def made(arrays: Batch) -> Any:
             self._randomness.begin("look", micro.number)
@@ -212,11 +213,13 @@ class _Run:
     ) -> None:
         self.task, self.config, self.place, self.group = task, config, place, group
         self.case, self.proof, self.root = case, proof, root
-        self.source = trainer.rows_of(task)
-        order = Order(len(self.source), config.run.seed)
-        self.plan = Plan(order, proof.global_batch, proof.rows)
-        whole = Plan.of(order, config.train.global_batch, config.train.steps, config.train.epochs)
-        self.scalars = trainer.Scalars(config, max(self.plan.steps, whole.steps))
+        short = {"global_batch": proof.global_batch, "steps": proof.steps, "epochs": None}
+        proved = config.model_copy(update={"train": config.train.model_copy(update=short)})
+        self.source = source_of(task, proved, place.world_size)
+        plan = plan_of(task, self.source, proved, place.world_size)
+        self.plan: Plan = replace(plan, length=proof.rows) if isinstance(plan, StreamPlan) else plan
+        whole = config.train.steps or plan_of(task, self.source, config, world_size=1).steps
+        self.scalars = trainer.Scalars(config, max(self.plan.steps, whole))
         self.split = Split.of(proof.global_batch, place.world_size, case.micro_batch)
         # Which rows a process has, by the number of the rank that usually has them.
         self.slot = replace(place, rank=place.world_size - 1 - place.rank) if case.reversed else place
@@ -225,10 +228,7 @@ class _Run:
 
     def open(self, facts: Facts) -> None:
         """Make engine and loader."""
-        data = self.config.data
-        self.loader = Loader(
-            self.task, self.source, self.plan, self.split, self.slot.rank, workers=data.workers, prefetch=data.prefetch
-        )
+        self.loader = Loader.of(self.task, self.source, self.plan, self.split, self.slot, self.config)
         self.engine = RecordingEngine(self.task, self.config, self.place, self.group, self.split)
         self.engine._carry = Carry(self.split, self.slot.rank, self.engine._device)
         self.engine.folder = folder_of(self.root, self.case.name)
@@ -247,6 +247,8 @@ class _Run:
         """Let go of both."""
         if hasattr(self, "loader"):
             self.loader.close()
+        if self.held_out is not None:
+            self.held_out.close()
         if hasattr(self, "engine"):
             self.engine.close()
 

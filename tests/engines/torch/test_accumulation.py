@@ -14,7 +14,8 @@ from tests.runs import Recording, configuration
 from tests.tasks import TransformerTask
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.torch import gradients
 from unisono.place import Group, Place
 
@@ -60,7 +61,7 @@ def added(place: Place, group: Group, layouts: list[str]) -> dict[str, tuple[int
         settings = {"world_size": place.world_size, "micro_batch": 1, **LAYOUTS[layout][1]}
         config = configuration(layout=settings, train={"precision": "bf16", "steps": 1, "clip_norm": None})
         split = Split.of(12, place.world_size, 1)
-        loader = Loader(task, task.data(), Plan(Order(27, 0), 12, 12), split, place.rank)
+        loader = Loader(task, task.data(), StreamPlan(Order(27, 0), 12, 12), split, place.rank)
         engine = Adding(task, config, place, group, split)
         try:
             (batches,) = loader.steps()

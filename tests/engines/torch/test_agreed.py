@@ -150,11 +150,12 @@ def setup(place: Place, group: Group, choices: list[str]) -> Any:
     made = configuration(layout=layout("ddp" if place.world_size > 1 else "single"))
     from unisono.config.split import Split
     from unisono.data.loader import Loader
-    from unisono.data.order import Order, Plan
+    from unisono.data.order import Order
+    from unisono.data.plan import StreamPlan
 
     task = Choosing()
     split = Split.of(12, place.world_size, 3)
-    loader = Loader(task, task.data(), Plan.of(Order(ROWS, 0), 12, 2, None), split, place.rank)
+    loader = Loader(task, task.data(), StreamPlan.of(Order(ROWS, 0), 12, 2, None), split, place.rank)
     engine = TorchEngine(task, made, place, group, split)
     try:
         return dict(engine.setup(next(iter(loader.steps())), {"lr": 0.1}).kernels)

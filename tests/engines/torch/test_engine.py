@@ -17,7 +17,8 @@ from tests.runs import Recording, configuration, distance, trace, traces, whole
 from tests.tasks import LinearTask, TransformerTask
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.torch import precision
 from unisono.errors import ConfigError, GuardError, NonFiniteError
 from unisono.place import Group, Place
@@ -29,7 +30,7 @@ STRATEGIES = ["ddp", "fsdp"]
 def started(place: Place, group: Group, task: Any, config: Any) -> tuple[Recording, Any]:
     """An engine that is set up, and the micro-batches of its steps."""
     source = task.data()
-    plan = Plan.of(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
+    plan = StreamPlan.of(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
     engine = Recording(task, config, place, group, split)
     steps = list(Loader(task, source, plan, split, place.rank).steps())

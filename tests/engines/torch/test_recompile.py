@@ -14,7 +14,8 @@ from tests.runs import configuration
 from tests.tasks import TransformerTask
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.recompile import Recompilations
@@ -47,7 +48,7 @@ def results(place: Place, group: Group, strategy: str, shorter: bool) -> tuple[l
     layout = {"strategy": strategy, "world_size": place.world_size, "compile": True, "micro_batch": 3}
     config = configuration(layout=layout, train={"steps": 5, "global_batch": 12, "guard_every": 2})
     rows = task.data()
-    plan = Plan.of(Order(len(rows), 0), 12, 5, None)
+    plan = StreamPlan.of(Order(len(rows), 0), 12, 5, None)
     split = Split.of(12, place.world_size, 3)
     engine, loader = TorchEngine(task, config, place, group, split), Loader(task, rows, plan, split, place.rank)
     said: list[str] = []

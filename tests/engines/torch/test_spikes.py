@@ -20,7 +20,8 @@ from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.config.optimizers import SkipSpikes
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.base import StepResult
 from unisono.engines.torch.spikes import Spikes, limit
 from unisono.errors import SpikeError
@@ -122,7 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp×2": (2, {"strategy": "fsdp", "micro_batch": 2}),
     "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
 }
-PLAN = Plan.of(Order(40, 0), 8, STEPS, None)
+PLAN = StreamPlan.of(Order(40, 0), 8, STEPS, None)
 SPIKE = int(PLAN.batch(CUT + 1)[5])  # so that it is judged by a history from before the checkpoint of step 8
 SKIPPED = [step + 1 for step in range(HISTORY, STEPS) if SPIKE in PLAN.batch(step)]
 

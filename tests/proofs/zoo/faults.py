@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.tasks import LinearTask, TransformerTask
 from unisono import trainer
-from unisono.data import loader
+from unisono.data import making
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan, Taken
 from unisono.engines.torch import engine as engines
 from unisono.engines.torch import gradients, tensors, wrap
 from unisono.engines.torch.average import Average
@@ -306,20 +307,24 @@ def same_data() -> Iterator[None]:
 
 @fault("padded with duplicates", "Rows are repeated to fill the batch")
 def padded() -> Iterator[None]:
-    def batch(original: Any, self: Plan, step: int) -> Any:
-        rows = original(self, step)
-        return np.resize(rows, self.global_batch)
+    def repeated(original: Any, self: StreamPlan, step: int, rows: range) -> Taken:
+        length = true(self, step)
+        whole = original(self, step, range(length))
+        again = np.arange(rows.start, rows.stop) % length
+        return Taken(np.arange(rows.start, rows.stop), whole.rows[again], whole.epochs[again])
 
-    with wrapping(Plan, "batch", batch):
+    true = StreamPlan.rows
+    full = mock.patch.object(StreamPlan, "rows", lambda self, step: self.global_batch)
+    with full, wrapping(StreamPlan, "taken", repeated):
         yield
 
 
 @fault("last batch dropped", "Rows are dropped")
 def dropped() -> Iterator[None]:
-    def init(original: Any, self: Plan, order: Any, global_batch: int, length: int) -> None:
-        original(self, order, global_batch, length // global_batch * global_batch if order.shuffle else length)
+    def init(original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int) -> None:
+        original(self, stream, global_batch, length // global_batch * global_batch if stream.shuffle else length)
 
-    with wrapping(Plan, "__init__", init):
+    with wrapping(StreamPlan, "__init__", init):
         yield
 
 
@@ -343,10 +348,10 @@ def other_order() -> Iterator[None]:
 
 @fault("worker generators identical", "Augmentation depends on rank or worker")
 def worker_generators() -> Iterator[None]:
-    def generator(original: Any, seed: int, *address: Any) -> Any:
-        return original(seed, "worker 0")
+    def of(original: Any, self: Any, seed: int) -> Any:
+        return original(self, 0)
 
-    with wrapping(loader, "generator", generator):
+    with wrapping(making._Generators, "of", of):
         yield
 
 

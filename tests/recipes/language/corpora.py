@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Engine
+from tokenizers import models
 
-from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
+from unisono.data import shards
+from unisono.data.prepare import Made, prepare
+from unisono.recipes.language import tokens
+from unisono.recipes.language.library import AheadLibrary
+from unisono.recipes.language.settings import Corpus, Embedded, FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
+from unisono.recipes.language.texts import Texts
+from unisono.recipes.language.tokenise import Tokenizer, trained
 from unisono.recipes.language.tokens import TokenStore
 
 _DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -131,17 +140,45 @@ def overrides(data: Path, runs: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def store_of(folder: Path, lengths: list[int]) -> TokenStore:
-    """A cache entry whose tokens are all different: token `n` is the n-th of the corpus."""
-    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
-    total = int(ends[-1])
-    folder.mkdir(parents=True, exist_ok=True)
-    np.arange(total, dtype="<u2").tofile(folder / "tokens.bin")
-    np.save(folder / "ends.npy", ends)
-    unigram = np.ones(total, dtype=np.int64)
-    unigram[ends[:-1][ends[:-1] < total]] = 0
-    unigram[0] = 0
-    np.save(folder / "unigram.npy", unigram)
-    manifest = {"dtype": "<u2", "tokens": total, "documents": len(lengths), "tokenizer": {}}
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return TokenStore(folder)
+def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> TokenStore:
+    """A store whose tokens are all different: token `n` is the n-th of the corpus.
+
+    Args:
+        folder: for it.
+        lengths: tokens per document.
+        per_block: units after which a record batch is full.
+    """
+
+    class Counting:
+        records, column, dtype, asked = len(lengths), "tokens", "<u2", {}
+        of: ClassVar[dict[str, Any]] = {"source": {"files": 1, "ignored": []}}
+
+        def bounds(self, shard_mb: float) -> list[int]:
+            return [0, self.records]
+
+        def begin(self, folder: Path) -> Counting:
+            Engine(models.WordLevel({str(n): n for n in range(sum(lengths))})).save(str(folder / "tokenizer.json"))
+            (folder / "special_tokens.json").write_text(json.dumps({"first": None, "last": None}))
+            self.of = {**self.of, "tokenizer": Tokenizer.saved(folder).described}
+            return self
+
+        def make(self, first: int, last: int) -> Iterator[Made]:
+            yield Made(np.arange(sum(lengths)), np.asarray(lengths, dtype=np.int64), self.records)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shards, "_BLOCK", per_block or shards._BLOCK)
+        prepare(Counting(), folder / "store")
+    return TokenStore(folder / "store")
+
+
+def tokenised(config: Corpus | Embedded, given: Tokenizer | None = None) -> TokenStore:
+    """The tokens of the only corpus of these settings, by a tokenizer that is given or trained on it."""
+    texts = Texts.of(config.files[""] if isinstance(config, Corpus) else None)
+    cache = tokens.cache_of(config.cache)
+    return tokens.ahead(texts, given or trained({"": texts}, config.vocab_size, cache), cache)
+
+
+def store_in(language: Language) -> TokenStore:
+    """The tokens of a task that has one corpus."""
+    assert isinstance(language.library, AheadLibrary)
+    return language.library.stores[""]

@@ -85,7 +85,8 @@ def sources(cache: Path, run: Path) -> set[str]:
     import pyarrow.parquet as pq
 
     from unisono.config import resolve
-    from unisono.data.order import Order, Plan
+    from unisono.data.order import Order
+    from unisono.data.plan import StreamPlan
     from unisono.launch.worker import task_of
 
     config = resolve.read(run / "config.yaml")
@@ -97,7 +98,7 @@ def sources(cache: Path, run: Path) -> set[str]:
         elif path.suffix == ".txt":
             of_documents.append(path.parent.name)
     source = language.data()
-    plan = Plan.of(Order(len(source), config.run.seed), 64, 40, None)
+    plan = StreamPlan.of(Order(len(source), config.run.seed), 64, 40, None)
     rows = np.concatenate([plan.batch(step) for step in range(plan.steps)])
     documents = source._chosen[np.searchsorted(source._last_row, rows, side="right")]
     return {of_documents[document] for document in documents}

@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from tests.recipes.language.corpora import DIFFICULT, write_jsonl
+from tests.recipes.language.corpora import DIFFICULT, corpus, write_jsonl
 from unisono.errors import DataError
 from unisono.recipes.language import documents
 
@@ -219,6 +219,29 @@ def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
 
 def test_hidden_files_are_read_if_they_are_named(tmp_path: Path) -> None:
     assert texts(_tree(tmp_path, ".b.txt") / ".b.txt") == [".b.txt"]
+
+
+def test_a_url_stays_a_url_and_a_path_may_be_one_of_pathlib(tmp_path: Path) -> None:
+    assert corpus("s3://bucket/corpus").path == "s3://bucket/corpus"  # type: ignore[arg-type]
+    assert corpus([tmp_path, "gs://b/c"]).path == [str(tmp_path), "gs://b/c"]  # type: ignore[list-item]
+
+
+def test_documents_behind_a_url_are_those_of_the_files(tmp_path: Path) -> None:
+    import fsspec
+
+    for name in ("JSONL", "Parquet", "text, gzip"):
+        (tmp_path / name).mkdir()
+        FORMATS[name](tmp_path / name)
+        fsspec.filesystem("memory").put(str(tmp_path / name), f"/documents/{name}", recursive=True)
+        found = documents.find([f"memory://documents/{name}"])
+        assert [file.name for file in found.files] == names(tmp_path / name)
+        assert [text for file in found.files for text in documents.read(file)] == DIFFICULT
+
+
+def test_the_same_file_twice_is_refused(tmp_path: Path) -> None:
+    _tree(tmp_path, "x/a.txt")
+    with pytest.raises(DataError, match=r"data\.path: .*a\.txt is there twice"):
+        names(tmp_path, tmp_path / "x" / "a.txt")
 
 
 # saved data sets --------------------------------------------------------------------------------------------------

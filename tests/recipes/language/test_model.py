@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, model, sentences, task, write_jsonl
+from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, model, sentences, store_in, task, write_jsonl
 from tests.runs import configuration, trace
 from unisono.config.resolve import load
 from unisono.config.schema import RunConfig
@@ -328,7 +328,7 @@ def test_a_saved_model_is_trained_with_the_tokenizer_beside_it(saved: Path, data
     language = Language(language.config, model=pretrained(saved), data=data)
     assert language.tokenizer.size == 300
     assert language.tokenizer.first == language.tokenizer.last == 0
-    assert language.store.manifest["tokens"] == task(data).store.manifest["tokens"]
+    assert store_in(language).manifest["units"] == store_in(task(data)).manifest["units"]
 
 
 # FLOPs ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from tests.runs import configuration, trace, whole
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader
-from unisono.data.order import Order, Plan
+from unisono.data.order import Order
+from unisono.data.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.place import Alone, Group, Place
 from unisono.recipes.language.generate import generate
@@ -146,7 +147,7 @@ def test_the_model_learns_where_stories_end(pretrained: Path, stories: Path) -> 
 
 def train(place: Place, group: Group, language: Language, config: RunConfig) -> dict[str, Any]:
     """Losses, whether the head is the embedding before and after, and both as saved and as used."""
-    plan = Plan.of(Order(len(language.data()), 0), config.train.global_batch, config.train.steps, None)
+    plan = StreamPlan.of(Order(len(language.data()), 0), config.train.global_batch, config.train.steps, None)
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(language, language.data(), plan, split, place.rank)
     engine = TorchEngine(language, config, place, group, split)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.recipes.language.corpora import corpus, model, overrides, sentences, store_of, task, write_jsonl
+from tests.recipes.language.corpora import corpus, model, overrides, sentences, store_in, store_of, task, write_jsonl
 from tests.runs import configuration, trace
 from unisono.errors import ConfigError, DataError, KernelError
 from unisono.launch import start
@@ -70,8 +70,8 @@ def test_an_epoch_counts_every_target_of_the_training_documents_once(data: Corpu
     config = configuration(train={"epochs": 1.0, "global_batch": 7})
     done = trace(Place(), Alone(), language, config)
     assert sorted(row for rows in done.rows for row in rows) == list(range(len(source)))
-    documents = tokens.split(language.store, 0.2)[0]
-    assert sum(step["tokens"] for step in done.metrics) == (language.store.lengths[documents] - 1).sum()
+    documents = tokens.split(store_in(language).documents, 0.2)[0]
+    assert sum(step["tokens"] for step in done.metrics) == (store_in(language).lengths[documents] - 1).sum()
 
 
 def test_accuracy_is_the_share_of_tokens_that_the_model_would_have_chosen(data: Corpus) -> None:
@@ -106,7 +106,7 @@ def test_rows_and_held_out_rows_share_no_document(data: Corpus) -> None:
     language = task(data)
     training, held = language.data(), language.held_out()
     assert held is not None
-    assert training.targets + held.targets == int((language.store.lengths - 1).sum())
+    assert training.targets + held.targets == int((store_in(language).lengths - 1).sum())
     assert len(held._chosen) == 8
     assert not set(held._chosen) & set(training._chosen)
 
@@ -114,12 +114,12 @@ def test_rows_and_held_out_rows_share_no_document(data: Corpus) -> None:
 def test_nothing_is_held_out_where_the_fraction_is_zero(data: Corpus) -> None:
     language = task(data.model_copy(update={"held_out": 0.0}))
     assert language.held_out() is None
-    assert language.data().targets == int((language.store.lengths - 1).sum())
+    assert language.data().targets == int((store_in(language).lengths - 1).sum())
 
 
 def test_the_facts_are_those_of_the_corpus(data: Corpus) -> None:
     language = task(data)
-    facts, store = language.facts(), language.store
+    facts, store = language.facts(), store_in(language)
     assert json.loads(json.dumps(facts)) == facts
     entropy = facts.pop("unigram_entropy")
     assert facts == {
@@ -129,9 +129,10 @@ def test_the_facts_are_those_of_the_corpus(data: Corpus) -> None:
         "tokens": int(store.lengths.sum()),
         "ignored": [],
         "vocabulary": 300,
-        "fingerprint": store.manifest["sha256"],
     }
-    assert entropy == pytest.approx(tokens.unigram_entropy(store, tokens.split(store, 0.2)[1]), abs=5e-5)
+    assert entropy == pytest.approx(
+        tokens.unigram_entropy(tokens.unigram_counts(store, tokens.split(store.documents, 0.2)[1])), abs=5e-5
+    )
 
 
 def test_without_held_out_documents_no_entropy_of_them_is_told(data: Corpus) -> None:
@@ -144,7 +145,7 @@ def test_the_fingerprint_follows_the_text_and_not_where_it_lies(tmp_path: Path) 
     write_jsonl(tmp_path / "two" / "b.jsonl", texts[:5])
     write_jsonl(tmp_path / "two" / "c.jsonl", texts[5:])
     write_jsonl(tmp_path / "other" / "a.jsonl", texts[::-1])
-    one, two, other = (task(corpus(tmp_path / name)).facts()["fingerprint"] for name in ("one", "two", "other"))
+    one, two, other = (task(corpus(tmp_path / name)).data().fingerprint for name in ("one", "two", "other"))
     assert one == two != other
 
 

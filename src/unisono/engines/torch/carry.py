@@ -33,7 +33,7 @@ class Carry:
     def of(self, micro: MicroBatch) -> Rows | None:
         """What the rows of a micro-batch carry, if a step has kept anything for them."""
         kept = self._kept.get(micro.number)
-        return {name: rows[: len(micro.rows)] for name, rows in kept.items()} if kept else None
+        return {name: rows[: micro.size] for name, rows in kept.items()} if kept else None
 
     def keep(self, made: Iterable[tuple[MicroBatch, Rows]]) -> None:
         """Keep what a finished step has made; rows that a short batch lacks keep what they have."""

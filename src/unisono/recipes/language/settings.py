@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from unisono.config.base import NonNegative, Settings
-from unisono.config.schema import Data
+from unisono.config.data import Data
 
 
 class LanguageConfig(Settings):
@@ -67,14 +68,24 @@ class Documents(Data):
     """What all documents have."""
 
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the documents kept for evaluation"
+        0.05, description="fraction of the documents kept for evaluation, of each source"
     )
     tokenizer: Path | None = Field(
         None,
         description="a tokenizer's directory or file; null: the pretrained model's, or one trained on the documents",
     )
     vocab_size: Annotated[int, Field(ge=257)] = Field(4096, description="of a tokenizer trained on the documents")
+    tokenise: Literal["ahead", "on_the_fly"] = Field(
+        "ahead", description="ahead: once, into the cache; on_the_fly: as they are needed, each document being a row"
+    )
+    too_long: Literal["stop", "cut"] = Field(
+        "stop",
+        description="tokenise=on_the_fly: of documents longer than task.sequence; cut: only their beginning is used",
+    )
     cache: Path | None = Field(None, description="for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono")
+    verify: Literal["content", "sizes"] = Field(
+        "content", description="of tokenised documents, before a start; content: every byte, sizes: only how many"
+    )
 
 
 class Embedded(Documents):
@@ -83,11 +94,13 @@ class Embedded(Documents):
     kind: Literal["embedded"]
 
 
-class Corpus(Documents):
-    """Documents from files."""
+Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
 
-    kind: Literal["corpus"]
-    path: Path | list[Path] = Field(description="file or directory, or a list of them")
+
+class Files(Settings):
+    """Where documents are."""
+
+    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
     pattern: str = Field("*", description="glob that file names must match")
     column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
     split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
@@ -96,4 +109,73 @@ class Corpus(Documents):
     )
 
 
-LanguageData = Annotated[Embedded | Corpus, Field(discriminator="kind")]
+class Corpus(Documents):
+    """Documents from files; several corpora in `sources`."""
+
+    kind: Literal["corpus"]
+    path: Place | list[Place] | None = Field(None, description="file, directory, glob or URL, or a list of them")
+    sources: dict[str, Files] = Field(
+        {}, description="several corpora by name, in place of path; data.mixture weighs them"
+    )
+    pattern: str = Field("*", description="glob that file names must match")
+    column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
+    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
+    separator: str | None = Field(
+        None, description="text files: what separates documents, e.g. two line ends; null: a file is a document"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Corpus:
+        _check_places(self.path is not None, self.sources)
+        return self
+
+    @property
+    def files(self) -> dict[str, Files]:
+        """Where the documents of each source are; the only one is called ''."""
+        if self.sources:
+            return dict(self.sources)
+        assert self.path is not None
+        return {"": Files(**{name: getattr(self, name) for name in Files.model_fields})}
+
+
+class Ready(Settings):
+    """Where prepared documents are."""
+
+    path: Path = Field(description="folder that `unisono data prepare` has made")
+
+
+class Prepared(Data):
+    """Documents that `unisono data prepare` has tokenised, here or elsewhere."""
+
+    kind: Literal["prepared"]
+    path: Path | None = Field(None, description="folder that `unisono data prepare` has made")
+    sources: dict[str, Ready] = Field({}, description="several by name, in place of path; data.mixture weighs them")
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the documents kept for evaluation, of each source"
+    )
+    verify: Literal["content", "sizes"] = Field(
+        "content", description="before a start; content: every byte, sizes: only how many"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Prepared:
+        _check_places(self.path is not None, self.sources)
+        return self
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Where each source is; the only one is called ''."""
+        if self.sources:
+            return {name: ready.path for name, ready in self.sources.items()}
+        assert self.path is not None
+        return {"": self.path}
+
+
+def _check_places(path: bool, sources: dict[str, Any]) -> None:
+    if path == bool(sources):
+        raise ValueError("set data.path, or data.sources for several by name" + (", not both" if path else ""))
+    if "" in sources:
+        raise ValueError("data.sources: a source needs a name")
+
+
+LanguageData = Annotated[Embedded | Corpus | Prepared, Field(discriminator="kind")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.language import settings, tokens
-from unisono.recipes.language.tokens import Rows, Tokenizer, TokenStore
-from unisono.task import Batch, Context, Loss, Task
+from unisono.data.mixture import Joined
+from unisono.recipes.language import library, settings
+from unisono.recipes.language.library import Library
+from unisono.recipes.language.tokenise import Tokenizer
+from unisono.task import Batch, Context, Loss, Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono.data.prepare import Preparation
     from unisono.recipes.language.kernels import Kernels
+    from unisono.recipes.language.packed import PackedRow
 
 IGNORED = -100
 
@@ -37,30 +41,65 @@ class Language(Task):
 
     config: settings.LanguageConfig
     model_config: settings.FromConfig | settings.Pretrained
-    data_config: settings.Documents
+    data_config: settings.Documents | settings.Prepared
 
     # data -------------------------------------------------------------------------------------------------------
 
-    def data(self) -> Rows:
-        """Rows of the training documents."""
+    def data(self) -> Source | Mapping[str, Source]:
+        """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
         _ = self._flops  # now, before threads ask for it: while a model is made, torch's default dtype is another
-        return Rows(self.store, self._split[0], self.config.sequence)
+        rows: dict[str, Source] = self.library.training(whole=self._packs)
+        return rows.get(library.ONE, rows)
 
-    def held_out(self) -> Rows | None:
-        """Rows of the documents kept apart."""
-        return Rows(self.store, self._split[1], self.config.sequence) if len(self._split[1]) else None
+    def held_out(self) -> Source | None:
+        """Rows of the documents kept apart, those of one corpus after those of another."""
+        parts = self.library.held_out()
+        return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
-    def collate(self, samples: Sequence[NDArray[np.int64]]) -> Batch:
-        """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets."""
+    def sample(self, record: Any, rng: np.random.Generator) -> NDArray[np.int64]:
+        """A row as tokens: it is them already, unless documents are tokenised on the fly."""
+        return self.library.sample(record) if isinstance(record, library.Document) else np.asarray(record)
+
+    def preparation(self) -> dict[str, tuple[Preparation, Path]]:
+        """The corpora, to be tokenised ahead."""
+        return library.preparations(self.data_config, self._tokenizer_of_model)
+
+    @property
+    def capacity(self) -> int:  # type: ignore[override]
+        """Targets of a packed row."""
+        return self.config.sequence
+
+    def length(self, sample: NDArray[np.int64]) -> int:
+        """Targets of a document."""
+        return max(0, len(sample) - 1)
+
+    def cut(self, sample: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+        """A document's targets `first..last-1` and the token before each: neighbours share a token, and lose none."""
+        return sample[first : last + 1]
+
+    def pack(self, samples: Sequence[NDArray[np.int64]]) -> PackedRow:
+        """Documents in one row."""
+        from unisono.recipes.language import packed
+
+        return packed.row_of(samples)
+
+    def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow]) -> Batch:
+        """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
+
+        Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own.
+        """
+        rows = [self.pack([sample]) if isinstance(sample, np.ndarray) else sample for sample in samples]
         multiple = self.config.pad_to_multiple
-        longest = max(len(sample) for sample in samples) - 1
-        length = -(-longest // multiple) * multiple
-        inputs = np.zeros((len(samples), length), dtype=np.int64)
-        targets = np.full((len(samples), length), IGNORED, dtype=np.int64)
-        for row, sample in enumerate(samples):
-            inputs[row, : len(sample) - 1] = sample[:-1]
-            targets[row, : len(sample) - 1] = sample[1:]
-        return {"inputs": inputs, "targets": targets}
+        length = max(1, -(-max(len(row.inputs) for row in rows) // multiple)) * multiple
+        inputs = np.zeros((len(rows), length), dtype=np.int64)
+        targets = np.full((len(rows), length), IGNORED, dtype=np.int64)
+        positions = np.zeros((len(rows), length), dtype=np.int64)
+        for number, row in enumerate(rows):
+            end = len(row.inputs)
+            inputs[number, :end], targets[number, :end] = row.inputs, row.targets
+            positions[number, :end], positions[number, end:] = row.positions, np.arange(length - end)
+        batch = {"inputs": inputs, "targets": targets}
+        return batch if isinstance(samples[0], np.ndarray) else {**batch, "positions": positions}
 
     def counts(self, batch: Batch) -> dict[str, float]:
         """Targets that are not padding, for every term."""
@@ -68,20 +107,22 @@ class Language(Task):
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
-        lengths = (batch["targets"] != IGNORED).sum(axis=1).astype(np.float64)
+        real = batch["targets"] != IGNORED
+        positions = batch.get("positions", np.arange(real.shape[1])[None])
         constant, per_length = self._flops
-        return {
-            "tokens": float(lengths.sum()),
-            "flops": float(constant * lengths.sum() + per_length * (lengths**2).sum()),
-        }
+        squares = (real * (2 * positions + 1)).sum()  # 1 + 3 + 5 + … is the square of a document's length
+        return {"tokens": float(real.sum()), "flops": float(constant * real.sum() + per_length * squares)}
 
     # model and loss ---------------------------------------------------------------------------------------------
 
     def build(self) -> nn.Module:
         """The model, with the kernels that were chosen; its head is asked whether it can be applied chunk by chunk."""
         from unisono.recipes.language import model as models
+        from unisono.recipes.language import packed
 
         model = models.build(self.model_config, self.tokenizer.size)
+        if self._packs:
+            packed.check_apart(model, flash=self._kernels.attention == "flash")
         self._chunked = models.head_is_linear(model)
         self._kernels.use(model)
         return model
@@ -90,10 +131,17 @@ class Language(Task):
         """Hidden states (rows, length, width) and the head; or logits, from models that do more than multiply.
 
         Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
+        Positions keep the documents of a packed row apart.
         """
         head = model.get_output_embeddings()
         whole = not self._chunked or hasattr(head, "base_layer")  # a head with an adapter does more than multiply, too
         inputs = {"input_ids": batch["inputs"], "use_cache": False}
+        if "positions" in batch:
+            from unisono.recipes.language import packed
+
+            inputs["position_ids"] = batch["positions"]
+            if self._kernels.attention == "flash":
+                inputs |= packed.borders(batch["positions"])
         guided = bool(self._router_weights) and context.training
         if guided:
             inputs["output_router_logits"] = True
@@ -153,6 +201,11 @@ class Language(Task):
             sums, self._router_weights, metrics={"expert_load": ((experts.load(counts) * tokens).sum(), tokens.sum())}
         )
 
+    @property
+    def _packs(self) -> bool:
+        """Whether documents share rows in training."""
+        return self.data_config.packing is not None
+
     @cached_property
     def _router_weights(self) -> dict[str, float]:
         """Of the terms that guide routers; empty where nothing does."""
@@ -168,10 +221,13 @@ class Language(Task):
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""
-        from unisono.recipes.language import experts
+        from unisono.recipes.language import experts, packed
         from unisono.recipes.language import model as models
 
         models.check(self.model_config, self.tokenizer.size)
+        self.library.check()
+        if self._packs:
+            packed.check(self._skeleton)
         if self._router_weights:
             experts.check_router(self._skeleton)
 
@@ -183,19 +239,8 @@ class Language(Task):
         return self._kernels.described
 
     def facts(self) -> dict[str, Any]:
-        """Sizes of the corpus, its fingerprint, and the loss of a model that knows only how frequent tokens are.
-
-        That loss is of the held-out documents; where there are none, it is left out.
-        """
-        manifest, held = self.store.manifest, self._split[1]
-        entropy = {"unigram_entropy": round(tokens.unigram_entropy(self.store, held), 4)} if len(held) else {}
-        kept = {name: manifest[name] for name in ("files", "documents", "empty", "tokens", "ignored")}
-        return {
-            **kept,
-            "vocabulary": self.tokenizer.size,
-            **entropy,
-            "fingerprint": manifest["sha256"],
-        }
+        """Sizes of the corpora, and the loss of a model that knows only how frequent tokens are."""
+        return self.library.facts()
 
     def save_assets(self, directory: Path) -> None:
         """The tokenizer and the model's configuration, so that the run can be used without its corpus."""
@@ -213,18 +258,20 @@ class Language(Task):
         model = shrunk(self.model_config, self.tokenizer.size, limit)
         if model is None:
             return None
-        tokenizer = self.data_config.tokenizer or getattr(self.model_config, "path", None)
-        return Language(self.config, model=model, data=self.data_config.model_copy(update={"tokenizer": tokenizer}))
+        data = self.data_config
+        if isinstance(data, settings.Documents):
+            data = data.model_copy(update={"tokenizer": data.tokenizer or self._tokenizer_of_model})
+        return Language(self.config, model=model, data=data)
 
     @cached_property
-    def store(self) -> TokenStore:
-        """The tokenised corpus."""
-        return tokens.prepare(self.data_config, self._given_tokenizer())
+    def library(self) -> Library:
+        """The documents."""
+        return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the corpus was tokenised with."""
-        return self.store.tokenizer
+        """The tokenizer of the documents."""
+        return self.library.tokenizer
 
     @cached_property
     def _flops(self) -> tuple[float, float]:
@@ -251,18 +298,12 @@ class Language(Task):
         return kernels.choose(self.model_config, self._skeleton, "cpu", "fp32")
 
     @cached_property
-    def _split(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return tokens.split(self.store, self.data_config.held_out)
-
-    @cached_property
     def _chunked(self) -> bool:
         """Whether the head can be applied chunk by chunk; `build` has asked its model already."""
         from unisono.recipes.language import model as models
 
         return models.head_is_linear(models.untrained(self.model_config, self.tokenizer.size))
 
-    def _given_tokenizer(self) -> Tokenizer | None:
-        path = self.data_config.tokenizer
-        if path is None and isinstance(self.model_config, settings.Pretrained):
-            path = self.model_config.path
-        return None if path is None else tokens.tokenizer_from(path)
+    @property
+    def _tokenizer_of_model(self) -> Path | None:
+        return self.model_config.path if isinstance(self.model_config, settings.Pretrained) else None

@@ -1,0 +1,272 @@
+"""Whether a run consumed what it should have, each sample once: its ledger, held against the plan.
+
+The plan is made again from the run's configuration. Every step has to be covered by the lines of its processes, without
+a gap and without anything twice, with the samples that the plan has there; steps that were made again after an
+interruption have to have held the same; and a few steps are made anew, to see that the data still are what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from unisono.config import resolve
+from unisono.data import content, ledger
+from unisono.data.ledger import Line, Start
+from unisono.data.making import Maker, chosen
+from unisono.data.plan import Plan, Taken
+from unisono.data.planning import plan_of, source_of
+from unisono.errors import RunError, UnisonoError
+from unisono.keys import key
+from unisono.task import Source, Task
+
+_SHOWN = 20  # faults that are listed
+
+
+@dataclass
+class Report:
+    """What an audit found.
+
+    Attributes:
+        folder: of the run.
+        steps: that count, from the first on.
+        samples: consumed in them.
+        masked: that could not be made: (step, row of the source, reason).
+        starts: (first step, number of processes) of each start of the run.
+        repeated: lines of steps that were made again, and held the same.
+        remade: steps that were made anew, and held the same.
+        faults: what is wrong; empty where every sample was consumed exactly once.
+    """
+
+    folder: Path
+    steps: int = 0
+    samples: int = 0
+    masked: list[tuple[int, int, str]] = field(default_factory=list)
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    repeated: int = 0
+    remade: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def __str__(self) -> str:
+        starts = ", ".join(f"step {first} on {world}" for first, world in self.starts)
+        lines = [
+            f"{self.folder}: {self.steps} steps, {self.samples} samples, started from {starts or 'nowhere'}",
+            f"  made again after an interruption, the same: {self.repeated} lines; made anew: {self.remade} steps",
+        ]
+        lines += [f"  step {step}: row {row} left out: {why}" for step, row, why in self.masked[:_SHOWN]]
+        if len(self.masked) > _SHOWN:
+            lines.append(f"  {len(self.masked)} samples left out in all")
+        lines += [f"  FAULT: {fault}" for fault in self.faults[:_SHOWN]]
+        if len(self.faults) > _SHOWN:
+            lines.append(f"  {len(self.faults)} faults in all")
+        told = "every sample of the plan consumed exactly once" if self.passed else "not what the plan says"
+        return "\n".join([*lines, f"{'PASS' if self.passed else 'FAIL'}: {told}"])
+
+
+def audit(folder: Path, remake: int = 2) -> Report:
+    """Audit a run.
+
+    Args:
+        folder: of the run.
+        remake: how many of its steps are made anew, to compare what they hold.
+
+    Raises:
+        RunError: if the folder holds no run, or no ledger.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise RunError(f"{folder} holds no run: it has no config.yaml")
+    files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
+    if not files:
+        raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
+    config = resolve.read(folder / "config.yaml")
+    task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    source = source_of(task, config)
+    plan = plan_of(task, source, config, world_size=1)  # of any number of processes: the order is the same
+    report = Report(folder)
+    starts = gather(files, report)
+    made = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
+    counted = check(starts, plan, max(made, default=0), report)
+    anew(counted, plan, task, source, remake, report)
+    return report
+
+
+def gather(files: Sequence[Path], report: Report) -> list[Start]:
+    """The starts of a run, in order, with the lines of all its processes."""
+    read = {int(path.stem.removeprefix("rank-")): ledger.read(path) for path in files}
+    for _, faults in read.values():
+        report.faults += faults
+    if 0 not in read:
+        report.faults.append("the ledger of rank 0 is missing")
+        return []
+    starts = {start.name: start for start in read[0][0]}
+    for rank, (theirs, _) in read.items():
+        for start in theirs:
+            if (start.first, start.world_size) != (
+                (known.first, known.world_size) if (known := starts.get(start.name)) else None
+            ):
+                report.faults.append(f"rank {rank} has a start from step {start.first} that rank 0 does not have")
+            elif known is not None:
+                known.lines[rank] = start.lines[rank]
+    report.starts = [(start.first, start.world_size) for start in starts.values()]
+    return list(starts.values())
+
+
+def check(starts: Sequence[Start], plan: Plan, checkpoint: int, report: Report) -> dict[int, list[Line]]:
+    """Hold the lines of a run against its plan.
+
+    Args:
+        starts: of the run, in order.
+        plan: of the run.
+        checkpoint: steps that its newest checkpoint says were made.
+        report: to be filled.
+
+    Returns:
+        The lines of each step that counts.
+    """
+    counted: dict[int, list[Line]] = {}
+    again: dict[int, list[list[Line]]] = {}
+    for number, start in enumerate(starts):
+        missing = sorted(set(range(start.world_size)) - start.lines.keys())
+        if missing:
+            report.faults.append(f"the start from step {start.first} has no ledger of ranks {missing}")
+        until = min((later.first for later in starts[number + 1 :]), default=None)
+        if until is None:  # a run that was interrupted: what not every process has told was made again, or will be
+            until = max(checkpoint, min((_end(start, rank) for rank in range(start.world_size)), default=0))
+        by_step: dict[int, list[Line]] = {}
+        for line in (line for lines in start.lines.values() for line in lines):
+            by_step.setdefault(line.step, []).append(line)
+        for step in range(start.first, until):
+            counted[step] = by_step.pop(step, [])
+        for step, lines in by_step.items():
+            again.setdefault(step, []).append(lines)
+    for step in sorted(counted.keys() | again.keys()):
+        planned = plan.taken(step, range(plan.rows(step))) if step < plan.steps else None
+        if planned is None:
+            report.faults.append(f"step {step} is not one of the {plan.steps} of the plan")
+            continue
+        if step in counted:
+            _covered(step, counted[step], plan.rows(step), report)
+        for lines in (counted.get(step, []), *again.get(step, [])):
+            _as_planned(step, lines, planned, report)
+        for lines in again.get(step, []):
+            _same(step, lines, counted.get(step), plan.rows(step), report)
+    if expected := [step for step in range(max(counted, default=-1) + 1) if step not in counted]:
+        report.faults.append(f"steps {_ranges(expected)} are missing")
+    report.steps = len(counted)
+    report.samples = sum(line.samples for lines in counted.values() for line in lines)
+    report.masked = [
+        (step, row, why)
+        for step, lines in sorted(counted.items())
+        for line in lines
+        for _, row, _, _, why in line.masked
+    ]
+    return counted
+
+
+def anew(
+    counted: Mapping[int, Sequence[Line]], plan: Plan, task: Task, source: Source, remake: int, report: Report
+) -> None:
+    """Make a few of the steps anew, and compare what they hold; which ones follows from the seed."""
+    steps = sorted(counted)
+    chosen = sorted({steps[key(plan.seed, "audit", turn) % len(steps)] for turn in range(remake if steps else 0)})
+    maker = Maker(task, source, plan.seed, "train", mask=True, contents=True)
+    for step in chosen:
+        try:
+            good, pieces, _ = maker.pieces(plan.taken(step, range(plan.rows(step))))
+        except UnisonoError as error:
+            report.faults.append(f"step {step} cannot be made anew: {error}")
+            continue
+        contents = np.array([content.checksum(piece) for piece in pieces], dtype=np.uint64)
+        if ledger.contents_of(good, contents) != _total(counted[step]):
+            report.faults.append(
+                f"step {step}: its rows hold something else now than when they were trained on: the data or the task "
+                "have changed, or sample() does not depend on its arguments alone"
+            )
+        else:
+            report.remade += 1
+
+
+def _end(start: Start, rank: int) -> int:
+    """One past the last step that a rank has told of."""
+    return max((line.step + 1 for line in start.lines.get(rank, ())), default=start.first)
+
+
+def _covered(step: int, lines: Sequence[Line], rows: int, report: Report) -> None:
+    """Every row of the global batch once."""
+    reached = 0
+    for line in sorted((line for line in lines if len(line.rows)), key=lambda line: line.rows.start):
+        if line.rows.start > reached:
+            report.faults.append(f"step {step}: rows {reached} to {line.rows.start - 1} were made by nobody")
+        if line.rows.start < reached:
+            report.faults.append(f"step {step}: rows {line.rows.start} to {reached - 1} were made twice")
+        reached = max(reached, line.rows.stop)
+    if reached < rows:
+        report.faults.append(f"step {step}: rows {reached} to {rows - 1} were made by nobody")
+    if reached > rows:
+        report.faults.append(f"step {step}: rows {rows} to {reached - 1} were made, which the plan does not have")
+
+
+def _as_planned(step: int, lines: Sequence[Line], planned: Taken, report: Report) -> None:
+    """The samples of the plan, and no others."""
+    for line in lines:
+        here = chosen(planned, (planned.slots >= line.rows.start) & (planned.slots < line.rows.stop))
+        good = _without(here, {(slot, row, epoch, first) for slot, row, epoch, first, _ in line.masked})
+        if len(here) - len(good) != len(line.masked) or ledger.ids_of([good]) != line.ids or len(good) != line.samples:
+            report.faults.append(
+                f"step {step}: rank {line.rank} made other samples in rows {line.rows.start} to {line.rows.stop - 1} "
+                "than the plan has there"
+            )
+
+
+def _same(step: int, lines: Sequence[Line], later: Sequence[Line] | None, rows: int, report: Report) -> None:
+    """What was made again held the same; parts are compared where both times they were the same parts, or whole."""
+    if not later:
+        return
+    if all(sum(len(line.rows) for line in part) == rows for part in (lines, later)):
+        fine = _total(lines) == _total(later)
+        report.repeated += len(lines) if fine else 0
+        if not fine:
+            report.faults.append(f"step {step} held something else when it was made again after an interruption")
+        return
+    for line in lines:
+        for other in (other for other in later if other.rows == line.rows):
+            report.repeated += other.content == line.content
+            if other.content != line.content:
+                report.faults.append(
+                    f"step {step}: rows {line.rows.start} to {line.rows.stop - 1} held something else when they were "
+                    "made again after an interruption"
+                )
+
+
+def _total(lines: Sequence[Line]) -> int:
+    return sum(line.content for line in lines) % (1 << 64)
+
+
+def _without(taken: Taken, masked: set[tuple[int, int, int, int]]) -> Taken:
+    """What is left when samples are left out."""
+    if not masked:
+        return taken
+    places = zip(*(getattr(taken, n).tolist() for n in ("slots", "rows", "epochs", "first")), strict=True)
+    return chosen(taken, np.array([place not in masked for place in places], dtype=bool))
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    def parts() -> Iterator[str]:
+        first = last = steps[0]
+        for step in (*steps[1:], None):
+            if step is not None and step == last + 1:
+                last = step
+                continue
+            yield f"{first}" if first == last else f"{first} to {last}"
+            if step is not None:
+                first = last = step
+
+    return ", ".join(parts())

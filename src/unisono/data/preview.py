@@ -1,0 +1,160 @@
+"""What the samples of a run are, from any position on and for a layout that need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from unisono.config.schema import RunConfig
+from unisono.config.split import Split
+from unisono.data.mixture import Joined
+from unisono.data.planning import plan_of, source_of
+from unisono.errors import ConfigError
+from unisono.task import Task
+
+_WIDTH = 60  # characters of a record
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample and where it stands.
+
+    Attributes:
+        position: rows of the run before it; packed samples share theirs.
+        step: updates made before it is taken.
+        slot: row of the global batch.
+        rank: of the process that takes it.
+        micro_batch: of the global batch.
+        source: its name, empty where there is one source.
+        row: of its source.
+        epoch: how often its source was passed before.
+        units: the first, and one past the last, of those that are taken of a sample that was cut; None for all.
+        record: what the source has there, in short.
+    """
+
+    position: int
+    step: int
+    slot: int
+    rank: int
+    micro_batch: int
+    source: str
+    row: int
+    epoch: int
+    units: tuple[int, int] | None
+    record: str
+
+
+def preview(task: Task, config: RunConfig, position: int, count: int, world_size: int) -> list[Shown]:
+    """The samples of the next rows of a run.
+
+    Args:
+        task: what is trained.
+        config: of the run; its layout may be of another world size.
+        position: rows of the run before the first that is shown.
+        count: rows of the global batch, of which packed ones hold several samples.
+        world_size: processes of the layout that is asked about.
+
+    Raises:
+        ConfigError: for a position that the run does not have, or a layout that cannot be.
+    """
+    train = config.train
+    split = Split.of(train.global_batch, world_size, _fitting(config, world_size))
+    source = source_of(task, config, world_size)
+    plan = plan_of(task, source, config, world_size)
+    length = (plan.steps - 1) * train.global_batch + plan.rows(plan.steps - 1)
+    if not 0 <= position < length:
+        raise ConfigError(f"position={position} is none of this run's {length} rows, 0 to {length - 1}")
+    if count < 1:
+        raise ConfigError(f"count={count}: at least one row has to be shown")
+    shown: list[Shown] = []
+    end = min(position + count, length)
+    while position < end:
+        step, first = divmod(position, train.global_batch)
+        last = min(first + end - position, train.global_batch)
+        taken = plan.taken(step, range(first, last))
+        for slot, row, epoch, begin, stop in zip(
+            *(array.tolist() for array in (taken.slots, taken.rows, taken.epochs, taken.first, taken.last)), strict=True
+        ):
+            name, inside = source.name(row) if isinstance(source, Joined) else ("", row)
+            number = slot // split.micro_batch
+            shown.append(
+                Shown(
+                    position=step * train.global_batch + slot,
+                    step=step,
+                    slot=slot,
+                    rank=number // split.passes,
+                    micro_batch=number,
+                    source=name,
+                    row=inside,
+                    epoch=epoch,
+                    units=None if stop < 0 else (begin, stop),
+                    record=_read(source, row),
+                )
+            )
+        position += last - first
+    return shown
+
+
+def as_json(shown: Sequence[Shown]) -> list[dict[str, Any]]:
+    """The same as JSON."""
+    return [asdict(sample) for sample in shown]
+
+
+def lines(shown: Sequence[Shown]) -> list[str]:
+    """The same as a table."""
+    names = ["position", "step", "slot", "rank", "micro_batch", "source", "row", "epoch", "units", "record"]
+    rows = [[_cell(getattr(sample, name)) for name in names] for sample in shown]
+    columns = [[name, *column] for name, column in zip(names, zip(*rows, strict=True), strict=True)]
+    kept = [column for column in columns if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    aligned = [
+        [cell.ljust(width) if column[0] in ("source", "record") else cell.rjust(width) for cell in column]
+        for column, width in zip(kept, widths, strict=True)
+    ]
+    return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+
+
+def short(record: Any, width: int = _WIDTH) -> str:
+    """The beginning of a record, in one line.
+
+    >>> short({"text": "Two lines", "tokens": np.arange(5)})
+    "text='Two lines' tokens=[0 1 2 3 4]"
+    """
+    if isinstance(record, Mapping):
+        told = " ".join(f"{name}={short(value, max(8, width // len(record)))}" for name, value in record.items())
+    elif isinstance(record, bytes | bytearray | memoryview):
+        told = f"{len(record)} bytes"
+    elif isinstance(record, str):
+        told = repr(record[: width + 1])
+    elif hasattr(record, "shape") and len(record.shape):
+        flat, size = np.asarray(record).reshape(-1), " × ".join(map(str, record.shape))
+        size = f" ({size})" if len(record.shape) > 1 or len(flat) > width // 2 else ""
+        told = " ".join(map(str, flat[: width // 2].tolist()))
+        if len(told) + len(size) + 2 > width or len(flat) > width // 2:
+            told = told[: max(1, width - len(size) - 4)].rsplit(" ", 1)[0] + " …"
+        return f"[{told}]{size}"
+    else:
+        told = repr(record)
+    return told if len(told) <= width else told[: width - 1] + "…"
+
+
+def _read(source: Any, row: int) -> str:
+    try:
+        return short(source[row])
+    except Exception as error:
+        return short(f"cannot be read: {type(error).__name__}: {error}", 2 * _WIDTH)
+
+
+def _fitting(config: RunConfig, world_size: int) -> int | None:
+    """The run's micro-batch, if it has one that processes of this number can have."""
+    micro_batch, share = config.layout.micro_batch, config.train.global_batch // world_size
+    return micro_batch if micro_batch is None or not share or share % micro_batch == 0 else None
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value[0]}:{value[1]}" if isinstance(value, tuple) else str(value)

@@ -1,0 +1,317 @@
+"""JSON Lines and text: rows that lie between marks in a file, found by where they begin.
+
+A row is read by its place in the file; where the rows begin is found out once. Compressed files cannot be entered in
+the middle, so for access by row they are unpacked into the cache, once; read from begin to end they are not.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import tokenize
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from unisono.data.sources import index
+from unisono.data.sources.expect import Wanted
+from unisono.data.sources.storage import File, is_remote, reading
+from unisono.errors import DataError, nearest
+
+TEXT = "text"  # the column of text files
+_BLOCK = 1 << 20  # bytes: rows that begin in the same stretch of so many are a block
+_CHUNK = 1 << 24
+_SAMPLE = 64  # lines that say what columns there are
+_BOM = b"\xef\xbb\xbf"  # is no text; JSON drops it, too
+
+Record = dict[str, Any]
+
+
+class Block:
+    """Rows of a stretch of a file.
+
+    Args:
+        content: the stretch.
+        starts: where rows begin in the file, (rows,).
+        ends: where they end, (rows,).
+        made: a record of the bytes of a row, and of where it begins.
+        weight: bytes of memory that it takes.
+    """
+
+    def __init__(
+        self,
+        content: Any,
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        made: Callable[[bytes, int], Record],
+        weight: int,
+    ) -> None:
+        self.weight = weight
+        self._content, self._starts, self._ends, self._made = content, starts, ends, made
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, row: int) -> Record:
+        return self._made(self.content(row), int(self._starts[row]))
+
+    def content(self, row: int) -> bytes:
+        """The bytes of a row."""
+        begin = int(self._starts[0])
+        return bytes(self._content[int(self._starts[row]) - begin : int(self._ends[row]) - begin])
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[row] for row in range(len(self)))
+
+
+class Whole:
+    """A text file that is one document."""
+
+    def __init__(self, file: File, wanted: Wanted) -> None:
+        self._file, self._wanted = file, wanted
+        self.schema = pa.schema([(_column(wanted), pa.string())])
+        self.rows = np.ones(1, dtype=np.int64)
+        self.digest, self.weight = "", 0
+
+    def block(self, number: int) -> Block:
+        """The document."""
+        with reading(self._file), _plain(self._file) as stream:
+            content = stream.read()
+        return Block(content, np.zeros(1, np.int64), np.array([len(content)]), self._made, len(content))
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.block(0))
+
+    def lengths(self, column: str) -> NDArray[np.int64]:
+        """There is no such column."""
+        raise KeyError(column)
+
+    def _made(self, content: bytes, first: int) -> Record:
+        return {_column(self._wanted): _decoded(self._file, content, first)}
+
+
+class Reader:
+    """A file and where its rows begin."""
+
+    def __init__(self, file: File, wanted: Wanted) -> None:
+        self._file, self._wanted = file, wanted
+        self._text = file.format == "text"
+        self._mark = (wanted.separator or "").encode() if self._text else b"\n"
+        self._plain = index.unpacked(file) if file.compressed else file
+        with reading(file):
+            self._starts = index.kept(self._plain, f"{file.format} {self._mark!r}", self._find)
+            self._content = None if is_remote(self._plain.path) else self._plain.content()
+        stretches = np.arange(0, self._plain.size + 1, _BLOCK)
+        firsts = np.unique(np.searchsorted(self._starts, stretches))
+        self._firsts = firsts[firsts < len(self._starts)]
+        self.rows: NDArray[np.int64] = np.diff([*self._firsts, len(self._starts)])
+        self.weight = self._starts.nbytes * self._starts.flags.owndata  # or mapped
+        self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
+        self.schema = pa.schema([(_column(wanted), pa.string())]) if self._text else self._sampled()
+
+    def block(self, number: int) -> Block:
+        """Rows that begin in the same stretch of the file."""
+        return self._rows(int(self._firsts[number]), int(self._firsts[number] + self.rows[number]))
+
+    def __iter__(self) -> Iterator[Record]:
+        return records(self._file, self._wanted)
+
+    def lengths(self, column: str) -> NDArray[np.int64]:
+        """What a column of integers says, or the lengths of its lists, (rows,); reads the whole file."""
+        found = (record[column] for record in self)
+        each = (0 if value is None else value if isinstance(value, int) else len(value) for value in found)
+        return np.fromiter(each, np.int64, len(self._starts))
+
+    def _find(self) -> NDArray[np.int64]:
+        with self._plain.stream() as content:
+            return _starts(content, self._mark) if self._text else _line_starts(content)
+
+    def _rows(self, first: int, last: int) -> Block:
+        starts = self._starts[first:last]
+        ends = np.append(self._starts[first + 1 : last + 1], self._plain.size)[: len(starts)]
+        if self._text:
+            ends = np.where(np.arange(first, last) == len(self._starts) - 1, ends, ends - len(self._mark))
+        begin, end = int(starts[0]), int(ends[-1])
+        if self._content is not None:
+            return Block(self._content.slice(begin, end - begin), starts, ends, self._made, 0)
+        with reading(self._file):
+            content = self._plain.range(begin, end)
+        return Block(content, starts, ends, self._made, len(content))
+
+    def _made(self, content: bytes, first: int) -> Record:
+        if self._text:
+            return {_column(self._wanted): _decoded(self._file, content, first)}
+        return record(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
+
+    def _line(self, first: int) -> str:
+        """A place for an error, by the number of its line as an editor shows it."""
+        if is_remote(self._plain.path):
+            return f"{self._file.path}, row {int(np.searchsorted(self._starts, first))} (from 0)"
+        lines = 1
+        with self._plain.stream() as content:
+            while first > 0:
+                chunk = content.read(min(_CHUNK, first))
+                lines, first = lines + chunk.count(b"\n"), first - len(chunk)
+        return f"{self._file.path}, line {lines}"
+
+    def _sampled(self) -> Any:
+        """What the first lines look like; one of them at least must have what is wanted.
+
+        A single bad line is left to whoever reads it, who may be allowed to leave it out.
+        """
+        good: list[Record] = []
+        fault: DataError | None = None
+        if not len(self.rows):
+            return pa.schema([])
+        head = self._rows(0, min(_SAMPLE, int(self.rows[0])))
+        for row in range(len(head)):
+            try:
+                _ = head[row]
+                good.append(json.loads(head.content(row).partition(b"\n")[0]))
+            except DataError as error:
+                fault = fault or error
+        if fault is not None and not good:
+            raise fault
+        names = dict.fromkeys(name for made in good for name in made)
+        return pa.schema([(name, _kind([made.get(name) for made in good])) for name in names])
+
+
+def records(file: File, wanted: Wanted) -> Iterator[Record]:
+    """The rows one after the other, without an index; compressed or not.
+
+    Raises:
+        DataError: naming file and line.
+    """
+    with reading(file), _plain(file) as content:
+        if file.format == "text":
+            for piece in _pieces(_decoded(file, content.read(), 0), wanted.separator):
+                yield {_column(wanted): piece}
+            return
+        for number, line in enumerate(content, start=1):
+            if line.strip():
+                yield record(line, wanted, lambda number=number: f"{file.path}, line {number}")  # type: ignore[misc]
+
+
+def record(line: bytes, wanted: Wanted, where: Callable[[], str]) -> Record:
+    """A line of JSON as the wanted columns.
+
+    Raises:
+        DataError: naming the place, what is wrong there, and the column.
+    """
+    try:
+        made = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where()} is not JSON: {error}") from error
+    if not isinstance(made, dict):
+        raise DataError(f"{where()} is a {type(made).__name__}; every line must be a JSON object")
+    if wanted.columns is not None:
+        for column in wanted.columns:
+            if column not in made:
+                raise DataError(f"{where()} has no key '{column}', {nearest(column, made)}{wanted.hint}")
+        made = {column: made[column] for column in wanted.columns}
+    for name, kind in wanted.types:
+        holder, _, last = name.rpartition(".")
+        inside: Any = made
+        for step in holder.split(".") if holder and name not in made else ():
+            inside = inside.get(step) if isinstance(inside, dict) else None
+        last = last if inside is not made else name
+        if not isinstance(inside, dict) or last not in inside:
+            raise DataError(f"{where()} has no key '{name}', {nearest(name, made)}{wanted.hint}")
+        value = inside[last]
+        if value is None and not kind.nulls:
+            wanted.check_nulls(where, made)
+        fits, inside[last] = kind.read(value)
+        if not fits:
+            raise DataError(f"{where()}: '{name}' is of type {type(value).__name__}, not {kind}{wanted.hint}")
+    if b"\\ud" in line or b"\\uD" in line:
+        for column, value in made.items():
+            _check_encodable(where, column, value)
+    return made
+
+
+def _check_encodable(where: Callable[[], str], column: str, value: Any) -> None:
+    """Refuse half a character: JSON may escape what no text can hold, and tokenizers panic at it."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_encodable(where, column, part)
+    elif isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where()}: '{column}' holds half a character, the unpaired surrogate "
+                f"\\u{ord(value[error.start]):04x}, as its character {error.start}; repair the line or take it out"
+            ) from error
+
+
+def _decoded(file: File, content: bytes, first: int) -> str:
+    """Text of a file from its byte `first` on."""
+    try:
+        return (content.removeprefix(_BOM) if first == 0 else content).decode("utf-8")
+    except UnicodeDecodeError as error:
+        if file.path.endswith(".py") and not is_remote(file.path):  # a module may declare another encoding
+            with suppress(SyntaxError, UnicodeDecodeError), Path(file.path).open("rb") as head:
+                return content.decode(tokenize.detect_encoding(head.readline)[0]).replace("\r\n", "\n")
+        shift = len(_BOM) if first == 0 and content.startswith(_BOM) else 0
+        at = error.start + shift
+        raise DataError(f"{file.path} is not UTF-8 text: byte {first + at} is 0x{content[at]:02x}") from error
+
+
+@contextmanager
+def _plain(file: File) -> Iterator[Any]:
+    """Its bytes one after the other, unpacked."""
+    with file.stream() as raw:
+        if not file.compressed:
+            yield raw
+            return
+        with gzip.open(raw) as content:
+            yield content
+
+
+def _pieces(text: str, separator: str | None) -> list[str]:
+    return text.split(separator) if separator else [text]
+
+
+def _column(wanted: Wanted) -> str:
+    """Text files have one column, which is called as it is asked for."""
+    return wanted.columns[0] if wanted.columns and len(wanted.columns) == 1 else TEXT
+
+
+def _line_starts(content: Any) -> NDArray[np.int64]:
+    """Where the lines begin that are not blank."""
+    starts, at = array("q"), 0
+    for line in content:
+        if line.strip():
+            starts.append(at)
+        at += len(line)
+    return np.array(starts, dtype=np.int64)
+
+
+def _starts(content: Any, mark: bytes) -> NDArray[np.int64]:
+    """Where the parts between marks begin: the first at 0, and each other one behind a mark."""
+    starts, at, left = array("q", [0]), 0, b""
+    pattern = re.compile(re.escape(mark))
+    while chunk := content.read(_CHUNK):
+        left += chunk
+        done = 0
+        for match in pattern.finditer(left):
+            done = match.end()
+            starts.append(at + done)
+        keep = max(done, len(left) - len(mark) + 1)  # a mark may lie across chunks
+        at, left = at + keep, left[keep:]
+    return np.array(starts, dtype=np.int64)
+
+
+def _kind(values: list[Any]) -> Any:
+    """The Arrow type of values, null where there is none for them all."""
+    with suppress(pa.ArrowException, OverflowError):
+        return pa.infer_type(values)
+    return pa.null()

@@ -1,0 +1,162 @@
+"""NumPy's `.npy`: a row is an entry of the first axis, or a record of named fields. Objects are never unpickled."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.lib import format as numpy_format
+from numpy.typing import NDArray
+
+from unisono.data.sources.expect import Wanted
+from unisono.data.sources.storage import File, is_remote, reading
+from unisono.errors import DataError
+
+COLUMN = "array"  # of files without named fields
+_BLOCK = 1 << 20  # bytes of rows that are read together
+_HEADER = 1 << 16  # bytes; NumPy refuses longer ones
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of a file.
+
+    Attributes:
+        shape: of the array, (rows, ...).
+        dtype: of its elements.
+        begin: byte at which they begin.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    begin: int
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+
+def header(path: str, content: bytes) -> Header:
+    """What the beginning of a file says.
+
+    Raises:
+        DataError: where it is none, or one that cannot be read by rows.
+    """
+    begin = io.BytesIO(content)
+    try:
+        version = numpy_format.read_magic(begin)
+        read = numpy_format.read_array_header_1_0 if version == (1, 0) else numpy_format.read_array_header_2_0
+        shape, transposed, dtype = read(begin)
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read as npy: {error}") from error
+    if dtype.hasobject:
+        raise DataError(f"{path} holds Python objects, which would have to be unpickled; save numbers, or use Parquet")
+    if not shape or (transposed and len(shape) > 1):
+        why = "has no rows" if not shape else "is in Fortran order"
+        raise DataError(f"{path} {why}; save it again by numpy.save(path, numpy.ascontiguousarray(array))")
+    return Header(shape, dtype, begin.tell())
+
+
+def array_of(path: Path) -> NDArray[Any]:
+    """A local file as an array: mapped, without a file handle, and read-only."""
+    with pa.memory_map(str(path)) as source:
+        content = source.read_buffer()
+    found = header(str(path), bytes(content[: min(_HEADER, content.size)]))
+    return _array(found, content, found.shape[0], found.begin)
+
+
+def _array(found: Header, content: Any, rows: int, begin: int = 0) -> NDArray[Any]:
+    if rows == 0:
+        return np.zeros((0, *found.shape[1:]), found.dtype)
+    count = rows * int(np.prod(found.shape[1:], dtype=np.int64))
+    return np.frombuffer(content, found.dtype, count, begin).reshape(rows, *found.shape[1:])
+
+
+class Block:
+    """Rows, as records of the wanted fields."""
+
+    def __init__(self, rows: NDArray[Any], columns: tuple[str, ...] | None, weight: int) -> None:
+        self.weight = weight
+        self._rows, self._columns = rows, columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        value = self._rows[row]
+        if self._rows.dtype.names:
+            return {name: _own(value[name]) for name in self._columns or self._rows.dtype.names}
+        return {COLUMN: _own(value)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+
+def _own(value: Any) -> Any:
+    """Memory of its own; a number as Python has it."""
+    return value.copy() if isinstance(value, np.ndarray) else value.item()
+
+
+class Reader:
+    """A file and its rows."""
+
+    def __init__(self, file: File, wanted: Wanted) -> None:
+        self._file, self._wanted = file, wanted
+        with reading(file):
+            self._header = found = header(file.path, file.range(0, min(_HEADER, file.size)))
+            if file.size < found.begin + found.shape[0] * found.row:
+                raise DataError(
+                    f"{file.path} cannot be read as npy: {file.size} bytes do not make {found.shape} {found.dtype}: "
+                    "it is cut off, so write or copy it again"
+                )
+            self._content = None if is_remote(file.path) else file.content()
+        self.schema = _schema(found)
+        wanted.check(file.path, self.schema)
+        self._per_block = max(1, _BLOCK // max(1, found.row))
+        whole, rest = divmod(found.shape[0], self._per_block)
+        self.rows = np.array([self._per_block] * whole + [rest] * (rest > 0), dtype=np.int64)
+        self.weight = self.rows.nbytes
+        self.digest = f"{found.shape} {found.dtype.descr}"
+
+    def block(self, number: int) -> Block:
+        """Rows of a block."""
+        found, count = self._header, int(self.rows[number])
+        begin = found.begin + number * self._per_block * found.row
+        if self._content is not None:
+            return Block(_array(found, self._content, count, begin), self._wanted.columns, 0)
+        with reading(self._file):
+            content = self._file.range(begin, begin + count * found.row)
+        return Block(_array(found, content, count), self._wanted.columns, len(content))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (record for number in range(len(self.rows)) for record in self.block(number))
+
+    def lengths(self, column: str) -> NDArray[np.int64]:
+        """Of lists, all alike; or what a column of integers says."""
+        kind, rows = self.schema.field(column).type, int(self._header.shape[0])
+        if pa.types.is_list(kind):
+            return np.full(rows, self._header.shape[1], dtype=np.int64)
+        blocks = (self.block(number) for number in range(len(self.rows)))
+        return np.array([record[column] for block in blocks for record in block], dtype=np.int64)
+
+
+def _schema(found: Header) -> Any:
+    def kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        shape, dtype = (*shape, *dtype.shape), dtype.base
+        words = {"U": pa.string(), "S": pa.binary(), "V": pa.binary()}
+        arrow = words.get(dtype.kind) or pa.from_numpy_dtype(dtype.newbyteorder("="))
+        for _ in shape:
+            arrow = pa.list_(arrow)
+        return arrow
+
+    if found.dtype.names:
+        fields = [(name, kind(found.dtype[name], found.shape[1:])) for name in found.dtype.names]
+    else:
+        fields = [(COLUMN, kind(found.dtype, found.shape[1:]))]
+    return pa.schema(fields)

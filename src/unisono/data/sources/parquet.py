@@ -1,0 +1,84 @@
+"""Parquet: a row group is what can be read by itself, so a row costs a row group, unless it was the last one read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from unisono.data.sources import tables
+from unisono.data.sources.expect import Wanted
+from unisono.data.sources.storage import File, reading
+from unisono.data.sources.tables import TableBlock
+
+_ROWS = 256  # that are made at a time where rows are read one after the other
+
+
+class Reader:
+    """A file and its row groups; the file is opened for each reading, so none stays open and threads share nothing."""
+
+    def __init__(self, file: File, wanted: Wanted) -> None:
+        self._file, self._wanted, self._footer = file, wanted, None
+        with self._opened() as parquet:
+            self._footer, self.schema = parquet.metadata, parquet.schema_arrow
+        wanted.check(file.path, self.schema)
+        self._names = list(wanted.columns or self.schema.names)
+        footer: Any = self._footer
+        self.rows = np.array([footer.row_group(i).num_rows for i in range(footer.num_row_groups)], dtype=np.int64)
+        self._firsts = np.cumsum([0, *self.rows])
+        with reading(file):
+            size = int.from_bytes(file.range(file.size - 8, file.size - 4), "little")
+            content = file.range(max(0, file.size - 8 - size), file.size)
+        self.weight = 4 * size  # unpacked; an estimate
+        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self._check_nulls()
+
+    def block(self, number: int) -> TableBlock:
+        """A row group."""
+        with self._opened() as parquet:
+            table = parquet.read_row_group(number, columns=self._names, use_threads=False).select(self._names)
+        return TableBlock(table, self._file.path, int(self._firsts[number]), self._wanted, table.nbytes)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        first = 0
+        with self._opened() as parquet:
+            for batch in parquet.iter_batches(batch_size=_ROWS, columns=self._names, use_threads=False):
+                yield from TableBlock(batch.select(self._names), self._file.path, first, self._wanted, 0)
+                first += batch.num_rows
+
+    def lengths(self, column: str) -> NDArray[np.int64]:
+        """Of the lists of a column, or what a column of integers says, (rows,)."""
+        with self._opened() as parquet:
+            each = [
+                tables.lengths(chunk)
+                for number in range(len(self.rows))
+                for chunk in parquet.read_row_group(number, columns=[column], use_threads=False).column(0).chunks
+            ]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *each])
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        with (
+            reading(self._file),
+            self._file.open() as source,
+            pq.ParquetFile(source, metadata=self._footer, pre_buffer=True) as parquet,
+        ):
+            yield parquet
+
+    def _check_nulls(self) -> None:
+        """Refuse nulls where none may be, as far as the footer tells."""
+        footer: Any = self._footer
+        for steps in self._wanted.without_nulls:
+            for number in range(footer.num_row_groups):
+                group = footer.row_group(number)
+                for place in range(group.num_columns):
+                    column = group.column(place)
+                    known = column.statistics if column.path_in_schema == ".".join(steps) else None
+                    if known is not None and known.has_null_count and known.null_count:
+                        for _ in self.block(number):  # finds the row, and raises
+                            pass

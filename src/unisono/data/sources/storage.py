@@ -1,0 +1,246 @@
+"""Files wherever they lie: local paths, and any URL that fsspec knows.
+
+A local file is a memory map that holds no file handle. A remote one is read by ranges, each without a state that
+threads or forked processes could share, in pieces that have a deadline: a server that goes away is an error and never
+a hang.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from unisono.errors import DataError
+
+Options = tuple[tuple[str, Any], ...]
+T = TypeVar("T")
+DEADLINE = 60.0  # seconds without an answer
+_PIECE = 8 << 20  # bytes asked for at a time, so that the deadline is one of progress
+_AHEAD = 1 << 20  # bytes that a remote file reads ahead
+
+
+TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
+
+
+def derived(folder: Path) -> None:
+    """Make a directory of what can be made again, marked so that a search for data passes over it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / TAG).is_file():
+        (folder / TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n# made by unisono\n", encoding="ascii")
+
+
+@dataclass(frozen=True)
+class Where:
+    """How remote places are reached.
+
+    Attributes:
+        options: for the file system, e.g. `endpoint_url`, as pairs.
+        deadline: seconds that one answer may take.
+    """
+
+    options: Options = ()
+    deadline: float = DEADLINE
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of rows, as it was found.
+
+    Attributes:
+        path: local path or URL.
+        format: `arrow`, `parquet`, `jsonl`, `text` or `npy`.
+        name: as it stands in the order and in the fingerprint, relative to where it was found.
+        size: bytes.
+        stamp: of its last change: time, or what the object store says of its content.
+        where: how to reach it.
+    """
+
+    path: str
+    format: str
+    name: str
+    size: int
+    stamp: str
+    where: Where = Where()
+
+    @classmethod
+    def of(cls, path: Path, format: str, name: str, where: Where | None = None) -> File:
+        """A local file, as it is now."""
+        status = path.stat()
+        return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or Where())
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it is to be unpacked by gzip."""
+        return self.path.lower().endswith(".gz")
+
+    def open(self) -> Any:
+        """A `pyarrow.NativeFile`: a memory map, or ranges of a remote file. To be closed."""
+        self.check()
+        if is_remote(self.path):
+            return pa.PythonFile(_Remote(self), mode="r")
+        return pa.memory_map(self.path) if self.size else pa.BufferReader(b"")
+
+    def content(self) -> Any:
+        """All of it as a buffer, (size,) bytes: mapped where it is local, and then without a file handle."""
+        with self.open() as source:
+            return source.read_buffer()
+
+    def stream(self) -> io.BufferedReader:
+        """Its bytes one after the other, in bounded memory. To be closed."""
+        self.check()
+        if is_remote(self.path):
+            return io.BufferedReader(_Remote(self), buffer_size=_AHEAD)
+        return Path(self.path).open("rb")
+
+    def range(self, first: int, last: int) -> bytes:
+        """Bytes `first..last-1`."""
+        with self.open() as source:
+            source.seek(first)
+            return bytes(source.read(last - first))
+
+    def check(self) -> None:
+        """Refuse a local file that is another one than was found; a remote one is held to its size as it is read."""
+        if not is_remote(self.path):
+            status = Path(self.path).stat()
+            if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.stamp):
+                raise DataError(
+                    f"{self.path} has changed since it was opened; start again with the data as they are now"
+                )
+
+
+@contextmanager
+def reading(file: File) -> Iterator[None]:
+    """What goes wrong below is an error that names the file."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise DataError(f"{file.path} cannot be read as {file.format}: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """What an error says; some of those of networks say nothing but their name."""
+    return str(error) or type(error).__name__
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is a URL of something else than local files."""
+    return "://" in path
+
+
+def filesystem(url: str, where: Where) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it.
+
+    fsspec keeps one for each process and thread, so this is cheap and safe after a fork.
+
+    Raises:
+        DataError: for a protocol that nobody knows, or whose package is not installed.
+    """
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url, **dict(where.options))
+    except ImportError as error:
+        protocol = url.partition("://")[0]
+        raise DataError(
+            f"{url}: {protocol}:// needs a package that is not installed. {error}; e.g. "
+            f"pip install {PACKAGES.get(protocol, 'the package of this protocol')}"
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"{url}: {error}; known are s3, gs, az, hf, http, https, file and all others of fsspec"
+        ) from error
+    return system, path
+
+
+PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub",
+    "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
+    "oss": "ossfs", "oci": "ocifs", "hdfs": "pyarrow", "webhdfs": "requests", "dropbox": "dropboxdrivefs",
+}  # fmt: skip
+
+
+def asked(url: str, where: Where, ask: Callable[[Any, str], T]) -> T:
+    """What a remote file system answers, within the deadline.
+
+    The thread of an answer that never comes is left behind; it is a daemon, so it holds up no exit.
+
+    Raises:
+        DataError: naming the URL, for an answer that is an error or does not come in time.
+    """
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask(*filesystem(url, where)))
+        except BaseException as error:  # of another thread: handed over, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="unisono-remote", daemon=True)
+    thread.start()
+    thread.join(where.deadline)
+    if answers:
+        return answers[0]
+    if not errors:
+        raise DataError(f"{url}: no answer for {where.deadline:g} s; is the server alive, and the network?")
+    error = errors[0]
+    if isinstance(error, DataError | FileNotFoundError) or not isinstance(error, Exception):
+        raise error
+    raise DataError(f"{url} cannot be read: {type(error).__name__}: {told(error)}") from error
+
+
+def options(given: Mapping[str, Any] | None) -> Options:
+    """Options of a file system, in a form that can be part of a frozen object."""
+    return tuple(sorted((given or {}).items()))
+
+
+class _Remote(io.RawIOBase):
+    """A remote file as Python's raw file: a position, and a request for every read."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        """What pyarrow asks for."""
+        return self._file.size
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        last = self._file.size if size is None or size < 0 else min(self._at + size, self._file.size)
+        pieces = [self._range(first, min(first + _PIECE, last)) for first in range(self._at, last, _PIECE)]
+        self._at = max(self._at, last)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def _range(self, first: int, last: int) -> bytes:
+        file = self._file
+        content: bytes = asked(file.path, file.where, lambda system, path: system.cat_file(path, start=first, end=last))
+        if len(content) != last - first:
+            raise DataError(
+                f"{file.path}: bytes {first} to {last} came as {len(content)}; it has changed since it was opened"
+            )
+        return content

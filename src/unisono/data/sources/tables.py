@@ -1,0 +1,111 @@
+"""Rows of Arrow tables as Python values: the same ones for a row by itself and for a whole block.
+
+Lists of numbers are NumPy arrays of their own memory, so that a row in a queue does not keep its block alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from unisono.data.sources.expect import Wanted, is_list, is_number, plain
+from unisono.errors import DataError
+
+_AT_ONCE = 256  # rows that are made together, where they are read one after the other
+
+
+class TableBlock:
+    """Rows of a table, as records.
+
+    Args:
+        table: a `pyarrow.Table` or `RecordBatch` of the wanted columns.
+        path: of its file.
+        first: row of the file that is its first.
+        wanted: what is asked for.
+        weight: bytes of memory that it takes.
+    """
+
+    def __init__(self, table: Any, path: str, first: int, wanted: Wanted, weight: int) -> None:
+        self.weight = weight
+        self._columns = {name: _whole(column) for name, column in zip(table.schema.names, table.columns, strict=True)}
+        self._made = {name: maker(column.type) for name, column in self._columns.items()}
+        self._rows, self._path, self._first, self._wanted = table.num_rows, path, first, wanted
+
+    def __len__(self) -> int:
+        return int(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        record = {name: self._values(name, row, 1)[0] for name in self._columns}
+        self._check(row, record)
+        return record
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for first in range(0, len(self), _AT_ONCE):
+            count = min(_AT_ONCE, len(self) - first)
+            columns = [self._values(name, first, count) for name in self._columns]
+            for place, values in enumerate(zip(*columns, strict=True)):
+                record = dict(zip(self._columns, values, strict=True))
+                self._check(first + place, record)
+                yield record
+
+    def _check(self, row: int, record: dict[str, Any]) -> None:
+        if self._wanted.types:
+            self._wanted.check_nulls(lambda: f"{self._path}, row {self._first + row} (from 0)", record)
+
+    def _values(self, name: str, first: int, count: int) -> list[Any]:
+        column = self._columns[name].slice(first, count)
+        try:
+            return self._made[name](column)
+        except UnicodeDecodeError as error:
+            for place in range(count):
+                try:
+                    column[place].as_py()
+                except UnicodeDecodeError as fault:
+                    row = self._first + first + place
+                    raise DataError(
+                        f"{self._path}: row {row} (from 0) of column '{name}' is not UTF-8: {fault}"
+                    ) from fault
+            raise DataError(f"{self._path}: column '{name}' is not UTF-8: {error}") from error
+
+
+def maker(kind: Any) -> Callable[[Any], list[Any]]:
+    """What makes values of a column of this type: lists of numbers as arrays, all else as Python has it."""
+    kind = plain(kind)
+    return _arrays if is_list(kind) and is_number(plain(kind.value_type)) else _pylist
+
+
+def _pylist(column: Any) -> list[Any]:
+    return list(column.to_pylist())
+
+
+def _arrays(column: Any) -> list[Any]:
+    if isinstance(column, pa.ChunkedArray):
+        return [value for chunk in column.chunks for value in _arrays(chunk)]
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    flat = column.flatten()
+    if column.null_count or flat.null_count:  # row by row, so that no row depends on its neighbours
+        if len(column) == 1:
+            return _pylist(column)
+        return [_arrays(column.slice(row, 1))[0] for row in range(len(column))]
+    numbers = flat.to_numpy(zero_copy_only=False)
+    if len(column) == 1:
+        return [numbers.copy()]
+    ends = np.cumsum(pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64))
+    return [numbers[end - size : end].copy() for end, size in zip(ends, np.diff(ends, prepend=0), strict=True)]
+
+
+def _whole(column: Any) -> Any:
+    """A column as one array, where it is one."""
+    return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column
+
+
+def lengths(column: Any) -> Any:
+    """Of the lists of a column, or what a column of integers says, (rows,) int64; nulls are 0."""
+    if is_list(plain(column.type)):
+        column = pc.list_value_length(column)
+    return np.asarray(pc.fill_null(column, 0).to_numpy(), dtype=np.int64)

@@ -1,0 +1,217 @@
+"""Tasks that worker processes import: nothing here needs torch, so they start in a moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from unisono.config.split import Split
+from unisono.data.loader import Loader, MicroBatch
+from unisono.data.order import Order
+from unisono.data.plan import Plan, StreamPlan, Taken
+from unisono.task import Task
+
+SIZE, BATCH = 31, 12
+BAD = (3, 17, 18)
+
+
+class Augmented(Task):
+    """Samples that say which row they are and what was drawn for them, of different lengths."""
+
+    def data(self) -> Any:
+        return np.arange(SIZE)
+
+    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+        time.sleep(int(record) % 3 * 2e-4)  # so that workers finish out of order
+        length = 1 + int(record) % 5
+        units = 100 * int(record) + np.arange(length)
+        return {"row": int(record), "units": units, "noise": rng.normal(size=2).astype(np.float32)}
+
+    def collate(self, samples: Any) -> Any:
+        longest = max(len(sample["units"]) for sample in samples)
+        units = np.full((len(samples), longest), -1)
+        for number, sample in enumerate(samples):
+            units[number, : len(sample["units"])] = sample["units"]
+        return {
+            "row": np.array([sample["row"] for sample in samples]),
+            "units": units,
+            "noise": np.stack([sample["noise"] for sample in samples]),
+        }
+
+    def length(self, sample: Any) -> int:
+        return len(sample["units"])
+
+    def cut(self, sample: Any, first: int, last: int) -> Any:
+        return {**sample, "units": sample["units"][first:last]}
+
+    def pack(self, samples: Any) -> Any:
+        return {
+            "row": samples[0]["row"],
+            "units": np.concatenate([sample["units"] for sample in samples]),
+            "noise": sum(sample["noise"] for sample in samples),
+        }
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"unit": float((batch["units"] >= 0).sum())}
+
+    def work(self, batch: Any) -> dict[str, float]:
+        return {"units": float((batch["units"] >= 0).sum())}
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    outputs = loss = build
+
+
+class WithBad(Augmented):
+    """Some rows cannot be made."""
+
+    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+        if int(record) in BAD:
+            raise ValueError(f"no sample in {record}")
+        return super().sample(record, rng)
+
+
+class NothingGood(Augmented):
+    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+        raise ValueError(f"no sample in {record}")
+
+
+class Unpicklable(Exception):  # noqa: N818
+    def __init__(self, row: int, other: Any) -> None:
+        super().__init__(f"what {row}")
+        self.other = lambda: other
+
+
+class Ending(Augmented):
+    """Row 17 ends its worker, in one way or another."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+
+    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+        if int(record) == 17:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.how == "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            elif self.how == "_exit":
+                os._exit(7)
+            elif self.how == "exit":
+                sys.exit(7)
+            elif self.how == "unpicklable":
+                raise Unpicklable(17, 3)
+            elif self.how == "hang":
+                time.sleep(60)
+        return super().sample(record, rng)
+
+    def collate(self, samples: Any) -> Any:
+        if self.how == "collate" and any(sample["row"] == 17 for sample in samples):
+            os._exit(9)
+        batch = super().collate(samples)
+        return {**batch, "f": lambda: 0} if self.how == "lambda" else batch
+
+
+class Large(Augmented):
+    """Batches that go through memory, and what the worker has imported."""
+
+    def collate(self, samples: Any) -> Any:
+        rows = np.array([sample["row"] for sample in samples])
+        pixels = rows[:, None].astype(np.float32) + np.zeros(200_000, dtype=np.float32)
+        return {**super().collate(samples), "pixels": pixels}
+
+
+class Telling(Augmented):
+    """Says of its process what tests want to know."""
+
+    def collate(self, samples: Any) -> Any:
+        told = {"pid": os.getpid(), "torch": "torch" in sys.modules, "omp": os.environ.get("OMP_NUM_THREADS")}
+        return {**super().collate(samples), **told}
+
+
+class PackedPlan:
+    """Three samples to a row, the last of which is cut in two that stand in neighbouring rows."""
+
+    packed, capacity, seed, global_batch, steps = True, 16, 0, BATCH, 5
+
+    def __init__(self) -> None:
+        self.order = Order(SIZE, 0)
+
+    def rows(self, step: int) -> int:
+        return BATCH
+
+    def taken(self, step: int, rows: range) -> Taken:
+        slots = np.repeat(np.arange(rows.start, rows.stop), 4)
+        positions = 3 * (step * BATCH + slots // 2 * 2) + np.tile([0, 1, 2, 5], len(rows)) + 3 * (slots % 2)
+        positions = np.where(np.arange(len(slots)) % 4 == 3, 3 * (step * BATCH + slots // 2 * 2) + 5, positions)
+        lengths = 1 + self.order(positions) % 5
+        cut = np.isin(np.arange(len(slots)) % 4, [3]) | ((slots % 2 == 1) & (np.arange(len(slots)) % 4 == 2))
+        keep = ~((slots % 2 == 1) & (np.arange(len(slots)) % 4 == 3)) & ~(cut & (lengths < 2))
+        first = np.where(cut & (slots % 2 == 1), lengths // 2, 0)
+        last = np.where(cut, np.where(slots % 2 == 1, lengths, lengths // 2), -1)
+        return Taken(*(a[keep] for a in (slots, self.order(positions), self.order.epochs(positions), first, last)))
+
+    def state(self, step: int, rows: range) -> None:
+        return None
+
+    def resume(self, states: list[Any]) -> None:
+        return None
+
+
+def plan(epochs: float = 2.2, seed: int = 0) -> StreamPlan:
+    return StreamPlan.of(Order(SIZE, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
+
+
+def steps(
+    task: Task,
+    world: int = 1,
+    micro: int = 4,
+    first: int = 0,
+    last: int | None = None,
+    of: Plan | None = None,
+    **how: Any,
+) -> list[list[MicroBatch]]:
+    """The micro-batches of every rank together, in order, step by step."""
+    of = of or plan()
+    loaders = [Loader(task, task.data(), of, Split.of(BATCH, world, micro), rank, **how) for rank in range(world)]
+    made: list[list[MicroBatch]] = []
+    try:
+        running = [loader.steps(first) for loader in loaders]
+        for _ in range(first, of.steps if last is None else last):
+            made.append([batch for one in running for batch in next(one)])
+    finally:
+        for loader in loaders:
+            loader.close()
+    return made
+
+
+def same(mine: list[list[MicroBatch]], theirs: list[list[MicroBatch]]) -> None:
+    """Bit for bit, with everything that is said of them."""
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert [m.number for m in one] == [m.number for m in other]
+        for a, b in zip(one, other, strict=True):
+            assert (a.counts, a.work, a.idle, a.packed, a.rows.tolist()) == (
+                b.counts, b.work, b.idle, b.packed, b.rows.tolist()
+            )  # fmt: skip
+            assert a.arrays.keys() == b.arrays.keys()
+            for name, array in a.arrays.items():
+                assert array.dtype == b.arrays[name].dtype
+                assert array.tobytes() == b.arrays[name].tobytes()
+            assert a.made is not None
+            assert b.made is not None
+            assert a.made.masked == b.made.masked
+            assert a.made.contents.tolist() == b.made.contents.tolist()
+
+
+class Everything(WithBad):
+    """Two sources, of which some rows are bad."""
+
+    def data(self) -> Any:
+        return {"a": np.arange(SIZE), "b": np.arange(100, 100 + SIZE)}

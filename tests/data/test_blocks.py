@@ -1,0 +1,293 @@
+"""Blocks on lanes: each is read once per epoch by one lane, and the order is the same for every world size."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.data.blocks import Blocks, CachedBlocks, autocorrelation
+from unisono.data.lanes import ONE, Lanes
+from unisono.data.order import Indices, Order
+from unisono.errors import DataError
+
+sizes = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(any)
+lanes = st.builds(Lanes, st.integers(1, 8), st.integers(1, 5))
+seeds = st.integers(0, 99)
+
+
+def block_of(sizes: Any, rows: Indices) -> Indices:
+    return np.searchsorted(np.cumsum(sizes), rows, side="right")
+
+
+def of_lane(blocks: Blocks, lane: int, places: Indices) -> tuple[Indices, Indices]:
+    """The rows that a lane reads, and their epochs."""
+    positions = blocks.lanes.positions(np.full(len(places), lane), places)
+    return blocks(positions), blocks.epochs(positions)
+
+
+# what is read ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes=sizes, lanes=lanes, window=st.integers(1, 5), seed=seeds, first=st.integers(0, 20))
+def test_in_each_epoch_every_row_is_read_once_and_every_block_by_one_lane(
+    sizes: list[int], lanes: Lanes, window: int, seed: int, first: int
+) -> None:
+    blocks = Blocks(np.array(sizes), seed, window, lanes)
+    readers: dict[tuple[int, int], set[int]] = {}
+    read: dict[int, list[int]] = {epoch: [] for epoch in (first, first + 1)}
+    for lane in range(lanes.count):
+        begin, end = blocks.rows_before(lane, first), blocks.rows_before(lane, first + 2)
+        rows, epochs = of_lane(blocks, lane, np.arange(begin, end))
+        assert set(epochs.tolist()) <= {first, first + 1}
+        for row, epoch in zip(rows.tolist(), epochs.tolist(), strict=True):
+            read[epoch].append(row)
+            readers.setdefault((epoch, int(block_of(sizes, row))), set()).add(lane)
+    for rows_of_epoch in read.values():
+        assert sorted(rows_of_epoch) == list(range(sum(sizes)))
+    assert all(len(by) == 1 for by in readers.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=sizes, lanes=lanes, window=st.integers(1, 5), seed=seeds)
+def test_after_as_many_epochs_as_lanes_each_lane_has_read_everything(
+    sizes: list[int], lanes: Lanes, window: int, seed: int
+) -> None:
+    blocks = Blocks(np.array(sizes), seed, window, lanes)
+    for lane in range(lanes.count):
+        rows, _ = of_lane(blocks, lane, blocks.size + np.arange(blocks.size))  # the second cycle
+        assert np.array_equal(np.sort(rows), np.arange(sum(sizes)))
+        assert blocks.rows_before(lane, 2 * lanes.count) == 2 * blocks.size
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=sizes, lanes=lanes, seed=seeds)
+def test_no_lane_has_more_than_a_block_more_to_read_than_another(sizes: list[int], lanes: Lanes, seed: int) -> None:
+    blocks = Blocks(np.array(sizes), seed, 2, lanes)
+    ends = [blocks.rows_before(lane, 1) for lane in range(lanes.count)]
+    assert max(ends) - min(ends) <= max(sizes)
+    assert sum(ends) == sum(sizes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=sizes, lanes=lanes, window=st.integers(1, 5), cuts=st.lists(st.integers(0, 200), max_size=4))
+def test_the_order_of_blocks_is_the_same_for_any_way_of_cutting_positions(
+    sizes: list[int], lanes: Lanes, window: int, cuts: list[int]
+) -> None:
+    blocks, positions = Blocks(np.array(sizes), 3, window, lanes), np.arange(200)
+    rows, epochs = blocks(positions), blocks.epochs(positions)
+    pieces = np.split(positions, sorted(cuts))
+    fresh = [Blocks(np.array(sizes), 3, window, lanes) for _ in pieces]  # a resume remembers nothing
+    assert np.array_equal(np.concatenate([one(p) for one, p in zip(fresh, pieces, strict=True)]), rows)
+    assert np.array_equal(np.concatenate([one.epochs(p) for one, p in zip(fresh, pieces, strict=True)]), epochs)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
+def test_a_lane_has_no_more_than_a_window_of_blocks_open(window: int) -> None:
+    sizes = np.full(24, 5)
+    blocks = Blocks(sizes, 0, window, Lanes(2, 3))
+    rows, _ = of_lane(blocks, 1, np.arange(60))  # one epoch: twelve blocks
+    for start in range(0, 60, 5 * window):
+        part = rows[start : start + 5 * window]
+        assert len(set(block_of(sizes, part).tolist())) == -(-len(part) // 5)
+        assert len(part) <= 5 or not (np.diff(part) > 0).all()
+
+
+def test_each_epoch_has_its_own_blocks_order_and_rows() -> None:
+    sizes = np.full(24, 5)
+    blocks = Blocks(sizes, 0, 2, Lanes(2, 3))
+    epochs = [of_lane(blocks, 0, 60 * epoch + np.arange(60))[0] for epoch in range(8)]
+    assert len({tuple(rows.tolist()) for rows in epochs}) == 8
+    groups = [frozenset(block_of(sizes, rows).tolist()) for rows in epochs]
+    assert groups[0].isdisjoint(groups[1])
+    assert len(set(groups)) == 8, "each cycle deals anew"
+
+
+def test_each_lane_and_each_seed_reads_otherwise() -> None:
+    positions = np.arange(60)
+    orders = [tuple(Blocks(np.full(24, 5), seed, 2, Lanes(2, 3))(positions).tolist()) for seed in range(9)]
+    assert len(set(orders)) == 9
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [0, 0, 3], [1, 1]])
+def test_fewer_blocks_than_lanes_are_read_all_the_same(sizes: list[int]) -> None:
+    blocks = Blocks(np.array(sizes), 0, 3, Lanes(4, 2))
+    rows = blocks(np.arange(200))
+    assert set(rows.tolist()) == set(range(sum(sizes)))
+
+
+def test_seeking_far_needs_no_memory() -> None:
+    blocks = Blocks(np.full(100, 1000), 0, 8, Lanes(8, 4))
+    blocks(np.arange(64))
+    tracemalloc.start()
+    rows = blocks(10**12 + np.arange(64))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(rows.tolist())) > 60
+    assert peak < 500_000
+
+
+def test_what_is_remembered_does_not_grow_with_the_epochs() -> None:
+    blocks = Blocks(np.full(12, 5), 0, 2, Lanes(4, 1))
+    for epoch in range(100):
+        blocks(np.arange(60) + 60 * epoch)
+        assert len(blocks._kept) <= 4 * 4 + 10
+
+
+def test_the_order_of_blocks_is_pinned() -> None:
+    """A change of these numbers would change every run over blocks that was ever interrupted."""
+    assert Blocks(np.array([3, 2, 4, 1]), 0, 2, Lanes(2, 2))(np.arange(12)).tolist() == [
+        4,
+        8,
+        2,
+        9,
+        7,
+        3,
+        1,
+        0,
+        6,
+        5,
+        8,
+        4,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"), [([], "no rows"), ([0, 0], "no rows"), ([3, -1, 2], "block 1 of the source has -1 rows")]
+)
+def test_blocks_that_cannot_be_are_refused(sizes: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Blocks(np.array(sizes, dtype=np.int64), 0, 2, ONE)
+
+
+# how well they are mixed ----------------------------------------------------------------------------------------------
+
+MANY = np.full(400, 20)  # 8000 rows
+
+
+def told(rows: Indices, batch: int = 16) -> float:
+    return autocorrelation(block_of(MANY, rows), batch)
+
+
+def test_full_shuffle_leaves_no_trace_of_blocks() -> None:
+    assert abs(told(Order(8000, 0)(np.arange(8000)))) < 0.02
+
+
+def test_blocks_in_windows_on_lanes_leave_the_trace_that_is_to_be_expected() -> None:
+    sizes = np.full(400, 50)
+    for count, window, expected in ((16, 16, 1 / 16), (16, 8, 1 / 8), (4, 4, 4 / 7), (1, 8, 16 / 23)):
+        rows = Blocks(sizes, 0, window, Lanes(count, 16 // count))(np.arange(20_000))
+        assert autocorrelation(block_of(sizes, rows), 16) == pytest.approx(expected, abs=0.06)
+
+
+def test_a_weak_shuffle_is_seen() -> None:
+    """One reader, a small buffer: what a bird-song trainer had, whose batches said 0.8 of the next ones."""
+    rng, buffer, rows = np.random.default_rng(0), list(range(40)), []
+    for following in range(40, 8000):
+        place = int(rng.integers(40))
+        rows.append(buffer[place])
+        buffer[place] = following
+    assert 0.6 < told(np.array(rows)) < 0.95
+    assert told(np.arange(8000), batch=4) > 0.7
+
+
+def test_batches_of_the_same_block_correlate_wholly() -> None:
+    assert autocorrelation(np.zeros(40, dtype=np.int64), 4) == 1.0
+
+
+# reading block by block -----------------------------------------------------------------------------------------------
+
+
+class Read:
+    """A source that can read whole blocks only, and notes which."""
+
+    def __init__(self, sizes: Any, slow: float = 0.0) -> None:
+        self.blocks, self.slow = np.array(sizes), slow
+        self.starts = np.cumsum(self.blocks) - self.blocks
+        self.lengths = np.ones(int(self.blocks.sum()), dtype=np.int64)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return int(self.blocks.sum())
+
+    def read_block(self, number: int) -> list[int]:
+        self.read.append(number)
+        time.sleep(self.slow)
+        return list(range(self.starts[number], self.starts[number] + self.blocks[number]))
+
+
+def test_a_cache_of_blocks_has_the_rows_of_its_source_and_the_rest_of_it() -> None:
+    source = Read([3, 0, 2, 4])
+    cached = CachedBlocks(source, 2)
+    assert len(cached) == 9
+    assert [cached[row] for row in range(9)] == list(range(9))
+    assert cached[np.int64(4)] == 4
+    assert cached.lengths is source.lengths
+    assert cached.blocks is source.blocks
+    assert source.read == [0, 2, 3]
+    assert [cached[row] for row in (0, 3, 1, 4)] == [0, 3, 1, 4]
+    assert source.read == [0, 2, 3, 0], "of two blocks, the one used last stays"
+    for row in (-1, 9):
+        with pytest.raises(IndexError):
+            cached[row]
+    with pytest.raises(AttributeError):
+        _ = cached.fingerprint
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_each_block_is_read_once_per_epoch_by_one_process_on_any_world_size(world_size: int) -> None:
+    sizes, lanes, batch, window = np.full(30, 4), Lanes(6, 2), 12, 2
+    blocks = Blocks(sizes, 0, window, lanes)
+    source = Read(sizes)
+    ranks = [CachedBlocks(source, (window + 2) * 6 // world_size) for _ in range(world_size)]
+    rows = []
+    share = batch // world_size
+    for step in range(120 // batch):
+        for rank, cached in enumerate(ranks):
+            positions = step * batch + rank * share + np.arange(share)
+            rows += [cached[row] for row in blocks(positions).tolist()]
+    assert sorted(rows) == list(range(120))
+    assert sorted(source.read) == list(range(30))
+
+
+def test_threads_that_want_the_same_block_read_it_once() -> None:
+    source = Read([10, 10], slow=0.05)
+    cached = CachedBlocks(source, 2)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(cached.__getitem__, [3, 4, 5, 13, 6, 14, 7, 15])) == [3, 4, 5, 13, 6, 14, 7, 15]
+    assert sorted(source.read) == [0, 1]
+
+
+def test_a_block_that_cannot_be_read_is_an_error_for_all_who_wait_and_is_tried_again() -> None:
+    source = Read([2, 2])
+    whole, broken = source.read_block, threading.Event()
+    broken.set()
+
+    def fails(number: int) -> list[int]:
+        if broken.is_set():
+            raise DataError("shard 0 is cut off")
+        return whole(number)
+
+    source.read_block = fails  # type: ignore[method-assign]
+    cached = CachedBlocks(source, 2)
+    for _ in range(2):
+        with pytest.raises(DataError, match="shard 0 is cut off"):
+            cached[0]
+    broken.clear()
+    assert cached[0] == 0
+
+
+def test_another_process_opens_blocks_of_its_own() -> None:
+    cached = CachedBlocks(Read([2, 2]), 1)
+    assert cached[3] == 3
+    again = pickle.loads(pickle.dumps(cached))
+    assert [again[row] for row in range(4)] == [0, 1, 2, 3]

@@ -1,0 +1,304 @@
+"""From settings to rows and a plan: the same order on every world size and after every interruption, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runs import configuration
+from tests.tasks import LinearTask
+from unisono.config.split import Split
+from unisono.data.blocks import CachedBlocks
+from unisono.data.mixture import Joined
+from unisono.data.order import Order
+from unisono.data.plan import Plan, StreamPlan
+from unisono.data.planning import facts_of, plan_of, source_of
+from unisono.errors import ConfigError, DataError
+from unisono.task import Task
+
+
+class Rows:
+    """Rows that are numbers, in blocks."""
+
+    def __init__(self, *blocks: int, first: int = 0) -> None:
+        self.blocks, self.first = np.array(blocks), first
+
+    def __len__(self) -> int:
+        return int(self.blocks.sum())
+
+    def __getitem__(self, row: int) -> int:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        return self.first + row
+
+
+class OnlyBlocks:
+    """A source without random access."""
+
+    def __init__(self, *blocks: int) -> None:
+        self.blocks, self.read = np.array(blocks), list[int]()
+
+    def __len__(self) -> int:
+        return int(self.blocks.sum())
+
+    def read_block(self, number: int) -> list[int]:
+        self.read.append(number)
+        start = int(self.blocks[:number].sum())
+        return list(range(start, start + int(self.blocks[number])))
+
+
+def task(given: Any) -> Task:
+    return type("Rows", (LinearTask,), {"data": lambda self: given})()
+
+
+def sources() -> dict[str, Rows]:
+    return {"web": Rows(*[7] * 30), "code": Rows(*range(1, 29)), "books": Rows(*[3] * 25, first=1000)}
+
+
+def planned(given: Any, batch: int = 48, world_size: int = 1, steps: int | None = 12, **data: Any) -> Plan:
+    train = {"global_batch": batch, **({"steps": steps} if steps else {"epochs": data.pop("epochs")})}
+    config = configuration(train=train, data=data)
+    return plan_of(task(given), source_of(task(given), config, world_size), config, world_size)
+
+
+WEIGHTS = {"web": 3, "code": 2, "books": 1}
+CHANGES = [{"step": 5, "weights": {"web": 0, "code": 1, "books": 2}}]
+HOW: dict[str, dict[str, Any]] = {
+    "full": {},
+    "none": {"shuffle": "none"},
+    "blocks": {"shuffle": "blocks", "lanes": 24, "window": 2},
+    "mixture": {"mixture": {"weights": WEIGHTS, "changes": CHANGES, "block": 30}},
+    "mixture of rows in order": {"mixture": {"weights": WEIGHTS, "changes": CHANGES, "block": 30}, "shuffle": "none"},
+    "mixture of blocks": {
+        "mixture": {"weights": WEIGHTS, "changes": CHANGES, "block": 30},
+        "shuffle": "blocks",
+        "lanes": 24,
+        "window": 2,
+    },
+}
+
+# one order ------------------------------------------------------------------------------------------------------------
+
+
+def consumed(plan: Plan, world_size: int, steps: range) -> list[list[tuple[int, int]]]:
+    """The rows and epochs of each step, as the ranks take them, one after the other."""
+    split = Split.of(plan.global_batch, world_size, None)
+    result = []
+    for step in steps:
+        parts = [plan.taken(step, split.own(rank)) for rank in range(world_size)]
+        result.append([pair for part in parts for pair in zip(part.rows.tolist(), part.epochs.tolist(), strict=True)])
+    return result
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, list[list[tuple[int, int]]]]:
+    return {name: consumed(planned(sources(), **how), 1, range(12)) for name, how in HOW.items()}
+
+
+def test_the_orders_compared_are_different_ones(references: dict[str, list[list[tuple[int, int]]]]) -> None:
+    assert len({str(order) for order in references.values()}) == len(HOW)
+    for name, order in references.items():
+        rows = [row for step in order for row, _ in step]
+        assert (rows == sorted(rows)) == (name == "none")
+        assert (len(set(rows)) > 300) or "mixture" in name
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(list(HOW)), world_size=st.sampled_from([1, 2, 3, 4, 8]), data=st.data())
+def test_any_world_size_continues_the_same_order_after_any_interruption(
+    references: dict[str, list[list[tuple[int, int]]]], name: str, world_size: int, data: st.DataObject
+) -> None:
+    made, then = data.draw(st.integers(0, 12)), data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    before = consumed(planned(sources(), world_size=world_size, **HOW[name]), world_size, range(made))
+    after = consumed(planned(sources(), world_size=then, **HOW[name]), then, range(made, 12))
+    assert before + after == references[name]
+
+
+def test_a_single_source_is_in_the_order_that_it_always_had() -> None:
+    rows = np.arange(50)
+    plan = planned(rows, batch=8)
+    assert isinstance(plan, StreamPlan)
+    assert np.array_equal(plan.batch(3), Order(50, 0)(np.arange(24, 32)))
+
+
+def test_several_sources_without_weights_are_mixed_by_size() -> None:
+    given = {"large": range(900), "small": range(100)}
+    plan = planned(given, batch=50, steps=20)
+    rows = np.concatenate([plan.taken(step, range(50)).rows for step in range(20)])
+    assert sorted(rows.tolist()) == list(range(1000))
+
+
+def test_a_mixture_over_blocks_has_its_shares_in_each_lane() -> None:
+    plan = planned(sources(), steps=20, mixture={"weights": WEIGHTS, "block": 6}, shuffle="blocks", lanes=24)
+    starts = source_of(task(sources())).starts  # type: ignore[attr-defined]
+    rows = np.stack([plan.taken(step, range(48)).rows for step in range(18)])  # (step, row)
+    for lane in range(24):
+        own = np.searchsorted(starts, rows[:, 2 * lane : 2 * lane + 2].ravel(), side="right") - 1
+        assert [np.bincount(part, minlength=3).tolist() for part in np.split(own, 6)] == [[1, 2, 3]] * 6
+
+
+# epochs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_of_blocks_are_exact_where_lanes_end_together() -> None:
+    plan = planned(Rows(*[6] * 16), batch=12, steps=None, epochs=2, shuffle="blocks", lanes=4)
+    assert plan.steps == 16
+    rows = np.concatenate([plan.taken(step, range(12)).rows for step in range(16)])
+    assert np.bincount(rows).tolist() == [2] * 96
+    half = planned(Rows(*[6] * 16), batch=12, steps=None, epochs=0.5, shuffle="blocks", lanes=4)
+    rows = np.concatenate([half.taken(step, range(12)).rows for step in range(half.steps)])
+    assert len(set(rows.tolist())) == len(rows) == 48
+
+
+@pytest.mark.parametrize("blocks", [[6] * 15, [6] * 15 + [5], [5, 7] * 7 + [1, 11]])
+def test_epochs_that_lanes_do_not_end_together_are_refused_with_the_steps(blocks: list[int]) -> None:
+    steps = -(-sum(blocks) // 12)
+    with pytest.raises(ConfigError, match=rf"train\.epochs=1 .*train\.steps={steps} train\.epochs=null"):
+        planned(Rows(*blocks), batch=12, steps=None, epochs=1, shuffle="blocks", lanes=4)
+
+
+def test_epochs_of_a_mixture_end_with_its_last_source() -> None:
+    given = {"large": range(90), "small": range(10)}
+    plan = planned(given, batch=12, steps=None, epochs=1, mixture={"weights": {"large": 1, "small": 1}, "block": 20})
+    rows = np.concatenate([plan.taken(step, range(plan.rows(step))).rows for step in range(plan.steps)])
+    assert np.bincount(rows)[:90].tolist() == [1] * 90
+    assert set(np.bincount(rows)[90:].tolist()) <= {8, 9}
+
+
+# sources --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [[1, 2], (1,), np.zeros((3, 2)), torch.zeros(2)])
+def test_rows_that_can_be_had_by_number_are_taken_as_they_are(given: Any) -> None:
+    assert source_of(task(given)) is given
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(iter([1]), "list_iterator"), (None, "NoneType"), ({1, 2}, "set"), (Stream(), "Stream")]
+)
+def test_rows_that_cannot_be_had_by_number_are_refused_with_what_to_do(given: Any, kind: str) -> None:
+    message = rf" returned a {kind}, whose rows cannot be had by number\. Give it __len__ and __getitem__"
+    with pytest.raises(DataError, match=r"^Rows\.data\(\)" + message):
+        source_of(task(given))
+    with pytest.raises(DataError, match=r"^Rows\.data\(\)\['b'\]" + message):
+        source_of(task({"a": [1], "b": given}))
+
+
+@pytest.mark.parametrize("given", [[], np.zeros((0, 3))])
+def test_no_rows_are_refused(given: Any) -> None:
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) has no rows$"):
+        source_of(task(given))
+    with pytest.raises(DataError, match=r"^Rows\.data\(\)\['b'\] has no rows$"):
+        source_of(task({"a": [1], "b": given}))
+
+
+def test_no_sources_and_sources_without_names_are_refused() -> None:
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) has no sources$"):
+        source_of(task({}))
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) names its sources \[3\]; name them by texts$"):
+        source_of(task({3: [1]}))
+
+
+@pytest.mark.parametrize("how", [HOW["full"], HOW["mixture"]])
+def test_the_order_in_which_sources_are_named_changes_nothing(how: dict[str, Any]) -> None:
+    backwards = dict(reversed(sources().items()))
+    assert list(backwards) != list(sources())
+    assert consumed(planned(backwards, **how), 1, range(12)) == consumed(planned(sources(), **how), 1, range(12))
+
+
+def test_blocks_that_are_not_the_rows_are_refused() -> None:
+    source = Rows(2, 3)
+    source.blocks = np.array([2, 4])
+    source.__class__ = type("Long", (Rows,), {"__len__": lambda self: 5})
+    with pytest.raises(DataError, match=r"has 5 rows, but its blocks have 6"):
+        source_of(task(source))
+
+
+def test_a_source_of_blocks_alone_is_read_through_a_cache_that_fits_the_lanes_of_a_process() -> None:
+    given = OnlyBlocks(*[4] * 24)
+    config = configuration(train={"global_batch": 24}, data={"shuffle": "blocks", "window": 3, "lanes": 12})
+    source = source_of(task(given), config, world_size=4)
+    assert isinstance(source, CachedBlocks)
+    assert (len(source), source[95], source._capacity) == (96, 95, (3 + 2) * 3)
+    both = source_of(task({"a": given, "b": [7]}))
+    assert [both[row] for row in (0, 95, 96)] == [0, 95, 7]
+
+
+def test_a_source_with_a_cache_of_its_own_is_told_how_many_blocks_are_open() -> None:
+    class Caching(Rows):
+        kept = 0
+
+        def keep_blocks(self, count: int) -> None:
+            self.kept = count
+
+    given = {"a": Caching(*[4] * 24), "b": Rows(4)}
+    config = configuration(train={"global_batch": 24}, data={"shuffle": "blocks", "window": 3, "lanes": 12})
+    source = source_of(task(given), config, world_size=6)
+    assert source.sources["a"] is given["a"]  # type: ignore[attr-defined]
+    assert given["a"].kept == (3 + 2) * 2  # type: ignore[attr-defined]
+
+
+class Unread(Rows):
+    def __getitem__(self, row: int) -> int:
+        raise AssertionError
+
+
+def test_a_source_of_weight_zero_is_never_read() -> None:
+    given = {"a": Rows(5), "b": Unread(5)}
+    config = configuration(data={"mixture": {"weights": {"a": 1, "b": 0}}})
+    source = source_of(task(given), config)
+    plan = plan_of(task(given), source, config)
+    assert max(source[row] for step in range(4) for row in plan.taken(step, range(12)).rows) < 5
+    with pytest.raises(DataError, match="cannot be made a sample"):
+        source_of(task(given))
+
+
+def test_facts_tell_rows_sources_and_the_fingerprint() -> None:
+    one = Rows(3, 2)
+    assert facts_of(one) == {"rows": 5}
+    one.fingerprint = "ab"  # type: ignore[attr-defined]
+    assert facts_of(one) == {"rows": 5, "fingerprint": "ab"}
+    assert facts_of(Joined({"a": one, "b": [1]})) == {"rows": 6, "sources": {"a": 5, "b": 1}}
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "how", "message"),
+    [
+        (range(9), {"mixture": {"weights": {"a": 1}}}, r"data\.mixture has weights of a, but Rows\.data\(\) is one"),
+        ({"a": [1]}, {"mixture": {"weights": {"b": 1}}}, r"there is no source 'b'"),
+        (OnlyBlocks(4, 4), {}, r"reads whole blocks only, and data\.shuffle=full .*; use data\.shuffle=blocks"),
+        (range(9), {"shuffle": "blocks"}, r"needs sources that say what their blocks are, and this one \(range\) does"),
+        ({"a": [1]}, {"shuffle": "blocks"}, r"their blocks are, and a \(list\) does not: it has no `blocks`"),
+        (Rows(*[2] * 60), {"shuffle": "blocks", "lanes": 5}, r"data\.lanes=5 does not divide"),
+        (Rows(*[2] * 60), {"shuffle": "blocks", "lanes": 8, "world_size": 3}, r"world_size=3 does not divide the 8"),
+        (Rows(*[2] * 6), {"shuffle": "blocks", "lanes": 8}, r"data\.lanes=8, but there are 6 blocks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(given: Any, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(given, **how)
+
+
+def test_lanes_that_do_not_matter_are_not_asked_for() -> None:
+    assert planned(range(90), lanes=5, world_size=3).steps == 12
+
+
+def test_a_large_source_and_a_small_one_of_a_single_block_can_be_mixed() -> None:
+    given = {"large": Rows(*[5] * 48), "small": Rows(1)}
+    plan = planned(given, shuffle="blocks", mixture={"weights": {"large": 9, "small": 1}, "block": 10})
+    rows = np.concatenate([plan.taken(step, range(48)).rows for step in range(10)])
+    assert (rows == 240).sum() == 48

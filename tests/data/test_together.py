@@ -1,0 +1,144 @@
+"""Mixture, blocks, shuffling, packing, augmentation and masked bad records at once: the same tensors on any layout."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.mixed import Mixed
+from tests.runs import configuration
+from unisono.config.split import Split
+from unisono.data.loader import Loader
+from unisono.data.planning import plan_of, source_of
+from unisono.errors import ConfigError
+from unisono.place import Place
+
+BATCH, LANES, STEPS = 24, 24, 8
+WORLDS = (1, 2, 3, 4, 8)
+
+
+def running(world: int, states: list[Any] | None, first: int, data: dict[str, Any], last: int) -> tuple[Any, list[Any]]:
+    """The global batch of every step from `first` to before `last`, and what each process keeps after them."""
+    task = Mixed()
+    config = configuration(train={"steps": STEPS, "global_batch": BATCH}, data={**DATA, **data})
+    whole = []
+    with ExitStack() as opened:
+        plans, steps = [], []
+        for rank in range(world):
+            source = source_of(task, config, world)
+            plan, split = plan_of(task, source, config, world), Split.of(BATCH, world, None)
+            loader = Loader.of(task, source, plan, split, Place(rank=rank, world_size=world), config)
+            opened.callback(loader.close)
+            if states is not None:
+                plan.resume(states)
+            plans.append(plan)
+            steps.append(loader.steps(first))
+        for _ in range(first, last):
+            batches = [batch for one in steps for batch in next(one)]
+            arrays = {name: np.concatenate([batch.arrays[name] for batch in batches]) for name in batches[0].arrays}
+            masked = sorted(sample.row for batch in batches if batch.made for sample in batch.made.masked)
+            rows = np.concatenate([batch.rows for batch in batches]).tolist()
+            whole.append((rows, {name: array.tobytes() for name, array in arrays.items()}, masked))
+        share = BATCH // world
+        kept = [plan.state(last, range(rank * share, (rank + 1) * share)) for rank, plan in enumerate(plans)]
+    return whole, json.loads(json.dumps(kept))
+
+
+DATA = {
+    "mixture": {"weights": {"a": 1, "b": 2, "c": 1}, "block": 40},
+    "shuffle": "blocks",
+    "window": 2,
+    "lanes": LANES,
+    "packing": {"chunk": 6, "open_bins": 3},
+    "on_error": "mask",
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Any]:
+    whole = running(1, None, 0, {}, STEPS)[0]
+    assert len({json.dumps(rows) for rows, _, _ in whole}) == STEPS
+    assert sum(len(masked) for _, _, masked in whole) > 10  # bad records
+    assert {row < 200 for rows, _, _ in whole for row in rows} == {True, False}  # of several sources
+    return whole
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    before=st.sampled_from(WORLDS), after=st.sampled_from(WORLDS), step=st.integers(0, STEPS - 1),
+    workers=st.sampled_from([1, 4]), prefetch=st.integers(1, 6),
+)  # fmt: skip
+def test_samples_and_tensors_are_the_same_interrupted_anywhere_on_any_layout(
+    reference: list[Any], before: int, after: int, step: int, workers: int, prefetch: int
+) -> None:
+    how = {"workers": workers, "prefetch": prefetch}
+    first, states = running(before, None, 0, how, step)
+    second, _ = running(after, states, step, how, STEPS)
+    assert first + second == reference
+
+
+def test_samples_and_tensors_are_the_same_from_worker_processes(reference: list[Any]) -> None:
+    how = {"workers": 2, "worker_kind": "processes"}
+    first, states = running(1, None, 0, how, 3)
+    second, _ = running(2, states, 3, how, STEPS)
+    assert first + second == reference
+
+
+class Sized(list[int]):
+    """Rows that say how long they are."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([row % 9 + 1 for row in self])
+
+
+class Known(Mixed):
+    """Two sources of samples whose lengths are known before, and not alike."""
+
+    def data(self) -> Any:
+        return {"a": Sized(range(0, 900, 3)), "b": Sized(range(1000, 1900, 2))}
+
+    def sample(self, record: Any, rng: np.random.Generator) -> np.ndarray:
+        return np.full(record % 9 + 1, float(record))
+
+
+def test_weights_that_change_do_so_at_about_their_step_where_rows_are_packed() -> None:
+    task, mixture = Known(), {"weights": {"a": 1, "b": 0}, "changes": [{"step": 20, "weights": {"a": 0, "b": 1}}]}
+    data = {"mixture": mixture, "packing": {"chunk": 16, "open_bins": 4}, "lanes": 4}
+    config = configuration(train={"steps": 40, "global_batch": 8}, data=data)
+    source = source_of(task, config, 1)
+    plan = plan_of(task, source, config, 1)
+    of_b = [(plan.taken(step, range(8)).rows >= 300).mean() for step in range(40)]
+    assert all(share == 0 for share in of_b[:15])
+    assert all(share == 1 for share in of_b[25:])
+    states = [json.loads(json.dumps(plan.state(18, range(4 * rank, 4 * rank + 4)))) for rank in range(2)]
+    again = plan_of(task, source, config, 4)
+    again.resume(states)
+    for step in range(18, 30):
+        mine, reference = again.taken(step, range(8)), plan.taken(step, range(8))
+        assert np.array_equal(mine.rows, reference.rows) and np.array_equal(mine.slots, reference.slots)
+
+
+def test_weights_that_change_need_lengths_where_rows_are_packed() -> None:
+    changes = [{"step": 2, "weights": {"a": 2, "b": 2, "c": 1}}]
+    config = configuration(
+        train={"steps": STEPS, "global_batch": BATCH},
+        data={**DATA, "mixture": {"weights": {"a": 1, "b": 2, "c": 1}, "changes": changes}},
+    )
+    source = source_of(Mixed(), config, 1)
+    with pytest.raises(ConfigError, match=r"^data.mixture.changes with data.packing needs the lengths .* 'a' does not"):
+        plan_of(Mixed(), source, config, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"packing": {"chunk": 7, "open_bins": 3}}, {"window": 1}, {"mixture": {"weights": {"a": 1, "b": 1, "c": 1}}}],
+)
+def test_each_part_of_the_order_matters(reference: list[Any], other: dict[str, Any]) -> None:
+    assert running(1, None, 0, other, 2)[0] != reference[:2]

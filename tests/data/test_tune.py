@@ -1,0 +1,93 @@
+"""How many workers, of which kind, and what is said where steps wait for data."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data import made
+from tests.data.made import BATCH, SIZE, Augmented
+from unisono.config.split import Split
+from unisono.data import tune
+from unisono.data.loader import Loader
+from unisono.data.tune import Stages, Waits, choose, lock_share
+
+SLOW = Stages(read=0.001, sample=0.05, rest=0.002, locked=0.1)
+
+
+def _advice(waits: Waits, stages: Stages = SLOW, share: float = 0.5, steps: int = 20) -> list[str]:
+    return [line for _ in range(steps) if (line := waits.step(share, lambda: stages))]
+
+
+def test_an_action_that_runs_python_holds_the_lock_and_one_that_sleeps_does_not() -> None:
+    def busy() -> None:
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            sum(range(1000))
+
+    assert lock_share(busy) > lock_share(lambda: time.sleep(0.2))
+
+
+def test_one_core_of_each_process_is_left_to_the_training() -> None:
+    assert choose(cores=16, processes=4, seconds=100.0) == 3
+    assert choose(cores=1, processes=4, seconds=100.0) == 1
+
+
+def test_there_are_no_more_workers_than_are_needed() -> None:
+    assert choose(cores=64, processes=1, seconds=0.001) == 1
+    assert choose(cores=64, processes=1, seconds=0.1) == 5
+
+
+def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Augmented):
+        def sample(self, record: Any, rng: Any) -> Any:
+            time.sleep(0.01)
+            return super().sample(record, rng)
+
+    class Quick(Augmented):
+        def sample(self, record: Any, rng: Any) -> Any:
+            return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
+
+    monkeypatch.setattr(tune, "cores", lambda: 4)
+    loader = Loader(Slow(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, workers="auto")
+    assert loader.facts().startswith("3 threads, ")
+    assert loader._stages.sample >= 0.04  # of four rows, ten milliseconds each
+    quick = Loader(Quick(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, workers="auto")
+    assert quick.facts().startswith("1 thread, ")
+    loader.close()
+    quick.close()
+
+
+def test_auto_changes_nothing_of_what_is_made() -> None:
+    made.same(made.steps(Augmented(), workers="auto"), made.steps(Augmented()))
+
+
+def test_steps_that_do_not_wait_say_nothing() -> None:
+    assert _advice(Waits(1, "threads", 8), share=0.05, steps=100) == []
+
+
+def test_a_wait_is_told_once_and_again_only_much_later() -> None:
+    waits = Waits(1, "threads", 8)
+    assert _advice(waits, steps=19) == []
+    assert len(_advice(waits, steps=400)) == 1
+    assert len(_advice(waits, steps=200)) == 1
+
+
+@pytest.mark.parametrize(
+    ("waits", "stages", "says"),
+    [
+        (Waits(2, "threads", 8), SLOW, "set data.workers=4 (now 2 threads)"),
+        (Waits(2, "threads", 4), SLOW, "set data.workers=3 (now 2 threads)"),
+        (Waits(2, "threads", 8), Stages(0.001, 0.05, 0.0, 0.9), "set data.worker_kind=processes"),
+        (Waits(2, "processes", 8), Stages(0.001, 0.05, 0.0, 0.9), "set data.workers=4 (now 2 processes)"),
+        (Waits(7, "processes", 8), SLOW, "prepare the data ahead"),
+        (Waits(7, "threads", 8), Stages(0.5, 0.01, 0.0, 0.9), "reading takes longest"),
+    ],
+)
+def test_what_to_change_depends_on_where_the_time_goes(waits: Waits, stages: Stages, says: str) -> None:
+    (line,) = _advice(waits, stages)
+    assert line.startswith("steps wait for data for 50 % of their time; ")
+    assert says in line
