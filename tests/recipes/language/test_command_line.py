@@ -92,7 +92,7 @@ def sources(cache: Path, run: Path) -> set[str]:
     config = resolve.read(run / "config.yaml")
     language = task_of(config)
     of_documents = []
-    for path in sorted(config.data.path.rglob("*")):
+    for path in sorted(Path(config.data.path).rglob("*")):
         if path.suffix == ".parquet":
             of_documents += [path.parent.name] * pq.read_metadata(path).num_rows
         elif path.suffix == ".txt":
