@@ -83,6 +83,11 @@ def test_samples_and_tensors_are_the_same_interrupted_anywhere_on_any_layout(
     assert first + second == reference
 
 
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_as_many_workers_as_it_takes_are_found_where_lengths_are_measured(reference: list[Any], kind: str) -> None:
+    assert running(1, None, 0, {"workers": "auto", "worker_kind": kind}, STEPS)[0] == reference
+
+
 def test_samples_and_tensors_are_the_same_from_worker_processes(reference: list[Any]) -> None:
     how = {"workers": 2, "worker_kind": "processes"}
     first, states = running(1, None, 0, how, 3)

@@ -410,6 +410,7 @@ def test_lengths_are_those_of_the_samples_and_one_for_bad_ones(kind: str) -> Non
     )
     rows = np.tile(np.arange(SIZE), 5)
     with contextlib.closing(loader):
+        loader.start()
         lengths = loader.lengths(rows, rows // SIZE)
     assert np.array_equal(lengths, np.where(np.isin(rows, BAD), 1, 1 + rows % 5))
 
@@ -428,6 +429,7 @@ def test_a_sample_whose_length_was_asked_for_is_made_once_if_it_fits(megabytes: 
     loader = Loader(Counting(), np.arange(SIZE), plan, Split.of(BATCH, 1, 4), 0, workers=2, prefetch_mb=megabytes)
     with contextlib.closing(loader):
         positions = np.arange(48)
+        loader.start()
         loader.lengths(plan.stream(positions), plan.stream.epochs(positions))
         whole = [batch for step in loader.steps() for batch in step]
     assert len(whole) == 12

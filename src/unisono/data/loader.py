@@ -90,10 +90,8 @@ class Loader:
             keep=int(self._room),
             room=getattr(plan, "capacity", None),
         )
-        measured = getattr(plan, "lengths", None)
-        self._measured = measured if isinstance(measured, Measured) else None
-        if self._measured is not None:
-            self._measured.by = self.lengths
+        if isinstance(measured := getattr(plan, "lengths", None), Measured):
+            measured.by = self.lengths
         self._largest = 0  # bytes of a micro-batch, as far as any was made
         self._masked, self._told, self._news = 0, -1, deque[str]()
         self._any: Request | None = None
@@ -119,6 +117,7 @@ class Loader:
         """The micro-batches of this process for each step from `first` on; always `split.passes` of them."""
         waiting: deque[Future[MicroBatch]] = deque()
         requests = self._requests(range(first, self._plan.steps))
+        self.start()
         try:
             for step in range(first, self._plan.steps):
                 batches: list[MicroBatch] = []
@@ -137,8 +136,11 @@ class Loader:
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Units that samples take of a packed row, by making them; threads keep what they made, for as long as it fits.
 
-        A sample that cannot be made takes 1, if such samples are left out.
+        A sample that cannot be made takes 1, if such samples are left out. Before there are workers, and when they are
+        gone, samples are made here: how many workers there are to be can depend on how long that takes.
         """
+        if "_workers" not in vars(self):
+            return self._maker.lengths(rows, epochs)
         parts = range(0, len(rows), _AT_ONCE)
         asked = [self._workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
         return np.concatenate([np.zeros(0, dtype=np.int64), *(self._result(future) for future in asked)])
@@ -171,8 +173,6 @@ class Loader:
         if "_workers" in vars(self):
             self._workers.close()
             del self._workers
-            if self._measured is not None:
-                self._measured.by = self._maker.lengths
 
     @cached_property
     def _count(self) -> int:
@@ -187,8 +187,6 @@ class Loader:
 
     @cached_property
     def _workers(self) -> workers.Workers:
-        if self._measured is not None:
-            self._measured.by = self.lengths
         return workers.of(self._maker, self._kind, self._count, self._purpose)
 
     @cached_property
