@@ -1,6 +1,6 @@
 """The product of experts: transformers' loop against torch's grouped product, forward and backward.
 
-`python benchmarks/experts.py [--device cuda] [--repeats 20]` prints a table: milliseconds of one layer's pass, the
+`python -m benchmarks.experts [--device cuda] [--repeats 20]` prints a table: milliseconds of one layer's pass, the
 least and the middle of the repeats, taken in turns so that both see the same machine, and how far the gradients of the
 two are from each other. An A/A row, the loop against itself, shows what the machine alone makes of it.
 """

@@ -1,6 +1,6 @@
 """What the language recipe learns: the table of its README.
 
-    python benchmarks/language.py [--corpus DIR] [--pretrained DIR --stories FILE]
+    python -m benchmarks.language [--corpus DIR] [--pretrained DIR --stories FILE]
 
 The embedded example as it comes; a corpus of one's own for 300 steps; a pretrained model trained on for 20. Each is
 trained on two processes and evaluated on all its held-out documents. The unigram entropy is the loss on them of a model

@@ -1,6 +1,6 @@
 """Summed cross-entropy from hidden states: exactness and time of ours beside torch's ways, in one run.
 
-    python benchmarks/linear_loss.py [--tokens 2048] [--repeats 7]
+    python -m benchmarks.linear_loss [--tokens 2048] [--repeats 7]
 
 Contenders: plain (all logits at once), torch's `linear_cross_entropy` in chunks, plain by checkpointed chunks, ours.
 Errors are ‖a − b‖ / ‖b‖ against the plain way in float64 from the same numbers; times are medians, as ratios to the

@@ -25,10 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import loaders
+from benchmarks import loaders, page
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- loader: written by benchmarks/loader.py -->", "<!-- end of loader -->"
 WARM_UP = 20
 TIMED = {"light": (600, 150, 0.005), "heavy": (150, 100, 0.020)}  # batches at full speed; with steps; seconds a step
 
@@ -146,8 +144,7 @@ def main() -> None:
     text = "\n".join([*table(found), "", about])
     print(f"\n{text}")
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        page.put("loader", text)
 
 
 if __name__ == "__main__":

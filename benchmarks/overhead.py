@@ -1,6 +1,6 @@
 """What Unisono costs beside a bare torch loop, on one and two processes: step time, time to the first step, memory.
 
-    python benchmarks/overhead.py [--rounds 40] [--processes 1 2] [--out overhead.json]
+    python -m benchmarks.overhead [--rounds 40] [--processes 1 2] [--out overhead.json]
 
 In every round each contender makes one step, in turn, on the same rows: the bare loop, the bare loop again (the A/A
 interval: what two equal things differ by on this machine) and Unisono's own loop with its loader, guards, events and

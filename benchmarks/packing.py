@@ -1,6 +1,6 @@
 """Packing beside other libraries: documents a second, padding, and how many documents are cut.
 
-    python benchmarks/packing.py [--peers DIR] [--texts DIR] [--documents 1000000] [--rounds 5] [--write]
+    python -m benchmarks.packing [--peers DIR] [--texts DIR] [--documents 1000000] [--rounds 5] [--write]
 
 Lengths are lognormal, with a median of 403 and a mean of 738 tokens, and, with `--texts`, those of the documents in a
 folder of text and Parquet files, tokenised with a BPE of 4,096 tokens that is trained on them. Time is that of the
@@ -32,12 +32,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import page
 from unisono.config.data import Packing
 from unisono.data import packing
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- packing: written by benchmarks/packing.py -->", "<!-- end of packing -->"
 CAPACITIES = (2048, 8192)
 Lengths = NDArray[np.int64]
 
@@ -205,8 +204,7 @@ def main() -> None:
     told = [f"{arguments.rounds} rounds", *missing, versions, f"{platform.machine()}, {os.cpu_count()} cores"]
     text.append("; ".join([*told, time.strftime("%Y-%m-%d")]) + ".")
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text("\n".join([f"{before}{BEGIN}", *text, END]) + rest.partition(END)[2])
+        page.put("packing", "\n".join(text))
 
 
 def version(name: str) -> str:

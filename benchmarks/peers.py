@@ -1,6 +1,6 @@
 """Unisono beside other trainers: step time, time to the first step, memory, lines, and how far gradients are off.
 
-    python benchmarks/peers.py [--rounds 5] [--steps 30] [--processes 1 2] [--write]
+    python -m benchmarks.peers [--rounds 5] [--steps 30] [--processes 1 2] [--write]
 
 Every contender is a script in `benchmarks/contenders` as its library's guide would have it, trains the same Llama from
 the same weights on the same rows in the same order with AdamW, two micro-batches per update and clipping, and runs in
@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import page
+
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- peers: written by benchmarks/peers.py -->", "<!-- end of peers -->"
 CONTENDERS = {
     "bare loop": "bare.py",
     "bare loop again": "bare.py",
@@ -214,8 +214,7 @@ def main() -> None:
     text = "\n".join([*table(measured), "", f"{about}{os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}."])
     print(f"\n{text}")
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        page.put("peers", text)
 
 
 if __name__ == "__main__":

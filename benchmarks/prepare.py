@@ -1,6 +1,6 @@
 """Tokenising ahead: MB/s and tokens/s of `unisono data prepare` beside `datasets.map`, on the same documents.
 
-    python benchmarks/prepare.py [--mb 24] [--rounds 3] [--workers 1 2] [--write]
+    python -m benchmarks.prepare [--mb 24] [--rounds 3] [--workers 1 2] [--write]
 
 Documents are generated (words of a fixed vocabulary by Zipf's law, lengths lognormal with a median of 330 words) and
 written as JSON lines; a byte-level BPE of 8,192 tokens is trained on a part of them. Each contender reads the same
@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import resource
 import statistics
 import subprocess
@@ -31,8 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- prepare: begin -->", "<!-- prepare: end -->"
+from benchmarks import page
 
 
 def documents(path: Path, megabytes: float) -> None:
@@ -143,9 +141,12 @@ def measure(megabytes: float, rounds: int, counts: list[int]) -> tuple[list[list
         for number in range(rounds):
             for name, count in contenders:
                 out = folder / f"{name}-{count}-{number}"
-                command = [sys.executable, __file__, "--contend", name, str(path), str(tokenizer), str(out), str(count)]
+                asked = [name, str(path), str(tokenizer), str(out), str(count)]
+                command = [sys.executable, "-m", "benchmarks.prepare", "--contend", *asked]
                 environment = {**os.environ, "UNISONO_CACHE": str(folder / f"cache-{name}-{count}-{number}")}
-                done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+                done = subprocess.run(
+                    command, cwd=page.ROOT, capture_output=True, text=True, check=True, env=environment
+                )
                 seconds[name, count].append(json.loads(done.stdout.splitlines()[-1]))
                 made = tokens_of(name, out)
                 wanted = made if wanted is None else wanted
@@ -170,7 +171,7 @@ def table(rows: list[list[str]], about: str) -> str:
     head = ["", "workers", "seconds", "of processors", "MB/s", "tokens/s", "tokens per processor second"]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
-        [*("| " + " | ".join(line) + " |" for line in lines), "", f"`python benchmarks/prepare.py`: {about}"]
+        [*("| " + " | ".join(line) + " |" for line in lines), "", f"`python -m benchmarks.prepare`: {about}"]
     )
 
 
@@ -188,11 +189,7 @@ def main() -> None:
     text = table(*measure(given.mb, given.rounds, given.workers))
     print(text)
     if given.write:
-        old = DOCS.read_text(encoding="utf-8")
-        block = f"{BEGIN}\n{text}\n{END}"
-        if BEGIN not in old:
-            old += f"\n## Tokenising ahead\n\n{BEGIN}\n{END}\n"
-        DOCS.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: block, old, flags=re.DOTALL), encoding="utf-8")
+        page.put("prepare", text)
     return None
 
 

@@ -1,7 +1,7 @@
 """The faults of `tests/proofs/zoo` under Unisono's proof, TrainParity, and torchtitan's rule for comparing losses.
 
     pip install --no-deps trainparity
-    python benchmarks/proof_peers.py [--write] [--runs DIR]
+    python -m benchmarks.proof_peers [--write] [--runs DIR]
 
 TrainParity gets what its interface takes; see `proof_peers_cases.py`. Of torchtitan the rule of its script
 `scripts/loss_compare.py` is applied to our runs, not the script, which starts torchtitan's own trainer with its own
@@ -17,7 +17,6 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -30,23 +29,20 @@ from unittest import mock
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for the zoo
+from benchmarks import page
+from benchmarks import proof_peers_cases as cases
+from benchmarks.proof_peers_cases import Told
+from tests import processes
+from tests.proofs.zoo import zoo
+from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
+from unisono.engines.torch import guards
+from unisono.place import Group, Place
+from unisono.proof import comparison, record
+from unisono.proof.cases import Case
+from unisono.proof.prove import FLOOR
+from unisono.proof.trace import Trace, folder_of
+from unisono.proof.verdict import Verdict
 
-from benchmarks import proof_peers_cases as cases  # noqa: E402
-from benchmarks.proof_peers_cases import Told  # noqa: E402
-from tests import processes  # noqa: E402
-from tests.proofs.zoo import zoo  # noqa: E402
-from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing  # noqa: E402
-from unisono.engines.torch import guards  # noqa: E402
-from unisono.place import Group, Place  # noqa: E402
-from unisono.proof import comparison, record  # noqa: E402
-from unisono.proof.cases import Case  # noqa: E402
-from unisono.proof.prove import FLOOR  # noqa: E402
-from unisono.proof.trace import Trace, folder_of  # noqa: E402
-from unisono.proof.verdict import Verdict  # noqa: E402
-
-BEGIN, END = "<!-- peers: written by benchmarks/proof_peers.py -->\n", "<!-- end of peers -->"
 TORCHTITAN = "0.3.0"  # the release whose rule this is
 
 # What an entry can be, the most telling first.
@@ -379,9 +375,7 @@ def main() -> None:
         made = compared(runs)
     print(made)
     if arguments.write:
-        page = ROOT / "docs" / "proof.md"
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(f"{before}{BEGIN}{made}{END}{rest.partition(END)[2]}", encoding="utf-8")
+        page.put("proof_peers", made, "docs/proof.md")
 
 
 if __name__ == "__main__":

@@ -26,10 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import loaders
+from benchmarks import loaders, page
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- resume: written by benchmarks/resume.py -->", "<!-- end of resume -->"
 PLACES = (0, 10, 50, 90)
 STEPS = loaders.ROWS // loaders.BATCH
 
@@ -180,8 +178,7 @@ def main() -> None:
     text = "\n".join([*table(found, failed), "", about])
     print(f"\n{text}")
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        page.put("resume", text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the README's table: by how much the runs of many processes differ from those of one.
 
-    python benchmarks/same_run.py [--write]
+    python -m benchmarks.same_run [--write]
 
 The runs are those of `tests/proofs/test_layouts_compute_the_same.py`: two small models, SGD, ten steps. Differences are
 ‖a − b‖ / max(‖b‖, 10⁻³ ‖all gradients‖), the largest over tensors, models, and runs with and without dropout.
@@ -9,18 +9,14 @@ The runs are those of `tests/proofs/test_layouts_compute_the_same.py`: two small
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for the tests' runs
+from benchmarks import page
+from tests.proofs import matrix
+from tests.proofs.matrix import CASES, LAYOUTS, Case
+from tests.runs import Trace, distance
 
-from tests.proofs import matrix  # noqa: E402
-from tests.proofs.matrix import CASES, LAYOUTS, Case  # noqa: E402
-from tests.runs import Trace, distance  # noqa: E402
-
-BEGIN, END = "<!-- same_run: written by benchmarks/same_run.py -->\n", "<!-- end -->"
 KINDS = ("gradients", "norms and losses", "parameters")
 
 
@@ -65,10 +61,7 @@ def main() -> None:
         made = table(matrix.run(Path(folder), CASES))
     print(made)
     if arguments.write:
-        readme = ROOT / "README.md"
-        before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        readme.write_text(f"{before}{BEGIN}{made}{END}{after}", encoding="utf-8")
+        page.put("same_run", made, "README.md")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it takes to know the samples of a batch, however far into a run it lies: milliseconds and memory.
 
-    python benchmarks/seek.py [--rounds 50] [--write]
+    python -m benchmarks.seek [--rounds 50] [--write]
 
 Each round asks every order for a batch of 256 positions from each distance on, in turn, a million positions after the
 last one: what an order keeps of a neighbouring block cannot help it. An order of blocks deals them once for as many
@@ -18,19 +18,17 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import page
 from unisono.config import data as settings
 from unisono.data.blocks import Blocks
 from unisono.data.lanes import ONE, Lanes
 from unisono.data.mixture import Joined, Mixture
 from unisono.data.order import Order
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- seek: written by benchmarks/seek.py -->", "<!-- end of seek -->"
 BATCH = 256
 FROM = (0, 10**6, 10**9, 10**12)
 LARGE = 10**13  # rows
@@ -104,8 +102,7 @@ def main() -> None:
     text = "\n".join([*measure(arguments.rounds), "", about])
     print(text)
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        page.put("seek", text)
 
 
 if __name__ == "__main__":

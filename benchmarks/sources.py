@@ -1,6 +1,6 @@
 """Rows per second out of files, by row number, in windows of blocks, and from begin to end: ours beside `datasets`.
 
-    python benchmarks/sources.py [--rows 20000] [--rounds 5] [--write]
+    python -m benchmarks.sources [--rows 20000] [--rounds 5] [--write]
 
 A row is a number, a text of about a kilobyte and a list of some three hundred token ids. Every contender reads all
 columns, in turn with the others; `datasets` once as it comes, with lists of Python, and once in its NumPy format, which
@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- sources: written by benchmarks/sources.py -->", "<!-- end of sources -->"
+from benchmarks import page
+
 BLOCK, WINDOW, RANDOM = 500, 8, 1500  # rows of a block, blocks of a window, rows that are read by number
 FORMATS = ("Arrow stream", "Arrow file", "Parquet", "JSONL", "JSONL, gzip", "NumPy")
 Opened = tuple[Callable[[int], Any] | None, Callable[[], Iterable[Any]]]  # a row by number, all rows
@@ -191,8 +191,7 @@ def main() -> None:
     text = "\n".join([*table({pair: found[pair] for pair in pairs}), "", about])
     print(f"\n{text}")
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        page.put("sources", text)
 
 
 if __name__ == "__main__":

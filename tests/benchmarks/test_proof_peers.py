@@ -70,7 +70,7 @@ def test_the_table_has_all_faults_and_says_where_a_tool_is_not_there() -> None:
 def test_the_table_of_the_docs_has_exactly_the_faults_of_the_zoo() -> None:
     made = PAGE.read_text(encoding="utf-8").partition(peers.BEGIN)[2].partition(peers.END)[0]
     compared = [name for name, fault in FAULTS.items() if fault.task != "averaged"]  # as the page says
-    assert names_in(made) == compared, "faults were added: run `python benchmarks/proof_peers.py --write`"
+    assert names_in(made) == compared, "faults were added: run `python -m benchmarks.proof_peers --write`"
 
 
 def names_in(table: str) -> list[str]:
