@@ -94,3 +94,19 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return "valid here: " + (", ".join(names) if names else "nothing")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers for people, the first few stretches of them.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0 to 2, 5, 7 to 8'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    told = [" to ".join(map(str, part)) for part in parts]
+    return ", ".join(told[:5]) + (", …" if len(told) > 5 else "")

@@ -6,6 +6,7 @@ small JSON messages, named so that a wait that ends in an error can say what it 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,11 @@ class Node:
     host: str
     port: int
     interface: str
+
+
+def cores() -> int:
+    """Cores of this host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Group(Protocol):

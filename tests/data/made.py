@@ -138,7 +138,7 @@ class Telling(Augmented):
 class PackedPlan:
     """Three samples to a row, the last of which is cut in two that stand in neighbouring rows."""
 
-    packed, capacity, seed, global_batch, steps = True, 16, 0, BATCH, 5
+    capacity, seed, global_batch, steps = 16, 0, BATCH, 5
 
     def __init__(self) -> None:
         self.order = Order(SIZE, 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -49,8 +51,7 @@ Pieces = list[tuple[int, int, int, int, int]]
 
 
 def pieces(taken: Taken) -> Pieces:
-    columns = (taken.slots, taken.rows, taken.epochs, taken.first, taken.last)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    return list(taken)
 
 
 def parts(world: int) -> list[range]:
@@ -242,6 +243,24 @@ def test_a_state_after_a_resume_is_the_one_of_a_run_that_was_not_interrupted() -
     one.resume([plan().state(5, range(BATCH))])
     for step in (5, 6, 9):
         assert one.state(step, range(BATCH)) == other.state(step, range(BATCH))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_state_can_be_asked_for_while_another_thread_asks_for_what_comes(
+    method: str, reference: dict[str, list[Pieces]]
+) -> None:
+    class Slow(Asked):
+        def __call__(self, rows: Indices, epochs: Indices) -> Indices:
+            time.sleep(0.002)  # so that the other thread comes in between
+            return super().__call__(rows, epochs)
+
+    expected = [plan(method).state(step, range(BATCH)) for step in range(12)]
+    one = plan(method, Slow())
+    with ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(lambda: [pieces(one.taken(step, range(BATCH))) for step in range(12)])
+        states = [one.state(step, range(BATCH)) for step in range(12)]
+    assert coming.result() == reference[method]
+    assert states == expected
 
 
 def test_with_an_index_any_row_is_a_look_up(reference: dict[str, list[Pieces]]) -> None:

@@ -230,7 +230,7 @@ def test_a_source_of_blocks_alone_is_read_through_a_cache_that_fits_the_lanes_of
     config = configuration(train={"global_batch": 24}, data={"shuffle": "blocks", "window": 3, "lanes": 12})
     source = source_of(task(given), config, world_size=4)
     assert isinstance(source, CachedBlocks)
-    assert (len(source), source[95], source._capacity) == (96, 95, (3 + 2) * 3)
+    assert (len(source), source[95], source._open.least) == (96, 95, (3 + 2) * 3)
     both = source_of(task({"a": given, "b": [7]}))
     assert [both[row] for row in (0, 95, 96)] == [0, 95, 7]
 

@@ -11,7 +11,6 @@ import pytest
 from tests.data import made
 from tests.data.made import BATCH, SIZE, Augmented
 from unisono.config.split import Split
-from unisono.data import tune
 from unisono.data.loader import Loader
 from unisono.data.tune import Stages, Waits, choose, lock_share
 
@@ -51,7 +50,7 @@ def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -
         def sample(self, record: Any, rng: Any) -> Any:
             return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
 
-    monkeypatch.setattr(tune, "cores", lambda: 4)
+    monkeypatch.setattr("unisono.data.loader.cores", lambda: 4)
     loader = Loader(Slow(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, workers="auto")
     assert loader.facts().startswith("3 threads, ")
     assert loader._stages.sample >= 0.04  # of four rows, ten milliseconds each

@@ -360,6 +360,15 @@ def test_a_run_is_not_continued_on_other_data(before: dict[str, Any], now: dict[
     assert {file: file.read_text() for file in path.rglob("*.*")} == content
 
 
+def test_a_file_that_changed_since_the_checkpoint_is_named():
+    before = {"web": [{"name": "a.parquet", "rows": 7, "digest": "x"}], "code": [{"name": "c.arrow", "rows": 1}]}
+    now = {**before, "web": [{"name": "a.parquet", "rows": 7, "digest": "y"}]}
+    folder.make(config(), {"fingerprint": "x"}, tasks.LinearTask(), before)
+    folder.make(config(), {"fingerprint": "x"}, tasks.LinearTask(), before)
+    with pytest.raises(RunError, match=r"other data: of source 'web', a\.parquet has changed: it has other content; "):
+        folder.make(config(), {"fingerprint": "y"}, tasks.LinearTask(), now)
+
+
 def test_what_differs_in_the_data_is_told():
     make(facts={"rows": 7, "fingerprint": "x"})
     with pytest.raises(RunError, match=r"\{'fingerprint': \('x', 'y'\)\}"):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from unisono.checkpoint import arrays
 from unisono.errors import CheckpointError
+from unisono.files import sync
 from unisono.place import Group, Json
 from unisono.state import Shard
 
@@ -82,9 +82,9 @@ def save(folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Json
             manifest = {"format": FORMAT, "step": step, "state": state, **_merge(written)}
             manifest["sha256"] = _digest(manifest)
             _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-            _flush(temporary)
+            sync(temporary)
             temporary.rename(final)
-            _flush(folder)
+            sync(folder)
             for old in find(folder)[:-keep]:  # goes as it came, by one rename: a half of it must not be found
                 shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
 
@@ -142,7 +142,7 @@ def _write_pieces(folder: Path, shards: Sequence[Shard], rank: int) -> Json:
         return {"files": {}, "arrays": {}}
     file = folder / f"rank-{rank:05d}.safetensors"
     described = arrays.write(file, shards)
-    _flush(file)
+    sync(file)
     return {"files": {file.name: {"size": file.stat().st_size, "sha256": _hash(file)}}, "arrays": described}
 
 
@@ -197,15 +197,7 @@ def _sweep(folder: Path) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Split:
         if global_batch % world_size:
             raise ConfigError(
                 f"train.global_batch={global_batch} cannot be split evenly over layout.world_size={world_size} "
-                f"processes. These world sizes can: {_divisors(global_batch)}; or these global batches: "
+                f"processes. These world sizes can: {divisors(global_batch)}; or these global batches: "
                 f"{_neighbours(global_batch, world_size)}."
             )
         rows = global_batch // world_size
@@ -47,7 +47,7 @@ class Split:
         if rows % micro_batch:
             raise ConfigError(
                 f"layout.micro_batch={micro_batch} does not divide the {rows} rows that each of {world_size} processes "
-                f"has of train.global_batch={global_batch}. These micro-batches do: {_divisors(rows)}; or these global "
+                f"has of train.global_batch={global_batch}. These micro-batches do: {divisors(rows)}; or these global "
                 f"batches: {_neighbours(global_batch, world_size * micro_batch)}."
             )
         return cls(global_batch, world_size, micro_batch)
@@ -84,7 +84,8 @@ class Split:
         return range(min(first, length), min(first + self.micro_batch, length))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The numbers that divide it, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

@@ -7,7 +7,7 @@ interruption have to have held the same; and a few steps are made anew, to see t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,10 @@ import numpy as np
 from unisono.config import resolve
 from unisono.data import content, ledger
 from unisono.data.ledger import Line, Start
-from unisono.data.making import Maker, chosen
+from unisono.data.making import Maker
 from unisono.data.plan import Plan, Taken
 from unisono.data.planning import plan_of, source_of
-from unisono.errors import RunError, UnisonoError
+from unisono.errors import RunError, UnisonoError, ranges
 from unisono.keys import key
 from unisono.task import Source, Task
 
@@ -159,7 +159,7 @@ def check(starts: Sequence[Start], plan: Plan, checkpoint: int, report: Report) 
         for lines in again.get(step, []):
             _same(step, lines, counted.get(step), plan.rows(step), report)
     if expected := [step for step in range(max(counted, default=-1) + 1) if step not in counted]:
-        report.faults.append(f"steps {_ranges(expected)} are missing")
+        report.faults.append(f"steps {ranges(expected)} are missing")
     report.steps = len(counted)
     report.samples = sum(line.samples for lines in counted.values() for line in lines)
     report.masked = [
@@ -217,7 +217,7 @@ def _covered(step: int, lines: Sequence[Line], rows: int, report: Report) -> Non
 def _as_planned(step: int, lines: Sequence[Line], planned: Taken, report: Report) -> None:
     """The samples of the plan, and no others."""
     for line in lines:
-        here = chosen(planned, (planned.slots >= line.rows.start) & (planned.slots < line.rows.stop))
+        here = planned[(planned.slots >= line.rows.start) & (planned.slots < line.rows.stop)]
         good = _without(here, {(slot, row, epoch, first) for slot, row, epoch, first, _ in line.masked})
         if len(here) - len(good) != len(line.masked) or ledger.ids_of([good]) != line.ids or len(good) != line.samples:
             report.faults.append(
@@ -254,19 +254,4 @@ def _without(taken: Taken, masked: set[tuple[int, int, int, int]]) -> Taken:
     """What is left when samples are left out."""
     if not masked:
         return taken
-    places = zip(*(getattr(taken, n).tolist() for n in ("slots", "rows", "epochs", "first")), strict=True)
-    return chosen(taken, np.array([place not in masked for place in places], dtype=bool))
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    def parts() -> Iterator[str]:
-        first = last = steps[0]
-        for step in (*steps[1:], None):
-            if step is not None and step == last + 1:
-                last = step
-                continue
-            yield f"{first}" if first == last else f"{first} to {last}"
-            if step is not None:
-                first = last = step
-
-    return ", ".join(parts())
+    return taken[np.array([place[:4] not in masked for place in taken], dtype=bool)]

@@ -7,15 +7,14 @@ and a lane has no more than `window` blocks open; what it costs is how well rows
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from unisono.data.cache import Cache
 from unisono.data.lanes import Lanes, alike
 from unisono.data.order import Indices, Shuffle, shuffled
 from unisono.errors import DataError
@@ -87,34 +86,16 @@ class Blocks:
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
-        return self._found(positions)[0]
+        return self.at(positions)[0]
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """How many groups of blocks the lanes of these positions have read before."""
-        return self._found(positions)[1]
+        return self.at(positions)[1]
 
-    def rows_before(self, lane: int, epoch: int) -> int:
-        """Places of a lane that come before its epoch."""
-        cycle, within = divmod(epoch, self.lanes.count)
-        return cycle * self.size + (int(self._ends(cycle, lane)[within - 1]) if within else 0)
-
-    def ends_together(self, epochs: float, places: int) -> bool:
-        """Whether after so many places of each lane every row was read `epochs` times, rounded down or up."""
-        few, many = math.floor(epochs), math.ceil(epochs)
-        lanes = range(self.lanes.count)
-        return all(self.rows_before(lane, few) <= places <= self.rows_before(lane, many) for lane in lanes)
-
-    def _found(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
-        """Rows and epochs; who asks for the one asks for the other next, so the last answer is kept."""
-        asked, rows, epochs = self._kept.get("last", (None, None, None))
-        if asked is None or not np.array_equal(asked, positions):
-            rows, epochs = self._find(np.asarray(positions, dtype=np.int64))
-            self._kept["last"] = (np.array(positions), rows, epochs)
-        return rows.copy(), epochs.copy()
-
-    def _find(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
-        """From lanes to epochs to windows, then all windows' permutations at once, then to rows."""
-        lanes, places = self.lanes(positions)
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """Both."""
+        # From lanes to epochs to windows, then all windows' permutations at once, then to rows.
+        lanes, places = self.lanes(np.asarray(positions, dtype=np.int64))
         cycles, places = np.divmod(places, self.size)
         epochs, which = np.empty_like(places), np.empty_like(places)
         windows: list[tuple[_Reading, int, Indices]] = []
@@ -136,6 +117,17 @@ class Blocks:
         for reading, number, here in windows:
             rows[here] = reading.rows(places[here] + reading.windows[number])
         return rows, epochs
+
+    def rows_before(self, lane: int, epoch: int) -> int:
+        """Places of a lane that come before its epoch."""
+        cycle, within = divmod(epoch, self.lanes.count)
+        return cycle * self.size + (int(self._ends(cycle, lane)[within - 1]) if within else 0)
+
+    def ends_together(self, epochs: float, places: int) -> bool:
+        """Whether after so many places of each lane every row was read `epochs` times, rounded down or up."""
+        few, many = math.floor(epochs), math.ceil(epochs)
+        lanes = range(self.lanes.count)
+        return all(self.rows_before(lane, few) <= places <= self.rows_before(lane, many) for lane in lanes)
 
     def _groups(self, cycle: int) -> tuple[Indices, Indices]:
         """The blocks in the order in which they are dealt, (blocks,), and the rows of each group, (lanes,)."""
@@ -196,10 +188,9 @@ class CachedBlocks:
     """
 
     def __init__(self, source: Any, capacity: int = 2) -> None:
-        self._source, self._capacity = source, capacity
+        self._source = source
         self._ends = np.cumsum(np.asarray(source.blocks, dtype=np.int64))
-        self._open: dict[int, Future[Sequence[Any]]] = {}  # the one that was used last is the last
-        self._lock = threading.Lock()
+        self._open = Cache[Sequence[Any]](budget=0, least=capacity)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -209,11 +200,11 @@ class CachedBlocks:
             raise IndexError(f"row {row} of {len(self)}")
         block = int(np.searchsorted(self._ends, row, side="right"))
         start = int(self._ends[block - 1]) if block else 0
-        return self._block(block)[int(row) - start]
+        return self._open.get(block, lambda: self._source.read_block(block))[int(row) - start]
 
     def keep_blocks(self, count: int) -> None:
         """Keep as many as are open at a time, and some of those that come next."""
-        self._capacity = count
+        self._open.least = count
 
     def __getattr__(self, name: str) -> Any:  # lengths, blocks, fingerprint and whatever else the source has
         if name.startswith("_"):
@@ -221,24 +212,7 @@ class CachedBlocks:
         return getattr(self._source, name)
 
     def __reduce__(self) -> Any:  # another process opens blocks of its own
-        return CachedBlocks, (self._source, self._capacity)
-
-    def _block(self, number: int) -> Sequence[Any]:
-        with self._lock:
-            future = self._open.pop(number, None)
-            missing = future is None
-            future = Future() if future is None else future
-            self._open[number] = future
-            while len(self._open) > self._capacity:
-                del self._open[next(iter(self._open))]
-        if missing:
-            try:
-                future.set_result(self._source.read_block(number))
-            except BaseException as error:
-                with self._lock:
-                    self._open.pop(number, None)  # who comes next tries again
-                future.set_exception(error)
-        return future.result()
+        return CachedBlocks, (self._source, self._open.least)
 
 
 def autocorrelation(blocks: Indices, batch: int, lag: int = 1) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unisono.config.split import divisors
 from unisono.data.order import Indices
 from unisono.errors import ConfigError
 
@@ -67,19 +68,19 @@ def count_of(asked: int | None, global_batch: int, world_size: int, blocks: int 
     if global_batch % lanes:
         raise ConfigError(
             f"data.lanes={lanes} does not divide train.global_batch={global_batch}, and each lane has an equal part of "
-            f"it. These numbers do: {_divisors(global_batch)}"
+            f"it. These numbers do: {divisors(global_batch)}"
         )
     if blocks is not None and lanes > blocks:
         raise ConfigError(
             f"data.lanes={lanes}, but there are {blocks} blocks to read: some lanes would have none. Use one of "
-            f"{[n for n in _divisors(global_batch) if n <= blocks]}, or data.shuffle=full; of prepared data, "
+            f"{[n for n in divisors(global_batch) if n <= blocks]}, or data.shuffle=full; of prepared data, "
             f"`unisono data reshard DIR shards={lanes} out=DIR2` makes {lanes} blocks and more"
         )
     if lanes % world_size:
-        others = [n for n in _divisors(global_batch) if n % world_size == 0 and (blocks is None or n <= blocks)]
+        others = [n for n in divisors(global_batch) if n % world_size == 0 and (blocks is None or n <= blocks)]
         raise ConfigError(
             f"layout.world_size={world_size} does not divide the {lanes} lanes (data.lanes), and a lane is read by one "
-            f"process. These world sizes do: {_divisors(lanes)}"
+            f"process. These world sizes do: {divisors(lanes)}"
             + (f"; or, for a new run, data.lanes={' or '.join(map(str, others))}" if others else "")
             + (
                 f"; or, as there are but {blocks} blocks to deal to them, of prepared data `unisono data reshard DIR "
@@ -98,7 +99,3 @@ def alike(numbers: Indices) -> Iterator[Indices]:  # (n,) -> (k,) each
         return
     order = np.argsort(numbers, kind="stable")
     yield from np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

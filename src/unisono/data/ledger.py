@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from unisono.data.making import MicroBatch
-from unisono.data.order import _mix
+from unisono.data.order import mix
 from unisono.data.plan import Taken
 
 FOLDER = "ledger"
@@ -35,16 +35,15 @@ def ids_of(taken: Iterable[Taken]) -> str:
     """A digest of which samples stand where: their rows, epochs and pieces, in order."""
     digest = blake2b(digest_size=_BYTES)
     for part in taken:
-        table = np.stack([part.slots, part.rows, part.epochs, part.first, part.last], axis=1)
-        digest.update(np.ascontiguousarray(table, dtype="<i8").data)
+        digest.update(np.ascontiguousarray(np.stack(part.columns, axis=1), dtype="<i8").data)
     return digest.hexdigest()
 
 
 def contents_of(taken: Taken, contents: np.ndarray[Any, np.dtype[np.uint64]]) -> int:
     """What samples hold and where they stand, as a number whose sum over parts of a batch is that of the batch."""
-    place = _mix(taken.slots.astype(np.uint64)) ^ _mix(taken.rows.astype(np.uint64) + np.uint64(1 << 32))
-    place ^= _mix(taken.first.astype(np.uint64) + np.uint64(1 << 48))
-    return int(_mix(contents ^ place).sum(dtype=np.uint64))
+    place = mix(taken.slots.astype(np.uint64)) ^ mix(taken.rows.astype(np.uint64) + np.uint64(1 << 32))
+    place ^= mix(taken.first.astype(np.uint64) + np.uint64(1 << 48))
+    return int(mix(contents ^ place).sum(dtype=np.uint64))
 
 
 class Ledger:

@@ -11,7 +11,6 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -20,12 +19,13 @@ import numpy as np
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data import content, tune, workers
+from unisono.data.feed import Feed
 from unisono.data.making import Maker, Masked, MicroBatch, Request, refuse_mask, sampled
 from unisono.data.order import Indices
 from unisono.data.plan import Plan
 from unisono.errors import DataError
 from unisono.keys import generator
-from unisono.place import Place
+from unisono.place import Place, cores
 from unisono.task import Source, Task
 
 __all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
@@ -88,7 +88,7 @@ class Loader:
             mask=on_error == "mask",
             contents=contents,
             keep=int(self._room),
-            room=getattr(plan, "capacity", None),
+            capacity=plan.capacity,
         )
         if isinstance(measured := getattr(plan, "lengths", None), Measured):
             measured.by = self.lengths
@@ -115,23 +115,19 @@ class Loader:
 
     def steps(self, first: int = 0) -> Iterator[list[MicroBatch]]:
         """The micro-batches of this process for each step from `first` on; always `split.passes` of them."""
-        waiting: deque[Future[MicroBatch]] = deque()
-        requests = self._requests(range(first, self._plan.steps))
         self.start()
+        requests = self._requests(range(first, self._plan.steps))
+        feed = Feed(requests, lambda request: self._workers.ask("make", request), lambda: self._ahead)
         try:
             for step in range(first, self._plan.steps):
                 batches: list[MicroBatch] = []
                 while len(batches) < self._split.passes:
-                    while len(waiting) <= self._ahead and (request := next(requests, None)) is not None:
-                        self._any = self._any or request
-                        waiting.append(self._workers.ask("make", request))
-                    batches.append(self._result(waiting.popleft()))
+                    batches.append(self._in_time(feed.next))
                     self._largest = max(self._largest, content.size(batches[-1].arrays))
                 self._tell(step, batches)
                 yield batches
         finally:
-            for future in waiting:
-                future.cancel()
+            feed.close()
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Units that samples take of a packed row, by making them; threads keep what they made, for as long as it fits.
@@ -139,11 +135,11 @@ class Loader:
         A sample that cannot be made takes 1, if such samples are left out. Before there are workers, and when they are
         gone, samples are made here: how many workers there are to be can depend on how long that takes.
         """
-        if "_workers" not in vars(self):
+        if (workers := vars(self).get("_workers")) is None:
             return self._maker.lengths(rows, epochs)
         parts = range(0, len(rows), _AT_ONCE)
-        asked = [self._workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._result(future) for future in asked)])
+        asked = [workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._in_time(future.result) for future in asked)])
 
     def facts(self) -> str:
         """A line about how micro-batches are made."""
@@ -179,11 +175,11 @@ class Loader:
         """Workers."""
         if isinstance(self._asked, int):
             return self._asked
-        return tune.choose(tune.cores(), self._processes, self._stages.total * self._split.passes)
+        return tune.choose(cores(), self._processes, self._stages.total * self._split.passes)
 
     @cached_property
     def _waits(self) -> tune.Waits:
-        return tune.Waits(self._count, self._kind, tune.cores() // self._processes)
+        return tune.Waits(self._count, self._kind, cores() // self._processes)
 
     @cached_property
     def _workers(self) -> workers.Workers:
@@ -199,9 +195,9 @@ class Loader:
         asked = self._asked_ahead if isinstance(self._asked, int) else max(self._asked_ahead, 2 * self._count)
         return max(1, min(asked, int(self._room / self._largest) if self._largest else 1))
 
-    def _result(self, future: Future[Any]) -> Any:
+    def _in_time(self, wait: Callable[[float], Any]) -> Any:
         try:
-            return future.result(self._timeout)
+            return wait(self._timeout)
         except TimeoutError:
             rows = ", ".join(map(str, self._workers.busy[:8]))
             raise DataError(
@@ -210,7 +206,6 @@ class Loader:
             ) from None
 
     def _requests(self, steps: Iterable[int]) -> Iterator[Request]:
-        packed = bool(getattr(self._plan, "packed", False))
         for step in steps:
             length = self._plan.rows(step)
             for number in self._split.micro_batches(self._rank):
@@ -218,7 +213,9 @@ class Loader:
                 idle = len(own) == 0
                 # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
                 take = range(min(self._split.micro_batch, length)) if idle else own
-                yield Request(number, own, self._plan.taken(step, take), idle, packed)
+                request = Request(number, own, self._plan.taken(step, take), idle)
+                self._any = self._any or request
+                yield request
 
     def _tell(self, step: int, batches: list[MicroBatch]) -> None:
         if step <= self._told:  # made again, as the first one is

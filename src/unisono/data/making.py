@@ -19,7 +19,7 @@ import numpy as np
 
 from unisono.data import content
 from unisono.data.order import Indices
-from unisono.data.plan import Taken
+from unisono.data.plan import NOTHING, Taken
 from unisono.errors import ConfigError, DataError, UnisonoError
 from unisono.keys import generator, key
 from unisono.task import Batch, Source, Task
@@ -117,14 +117,12 @@ class Request:
         slots: rows of the global batch that it stands for; none if idle.
         taken: what it is made of.
         idle: whether it counts nothing.
-        packed: whether samples share rows.
     """
 
     number: int
     slots: range
     taken: Taken
     idle: bool = False
-    packed: bool = False
 
 
 @dataclass
@@ -147,7 +145,7 @@ class Maker:
         mask: leave samples out that cannot be made; else they are an error.
         contents: say of every sample what it holds, for the ledger.
         keep: bytes of samples to keep that were made for their lengths.
-        room: units that a packed row holds.
+        capacity: units that a row holds, where samples share rows; None where a row is a sample.
     """
 
     def __init__(
@@ -160,10 +158,10 @@ class Maker:
         mask: bool = False,
         contents: bool = False,
         keep: int = 0,
-        room: int | None = None,
+        capacity: int | None = None,
     ) -> None:
         self.task, self.source, self.seed, self.purpose = task, source, seed, purpose
-        self._mask, self._contents, self._keep, self._units = mask, contents, keep, room
+        self._mask, self._contents, self._keep, self._capacity = mask, contents, keep, capacity
         self._set_up()
 
     def _set_up(self) -> None:
@@ -194,17 +192,16 @@ class Maker:
         """
         watch, slots = _Watch(), np.unique(request.taken.slots)
         taken, pieces, masked = self.pieces(request.taken, watch)
-        packed = request.packed or len(slots) < len(request.taken) or bool((request.taken.last != -1).any())
         idle = request.idle or not pieces
         contents = [] if idle or not self._contents else [content.checksum(piece) for piece in pieces]
         rows = taken.rows
         if pieces:
             slots = taken.slots
         else:  # some rows have to be there, and they count nothing
-            row, sample = self._any_good(masked[0].reason, packed)
+            row, sample = self._any_good(masked[0].reason)
             pieces, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
         began = perf_counter()
-        arrays, counts, work, size = self._batch(pieces, rows, slots, packed)
+        arrays, counts, work, size = self._batch(pieces, rows, slots)
         watch.rest += perf_counter() - began
         if idle:
             counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
@@ -212,19 +209,19 @@ class Maker:
             work["masked"] = 0.0 if request.idle else float(len(masked))
         made = Made(
             request.slots,
-            _NOTHING if idle else taken,
+            NOTHING if idle else taken,
             np.array(contents, dtype=np.uint64),
             () if request.idle else tuple(masked),
             (watch.read, watch.sample, watch.rest),
         )
-        return MicroBatch(request.number, rows, arrays, counts, work, idle, size if packed else None, made)
+        packed = None if self._capacity is None else size
+        return MicroBatch(request.number, rows, arrays, counts, work, idle, packed, made)
 
     def pieces(self, taken: Taken, watch: _Watch | None = None) -> tuple[Taken, list[Any], list[Masked]]:
         """Samples, or pieces of samples: which could be made, what they are, and those that could not be made."""
         watch, made, masked = watch or _Watch(), list[Any](), list[Masked]()
         good = np.ones(len(taken), dtype=bool)
-        parts = (getattr(taken, name).tolist() for name in ("slots", "rows", "epochs", "first", "last"))
-        for number, (slot, row, epoch, first, last) in enumerate(zip(*parts, strict=True)):
+        for number, (slot, row, epoch, first, last) in enumerate(taken):
             try:
                 made.append(self._piece(row, epoch, first, last, watch))
             except DataError as error:
@@ -233,7 +230,7 @@ class Maker:
                 good[number] = False
                 masked.append(Masked(slot, row, epoch, first, str(error)))
         self.rest()
-        return (taken if not masked else chosen(taken, good)), made, masked
+        return (taken if not masked else taken[good]), made, masked
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Units that samples take of a packed row; 1 for one that cannot be made, where these are left out."""
@@ -280,11 +277,11 @@ class Maker:
         return sampled(self.task, self.source, row, rng, watch)
 
     def _batch(
-        self, pieces: list[Any], rows: Indices, slots: Indices, packed: bool
+        self, pieces: list[Any], rows: Indices, slots: Indices
     ) -> tuple[Batch, dict[str, float], dict[str, float], int]:
         """Arrays, counts, work and number of rows."""
         try:
-            if packed:
+            if self._capacity is not None:
                 pieces = [self.task.pack(group) for group in _by_slot(pieces, slots)]
             arrays = self.task.collate(pieces)
             counts = {name: float(count) for name, count in self.task.counts(arrays).items()}
@@ -295,7 +292,7 @@ class Maker:
             raise DataError(f"rows {_some(rows)} cannot be made a batch: {told(error)}") from error
         return arrays, counts, work, len(pieces)
 
-    def _any_good(self, reason: str, packed: bool) -> tuple[int, Any]:
+    def _any_good(self, reason: str) -> tuple[int, Any]:
         """A row of the source that can be made, and its sample; the same ones whoever asks."""
         for turn in range(_TRIES if self._stand_in is None else 0):
             row = key(self.seed, "stand-in", turn) % len(self.source)
@@ -310,8 +307,8 @@ class Maker:
                 f"source could not be made. The first: {reason}"
             )
         row, sample = self._stand_in
-        if packed and self._units is not None and self.task.length(sample) > self._units:
-            return row, self.task.cut(sample, 0, self._units)
+        if self._capacity is not None and self.task.length(sample) > self._capacity:
+            return row, self.task.cut(sample, 0, self._capacity)
         return row, sample
 
     def _note(self, row: int) -> None:
@@ -325,7 +322,6 @@ class Maker:
 
 _OF_A_PROCESS = ("_now", "at", "_kept", "_stand_in", "_generators", "_draws")  # parts of a maker
 _UNUSED = generator("unused")  # for tasks that do not define sample()
-_NOTHING = Taken(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 
 
 class _Generators(threading.local):
@@ -423,11 +419,6 @@ def refuse_mask(task: Task) -> None:
             f"data.on_error=mask: {type(task).__name__} carries state from step to step, by row of the global batch, "
             "and a row that is left out would give its place to another; use data.on_error=stop"
         )
-
-
-def chosen(taken: Taken, which: np.ndarray[Any, np.dtype[np.bool_]]) -> Taken:  # (n,)
-    """Some of the samples."""
-    return Taken(*(getattr(taken, name)[which] for name in ("slots", "rows", "epochs", "first", "last")))
 
 
 def _by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]:

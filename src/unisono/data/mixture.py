@@ -11,7 +11,7 @@ import heapq
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -155,11 +155,21 @@ class Mixture:
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
-        return self._asked(positions, lambda number, inside: self.streams[number](inside) + self.starts[number])
+        return self.at(positions)[0]
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """How often the sources of these positions were passed before."""
-        return self._asked(positions, lambda number, inside: self.streams[number].epochs(inside))
+        return self.at(positions)[1]
+
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """Both: what each source says of its own positions."""
+        numbers, inside = self._found(np.asarray(positions, dtype=np.int64))
+        rows, epochs = np.empty_like(inside), np.empty_like(inside)
+        for here in alike(numbers):
+            number = int(numbers[here[0]])
+            rows[here], epochs[here] = self.streams[number].at(inside[here])
+            rows[here] += self.starts[number]
+        return rows, epochs
 
     @cached_property
     def size(self) -> int:
@@ -178,14 +188,6 @@ class Mixture:
                 "the run in train.steps, or use data.mixture.until=first"
             )
         return self.lanes.count * (min(known) if self.until == "first" else max(known))
-
-    def _asked(self, positions: Indices, ask: Callable[[int, Indices], Indices]) -> Indices:
-        """What each source says of its own positions."""
-        numbers, inside = self._found(np.asarray(positions, dtype=np.int64))
-        result = np.empty_like(inside)
-        for here in alike(numbers):
-            result[here] = ask(int(numbers[here[0]]), inside[here])
-        return result
 
     def _found(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """The number of the source, and the position in its stream."""

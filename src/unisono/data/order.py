@@ -60,7 +60,7 @@ def shuffled(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Ind
         mask = (np.uint64(1) << bits) - np.uint64(1)
         left, right = value >> bits, value & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right ^ keys[one, number]) & mask)
+            left, right = right, left ^ (mix(right ^ keys[one, number]) & mask)
         value = (left << bits) | right
         result[walking] = value
         walking = walking[value >= size[one]]
@@ -72,7 +72,7 @@ def _round_keys(address: int) -> tuple[int, ...]:
     return tuple(key(address, "round", number) for number in range(_ROUNDS))
 
 
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele, Lea & Flood, 2014): every input bit reaches every output bit."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -110,3 +110,7 @@ class Order:
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """How often the whole source was passed before these positions."""
         return np.asarray(positions, dtype=np.int64) // self.size
+
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """Both."""
+        return self(positions), self.epochs(positions)

@@ -11,6 +11,7 @@ checkpoint keeps: a resume packs at most one chunk again. Without one, a row is 
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ import numpy as np
 
 from unisono.config.data import Data, Packing
 from unisono.config.schema import Train
+from unisono.config.split import divisors
 from unisono.data import packing
 from unisono.data.order import Indices, Shuffle
-from unisono.data.plan import Stream, Taken
+from unisono.data.plan import NOTHING, Stream, Taken
 from unisono.errors import CheckpointError, ConfigError, DataError
 from unisono.keys import key
 
@@ -74,7 +76,7 @@ class _Lane:
 
 
 class PackedPlan:
-    """Packed rows, step by step. It is asked by one thread.
+    """Packed rows, step by step.
 
     Args:
         stream: positions to rows of the source.
@@ -89,8 +91,6 @@ class PackedPlan:
     Raises:
         ConfigError: for settings that do not fit each other.
     """
-
-    packed = True
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class PackedPlan:
         if global_batch % lanes:
             raise ConfigError(
                 f"data.lanes={lanes} do not divide train.global_batch={global_batch}; these do: "
-                f"{[n for n in range(1, global_batch + 1) if global_batch % n == 0]}"
+                f"{divisors(global_batch)}"
             )
         if settings.method == "concatenate" and settings.cut == "never":
             raise ConfigError(
@@ -119,6 +119,7 @@ class PackedPlan:
         self._share = global_batch // lanes
         self._index = index
         self._lanes = [self._from_zero(lane) for lane in range(lanes)]
+        self._lock = threading.Lock()  # what comes next is asked for ahead, in another thread than where the run is
 
     @classmethod
     def of(
@@ -178,14 +179,11 @@ class PackedPlan:
             first_slot = lane * self._share
             begin, end = max(rows.start, first_slot), min(rows.stop, first_slot + self._share)
             to_slot = first_slot - step * self._share  # from the number of a lane's row to its row of the global batch
-            parts += self._of_lane(lane, begin - to_slot, end - to_slot, to_slot)
+            with self._lock:
+                parts += self._of_lane(lane, begin - to_slot, end - to_slot, to_slot)
         if not parts:
-            return Taken(*[np.zeros(0, dtype=np.int64)] * 3)
+            return NOTHING
         return Taken(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def batch(self, step: int) -> Indices:  # -> (pieces,)
-        """Source rows of the global batch of a step, in order; twice, where two pieces of one were taken."""
-        return self.taken(step, range(self.global_batch)).rows
 
     def index(self, chunks: int) -> Indices:  # -> (lanes, chunks + 1)
         """Rows before each of the first chunks of each lane, for a later plan to look up; all of them are packed."""
@@ -206,9 +204,10 @@ class PackedPlan:
             )
         cursors = []
         for number in range(rows.start // self._share, rows.stop // self._share):
-            lane = self._known(number, step * self._share, there=False)
-            chunk = lane.chunk_of(step * self._share)
-            cursors.append([number, chunk, lane.rows_before(chunk)])
+            with self._lock:
+                lane = self._known(number, step * self._share, there=False)
+                chunk = lane.chunk_of(step * self._share)
+                cursors.append([number, chunk, lane.rows_before(chunk)])
         return {"step": step, "of": self._identity(), "cursors": cursors}
 
     def resume(self, states: list[Any]) -> None:
@@ -303,7 +302,7 @@ class PackedPlan:
     def _pack(self, lane: int, number: int) -> _Chunk:
         how, size = self._settings, self._settings.chunk
         positions = (number * self.lanes + lane) * size + np.arange(size, dtype=np.int64)
-        rows, epochs = self._stream(positions), self._stream.epochs(positions)
+        rows, epochs = self._stream.at(positions)
         lengths = np.asarray(self.lengths(rows, epochs), dtype=np.int64)
         longest = int(lengths.argmax())
         if how.cut == "never" and lengths[longest] > self.capacity:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.data.order import Indices
 from unisono.errors import ConfigError
@@ -39,6 +41,22 @@ class Taken:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, which: slice | NDArray[np.bool_]) -> Taken:
+        """Some of the samples: a stretch of them, or where a mask of shape (samples,) is true."""
+        return Taken(*(column[which] for column in self.columns))
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Slot, row, epoch, first and last unit of each sample."""
+        return zip(*(column.tolist() for column in self.columns), strict=True)
+
+    @property
+    def columns(self) -> tuple[Indices, Indices, Indices, Indices, Indices]:
+        """Its arrays, in the order in which they are given."""
+        return self.slots, self.rows, self.epochs, self.first, self.last
+
+
+NOTHING = Taken(*[np.zeros(0, dtype=np.int64)] * 3)
+
 
 class Stream(Protocol):
     """What stands at the positions `0, 1, 2, …` of a run: a pure function, whose cost no position changes."""
@@ -51,11 +69,8 @@ class Stream(Protocol):
     def seed(self) -> int:
         """Of the run."""
 
-    def __call__(self, positions: Indices) -> Indices:
-        """Rows of the source, (n,) -> (n,)."""
-
-    def epochs(self, positions: Indices) -> Indices:
-        """How often their source was passed before, (n,) -> (n,)."""
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Rows of the source, and how often it was passed before, (n,) -> (n,), (n,)."""
 
 
 class Plan(Protocol):
@@ -64,6 +79,10 @@ class Plan(Protocol):
     @property
     def global_batch(self) -> int:
         """Rows of a full step."""
+
+    @property
+    def capacity(self) -> int | None:
+        """Units that a row holds, where samples share rows; None where a row is a sample."""
 
     @property
     def seed(self) -> int:
@@ -99,6 +118,7 @@ class StreamPlan:
     stream: Stream
     global_batch: int
     length: int
+    capacity: None = field(default=None, init=False)  # a row is a sample
     _near: list[tuple[int, Indices, Indices]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
@@ -137,11 +157,12 @@ class StreamPlan:
 
     def _of(self, first: int, last: int) -> tuple[Indices, Indices]:
         """Rows and epochs at positions; a thousand of them cost no more than a few, so they are kept for the next."""
-        if not self._near or not (self._near[0][0] <= first and last <= self._near[0][0] + len(self._near[0][1])):
+        near = self._near[0] if self._near else None  # another thread may come and put others there
+        if near is None or not (near[0] <= first and last <= near[0] + len(near[1])):
             until = max(last, min(first + _NEAR, self.length))
-            positions = np.arange(first, until, dtype=np.int64)
-            self._near[:] = [(first, self.stream(positions), self.stream.epochs(positions))]
-        start, rows, epochs = self._near[0]
+            near = (first, *self.stream.at(np.arange(first, until, dtype=np.int64)))
+            self._near[:] = [near]
+        start, rows, epochs = near
         return rows[first - start : last - start], epochs[first - start : last - start]
 
     def state(self, step: int, rows: range) -> None:

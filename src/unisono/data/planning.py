@@ -104,6 +104,13 @@ def facts_of(source: Source) -> dict[str, Any]:
     return told
 
 
+def files_of(source: Source) -> dict[str, list[dict[str, Any]]]:
+    """The files of each source that tells them in its `manifest`, so that one that has changed can be named."""
+    sources = source.sources if isinstance(source, Joined) else {"": source}
+    manifests = {name: getattr(one, "manifest", None) for name, one in sources.items()}
+    return {name: list(m["files"]) for name, m in manifests.items() if isinstance(m, Mapping) and "files" in m}
+
+
 def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
     """What stands at each position, where so many lanes read for themselves."""
     data, seed = config.data, config.run.seed

@@ -34,12 +34,13 @@ from unisono.data.shards import (
     file_hash,
     read_json,
     read_manifest,
-    sync_folder,
     write_json,
 )
-from unisono.data.shares import PLAN, Shard, Share, clean, cores, difference, entry_of, merge, shards_of
+from unisono.data.shares import PLAN, Shard, Share, clean, difference, entry_of, merge, shards_of
 from unisono.data.sources import derived
 from unisono.errors import DataError
+from unisono.files import sync
+from unisono.place import cores
 
 SHARD_MB = 64.0  # of the source, per shard
 WHOLE = Share()
@@ -214,7 +215,7 @@ def _finished(folder: Path, shards: list[Shard], maker: Maker) -> bool:
         if shard.file in whole:
             write_json(folder / shard.note, _note(shard, maker, whole[shard.file]))
     (folder / MANIFEST).unlink()
-    sync_folder(folder)
+    sync(folder)
     return False
 
 

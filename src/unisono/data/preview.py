@@ -75,9 +75,7 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
         step, first = divmod(position, train.global_batch)
         last = min(first + end - position, train.global_batch)
         taken = plan.taken(step, range(first, last))
-        for slot, row, epoch, begin, stop in zip(
-            *(array.tolist() for array in (taken.slots, taken.rows, taken.epochs, taken.first, taken.last)), strict=True
-        ):
+        for slot, row, epoch, begin, stop in taken:
             name, inside = source.name(row) if isinstance(source, Joined) else ("", row)
             number = slot // split.micro_batch
             shown.append(

@@ -21,6 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
+from unisono.files import write_whole
 from unisono.keys import key
 
 FORMAT = 1  # of the folder; a change makes old folders unknown
@@ -319,14 +320,7 @@ def manifest_of(column: str, dtype: str, of: Mapping[str, Any], entries: Sequenc
 
 def write_json(path: Path, value: Any, lasting: bool = True) -> None:
     """Write a file that is there whole or not at all; `lasting`, even if the power fails now."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    if lasting:
-        sync_folder(path.parent)
+    write_whole(path, json.dumps(value, indent=1), lasting=lasting)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -342,15 +336,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path} is no JSON object; remove it and prepare the data again")
     return found
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_hash(path: Path) -> str:

@@ -6,7 +6,6 @@ which nothing takes the folder for finished, when all notes are there and fit ea
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.data.shards import MANIFEST, Shards, damaged, file_hash, manifest_of, read_json, write_json
-from unisono.errors import ConfigError, DataError
+from unisono.errors import ConfigError, DataError, ranges
+from unisono.place import cores
 
 PLAN = "plan.json"
 
@@ -91,7 +91,7 @@ def merge(folder: Path) -> Shards:
     missing = [shard.number for shard in shards if not (folder / shard.note).is_file()]
     if missing:
         raise DataError(
-            f"{folder}: {len(missing)} of {len(shards)} shards are missing ({_ranges(missing)}); make them by "
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing ({ranges(missing)}); make them by "
             "`unisono data prepare`, with the same words and with shard=i/n for each share that has not ended well"
         )
     known = {shard.note for shard in shards} | {shard.file for shard in shards}
@@ -156,24 +156,3 @@ def difference(there: Any, here: Any, name: str) -> str:
         differing = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
         return "; ".join(difference(there.get(key), here.get(key), key) for key in differing[:3])
     return f"{name} is {there!r} and {here!r}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers for people.
-
-    >>> _ranges([0, 1, 2, 5, 7, 8])
-    '0 to 2, 5, 7 to 8'
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    told = [" to ".join(map(str, part)) for part in parts]
-    return ", ".join(told[:5]) + (", …" if len(told) > 5 else "")
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from time import perf_counter, sleep
 import numpy as np
 
 from unisono.data.making import Maker, Request
-from unisono.data.plan import Taken
 
 _TARGET = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
 _ROWS = 8  # of a micro-batch that are made to measure it
@@ -49,8 +47,7 @@ class Stages:
 
 def measure(maker: Maker, request: Request) -> Stages:
     """Make the first rows of a micro-batch, and say what all of them would take."""
-    taken = request.taken
-    few = Taken(*(getattr(taken, name)[:_ROWS] for name in ("slots", "rows", "epochs", "first", "last")))
+    taken, few = request.taken, request.taken[:_ROWS]
     seconds = np.zeros(3)
     fault: list[BaseException] = []
 
@@ -82,11 +79,6 @@ def lock_share(act: Callable[[], None]) -> float:
         sleep(_NAP)
         late += max(0.0, perf_counter() - asleep - 2 * _NAP)
     return min(1.0, late / (perf_counter() - began))
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose(cores: int, processes: int, seconds: float) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 _HEAD = struct.Struct("<QQ")  # number of parts, the pickle first; 1 where they come through memory
 _ALIGNED = 64
+_COPIED = 1 << 21  # bytes up to which it is copied out of memory that came: 1 ms, but in the thread that receives
 _MAPPED = 1 << 16  # bytes from which on a mapped array is mapped again instead of sent
 
 
@@ -83,8 +84,13 @@ def send(to: socket.socket, value: Any) -> None:
         message.close()
 
 
-def receive(source: socket.socket) -> Any:
+def receive(source: socket.socket, mapped: bool = False) -> Any:
     """The next object that is sent; its arrays can be written to.
+
+    Args:
+        source: from whom.
+        mapped: large arrays lie in memory that others who get them share, never in a copy. That is best for what stays;
+            who is done with it waits until the system has taken back its pages.
 
     Raises:
         EOFError: if the other side is gone.
@@ -93,15 +99,19 @@ def receive(source: socket.socket) -> Any:
     sizes = np.frombuffer(_exactly(source, 8 * count), dtype=np.int64)
     ends = np.cumsum(sizes + -sizes % _ALIGNED)
     total = int(ends[-1])
-    if shared:
-        _, [descriptor], *_ = socket.recv_fds(source, 1, 1)
-        try:
-            memory = memoryview(mmap.mmap(descriptor, total, flags=mmap.MAP_PRIVATE))
-        finally:
-            os.close(descriptor)
-    else:
+    if not shared:
         memory = np.empty(total, dtype=np.uint8).data
         _fill(source, memory)
+    else:
+        _, [descriptor], *_ = socket.recv_fds(source, 1, 1)
+        try:
+            if mapped or total > _COPIED:
+                memory = memoryview(mmap.mmap(descriptor, total, flags=mmap.MAP_PRIVATE))
+            else:
+                memory = np.empty(total, dtype=np.uint8).data
+                _read(descriptor, memory)
+        finally:
+            os.close(descriptor)
     starts = (ends - sizes - -sizes % _ALIGNED).tolist()
     pickled, *buffers = (memory[start : start + size] for start, size in zip(starts, sizes.tolist(), strict=True))
     return pickle.loads(pickled, buffers=buffers)
@@ -150,6 +160,12 @@ def _write(descriptor: int, part: bytes | memoryview) -> None:
     rest = memoryview(part)
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
+
+
+def _read(descriptor: int, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.preadv(descriptor, [memory[done:]], done)
 
 
 def _exactly(source: socket.socket, size: int) -> bytearray:

@@ -43,7 +43,7 @@ def main(channel: int, page: int) -> NoReturn:
     os.close(page)
     try:
         _begin(*wire.receive(sock))
-        maker = wire.receive(sock)
+        maker = wire.receive(sock, mapped=True)
     except EOFError:
         os._exit(0)
     except BaseException as error:

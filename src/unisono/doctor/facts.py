@@ -19,6 +19,7 @@ import psutil
 
 from unisono.launch import folder, network
 from unisono.launch.network import Interface
+from unisono.place import cores
 
 GIB = 2**30
 _TOLD = ("torchaudio", "accelerate", "peft", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "filelock", "hydra-core")
@@ -94,7 +95,7 @@ def gather(directory: Path) -> Facts:
         host=platform.node(),
         resolves=_resolved(platform.node()),
         interfaces=tuple(network.interfaces()),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         quota=_quota(),
         memory_gib=psutil.virtual_memory().available / GIB,
         shared_gib=shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else None,

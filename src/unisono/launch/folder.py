@@ -24,6 +24,7 @@ from unisono.checkpoint import commit
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
+from unisono.files import TEMPORARY, write_whole
 from unisono.task import Task
 from unisono.version import __version__
 
@@ -58,8 +59,9 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
-    harmless = {LOCK, HOLDER, CERTIFICATE, f"{CERTIFICATE}.new"}
-    others = {path.name for path in folder.iterdir()} - harmless if folder.exists() else set()
+    harmless = {LOCK, HOLDER, CERTIFICATE}
+    there = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
+    others = set(there) - harmless
     if others and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
     newest = commit.find(folder / "checkpoints")[-1:]
@@ -115,7 +117,7 @@ def held(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        replace(folder / HOLDER, json.dumps({"host": platform.node(), "pid": os.getpid()}) + "\n")
+        write_whole(folder / HOLDER, json.dumps({"host": platform.node(), "pid": os.getpid()}) + "\n")
     except Timeout as error:
         raise RunError(
             f"{folder} is held by {_holder(folder / HOLDER)}, which trains this run; wait until it has ended, end it, "
@@ -129,40 +131,55 @@ def held(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def make(config: RunConfig, facts: dict[str, Any], task: Task) -> Path:
+def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, Any] | None = None) -> Path:
     """Make the directory and write what the run is: `config.yaml`, `fingerprint.json` and the task's `assets/`.
+
+    Args:
+        config: of the run.
+        facts: of its data.
+        task: that is trained.
+        files: of each source, to say later which of them has changed.
 
     Raises:
         RunError: if it cannot be written, or if the data are not those of the run that lies there.
     """
     folder = path_of(config)
-    _same_data(folder / "fingerprint.json", facts)
+    _same_data(folder / "fingerprint.json", facts, files or {})
     try:
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
         values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
-        replace(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+        write_whole(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
+            "files": files or {},
             "versions": versions(),
             "host": platform.node(),
         }
-        replace(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
+        write_whole(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
 
 
-def _same_data(path: Path, facts: dict[str, Any]) -> None:
+def _same_data(path: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
+    from unisono.data.sources.changes import difference
+
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))["data"]
+        described = json.loads(path.read_text(encoding="utf-8"))
+        before, were = described["data"], described.get("files", {})
         known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
         if any(before[name] != facts[name] for name in known):  # another number of rows is another order
             differing = {k: (before.get(k), v) for k, v in facts.items() if before.get(k) != v}
+            told = [
+                (f"of source '{name}', " if name else "") + what
+                for name in sorted(were.keys() & files.keys())
+                if (what := difference(were[name], files[name]))
+            ]
             raise RunError(
-                f"{path.parent} was trained on other data; what differs (there, here): {differing}. Choose another "
-                "run.name"
+                f"{path.parent} was trained on other data{': ' if told else ''}{'; '.join(told)}; what differs (there, "
+                f"here): {differing}. Bring the data back as they were, or choose another run.name"
             )
 
 
@@ -170,13 +187,6 @@ def path_of(config: RunConfig) -> Path:
     """Where a named run lies."""
     assert config.run.name is not None
     return config.run.dir / config.run.name
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file such that it is there whole, or as it was before."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def versions() -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Any
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
+from unisono.files import write_whole
 from unisono.launch import code, folder, network
 from unisono.launch.meeting import Meeting
 from unisono.place import Node
@@ -122,7 +123,7 @@ def _reach(nodes: list[dict[str, Any]], mine: int) -> None:
 def mark(path: Path) -> str:
     """Leave a number in the folder of a run, by which other nodes know that they see the same folder."""
     token = secrets.token_hex(8)
-    folder.replace(path / TOKEN, token)
+    write_whole(path / TOKEN, token)
     return token
 
 

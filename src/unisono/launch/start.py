@@ -21,7 +21,7 @@ from unisono.config.split import Split
 from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import environment, folder, local, meeting, nodes, worker
-from unisono.place import Group, Place
+from unisono.place import Group, Place, cores
 from unisono.task import Task
 
 # Refuses a run: asked before anything is read, and again once the facts of its data are known.
@@ -99,8 +99,13 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
 
 def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
+    return _examined(task, config)[0]
+
+
+def _examined(task: Task, config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `preflight`; returns the task's facts, and the files of its sources."""
     from unisono import trainer
-    from unisono.data.planning import facts_of, plan_of, source_of
+    from unisono.data.planning import facts_of, files_of, plan_of, source_of
     from unisono.engines.torch import adapter
     from unisono.observe import trackers
     from unisono.optim import ema
@@ -116,8 +121,7 @@ def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
     ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
     rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
-    facts: dict[str, Any] = secrets.hidden({**rows, **task.facts()})
-    return facts
+    return secrets.hidden({**rows, **task.facts()}), secrets.hidden(files_of(source))
 
 
 def concrete(config: RunConfig, place: Place | None) -> RunConfig:
@@ -169,8 +173,7 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
 
 def threads_per_process(processes: int) -> int:
     """This host's cores, divided."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return max(1, cores() // processes)
 
 
 def outcome(path: Path) -> Any:
@@ -302,7 +305,7 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
     config = folder.check(folder.named(config, job))
     if allow is not None:
         allow(config, None)
-    facts = preflight(task, config)
+    facts, files = _examined(task, config)
     task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
         allow(config, facts)
@@ -310,7 +313,7 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
         config = folder.claim(config)
     with folder.held(folder.path_of(config)):
         config = folder.check(config)  # another start may have been here since
-        yield folder.make(_with_micro_batch(config), facts, task)
+        yield folder.make(_with_micro_batch(config), facts, task, files)
 
 
 def _job(place: Place | None) -> str | None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from unisono.files import write_whole
+
 
 class Events:
     """An append-only file of JSON lines.
@@ -21,9 +23,7 @@ class Events:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step(line) is not None and _step(line) <= first_step]  # type: ignore[operator]
-        temporary = path.with_suffix(".jsonl.new")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from unisono.config import secrets
 from unisono.errors import ConfigError
+from unisono.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +197,7 @@ def _ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     missing = {name: uuid.uuid4().hex[:12] for name in names if name not in known}
     if missing:
-        temporary = path.with_name(f"{IDS}.new")
-        temporary.write_text(json.dumps({**known, **missing}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps({**known, **missing}, indent=1) + "\n")
     return {**known, **missing}
 
 

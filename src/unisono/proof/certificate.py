@@ -24,6 +24,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.engines.torch import devices
 from unisono.errors import RunError
+from unisono.files import write_whole
 from unisono.launch import code, folder
 from unisono.proof.cases import Proof
 from unisono.proof.comparison import Mark
@@ -95,7 +96,7 @@ def write(path: Path, verdicts: list[Verdict], alone: list[Verdict], about: dict
         "cases": [{**asdict(verdict), "mark": verdict.mark} for verdict in (*alone, *verdicts)],
     }
     path.mkdir(parents=True, exist_ok=True)
-    folder.replace(path / folder.CERTIFICATE, json.dumps(secrets.hidden(described), indent=1, default=str) + "\n")
+    write_whole(path / folder.CERTIFICATE, json.dumps(secrets.hidden(described), indent=1, default=str) + "\n")
     return path / folder.CERTIFICATE
 
 

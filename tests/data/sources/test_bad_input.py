@@ -294,19 +294,19 @@ def test_a_shard_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> N
     manifest = json.loads(json.dumps(open_source(tmp_path / "in").manifest))
     open_source(tmp_path / "in").check_same(manifest)
     put(tmp_path / "in" / "b.parquet", {"text": ["B"]})
-    with pytest.raises(DataError, match=r"in/b\.parquet has changed since the checkpoint.*of other content; bring"):
+    with pytest.raises(DataError, match=r"in/b\.parquet has changed: it has other content\. Bring"):
         open_source(tmp_path / "in").check_same(manifest)
     (tmp_path / "in" / "b.parquet").unlink()
-    with pytest.raises(DataError, match=r"in/c\.parquet stands there now since.*where in/b\.parquet had 1 rows"):
+    with pytest.raises(DataError, match=r"in/b\.parquet is gone"):
         open_source(tmp_path / "in").check_same(manifest)
     put(tmp_path / "in" / "b.parquet", {"text": ["b"]})
     open_source(tmp_path / "in").check_same(manifest)
     put(tmp_path / "in" / "d.parquet", {"text": ["d"]})
-    with pytest.raises(DataError, match=r"in/d\.parquet was not there at the checkpoint"):
+    with pytest.raises(DataError, match=r"in/d\.parquet was not there"):
         open_source(tmp_path / "in").check_same(manifest)
     for name in "cd":
         (tmp_path / "in" / f"{name}.parquet").unlink()
-    with pytest.raises(DataError, match=r"in/c\.parquet is gone since the checkpoint"):
+    with pytest.raises(DataError, match=r"in/c\.parquet is gone"):
         open_source(tmp_path / "in").check_same(manifest)
 
 

@@ -335,6 +335,10 @@ def test_memory_is_that_of_the_last_blocks(tmp_path: Path) -> None:
     for row in range(400):
         small[row]
     assert len(small._blocks) == 5
+    sent = pickle.loads(pickle.dumps(small))
+    for row in range(400):
+        sent[row]
+    assert len(sent._blocks) == 5, "worker processes keep as many"
     large = opened(folder)
     for row in range(400):
         large[row]

@@ -14,6 +14,7 @@ from tokenizers import models
 
 from unisono.data import shards
 from unisono.data.prepare import Made, prepare
+from unisono.files import cache_dir
 from unisono.recipes.language import tokens
 from unisono.recipes.language.library import AheadLibrary
 from unisono.recipes.language.settings import Corpus, Embedded, FromConfig, LanguageConfig
@@ -174,7 +175,7 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
 def tokenised(config: Corpus | Embedded, given: Tokenizer | None = None) -> TokenStore:
     """The tokens of the only corpus of these settings, by a tokenizer that is given or trained on it."""
     texts = Texts.of(config.files[""] if isinstance(config, Corpus) else None)
-    cache = tokens.cache_of(config.cache)
+    cache = config.cache or cache_dir()
     return tokens.ahead(texts, given or trained({"": texts}, config.vocab_size, cache), cache)
 
 

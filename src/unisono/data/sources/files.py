@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from unisono.data.cache import Cache
 from unisono.data.sources import arrow, copies, index, lines, npy, parquet
-from unisono.data.sources.cache import Cache
+from unisono.data.sources.changes import difference
 from unisono.data.sources.expect import Type, Wanted, alike, is_list, is_number, plain
 from unisono.data.sources.search import Found, Place, find
 from unisono.data.sources.storage import DEADLINE, File, Where, options
@@ -165,7 +166,7 @@ class Files:
         cache_mb: float = 256.0,
         key: str = "data.path",
     ) -> None:
-        self._wanted, self._bare, self._budget = wanted, bare, cache_mb * 1e6
+        self._wanted, self._bare, self._budget, self._least = wanted, bare, cache_mb * 1e6, 1
         self._fresh()
         with ThreadPoolExecutor(min(_AT_ONCE, len(found.files)), thread_name_prefix="unisono-source") as pool:
             seen = list(pool.map(self._look, found.files))
@@ -208,7 +209,7 @@ class Files:
 
     def keep_blocks(self, count: int) -> None:
         """Keep so many blocks at least, whatever their size: those among which rows are shuffled."""
-        self._blocks.least = max(1, count)
+        self._least = self._blocks.least = max(1, count)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
@@ -234,22 +235,12 @@ class Files:
         Raises:
             DataError: naming the first file that differs.
         """
-        if before["fingerprint"] == self.fingerprint:
-            return
-        then, now = before["files"], self.manifest["files"]
-        for old, new in zip(then, now, strict=False):
-            if (old["rows"], old["digest"]) != (new["rows"], new["digest"]):
-                what = f"{new['name']} has changed" if old["name"] == new["name"] else f"{new['name']} stands there now"
-                raise DataError(
-                    f"{what} since the checkpoint: where {old['name']} had {old['rows']} rows there are {new['rows']}"
-                    f"{' of other content' if old['rows'] == new['rows'] else ''}; bring the old file back, or begin "
-                    "another run"
-                )
-        more = [file["name"] for file in (now if len(now) > len(then) else then)[min(len(now), len(then)) :]]
-        raise DataError(
-            f"{more[0]} {'was not there at' if len(now) > len(then) else 'is gone since'} the checkpoint; bring "
-            "the files back as they were, or begin another run"
-        )
+        if before["fingerprint"] != self.fingerprint:
+            what = difference(before["files"], self.manifest["files"])
+            raise DataError(
+                f"not the data of before: {what or 'their files are read otherwise'}. Bring the files back as they "
+                "were, or begin another run"
+            )
 
     def _length_column(self) -> str | None:
         types = dict(self._wanted.types)
@@ -285,7 +276,7 @@ class Files:
 
     def _fresh(self) -> None:
         self._process = os.getpid()
-        self._blocks: Cache[Block] = Cache(self._budget, weigh=lambda block: block.weight + 1024.0)
+        self._blocks: Cache[Block] = Cache(self._budget, self._least, weigh=lambda block: block.weight + 1024.0)
         self._readers: Cache[Reader] = Cache(_OPEN, weigh=lambda reader: reader.weight + _EACH)
 
     def __getstate__(self) -> dict[str, Any]:

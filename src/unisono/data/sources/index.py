@@ -10,9 +10,7 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +23,12 @@ from numpy.typing import NDArray
 from unisono.data.sources import npy
 from unisono.data.sources.storage import File, derived, reading
 from unisono.errors import DataError
+from unisono.files import cache_dir, whole
 
 _LAYOUT = 1  # of what is kept; a change makes it unknown
 _WAIT = 3600.0  # seconds to wait for another process that reads the same file
 _SMALL = 1 << 20  # bytes of a file that is read again rather than remembered
 _CHUNK = 1 << 24
-
-
-def cache() -> Path:
-    """Of this user: `$UNISONO_CACHE`, else `~/.cache/unisono`."""
-    return Path(os.environ.get("UNISONO_CACHE", Path.home() / ".cache" / "unisono"))
 
 
 def kept(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDArray[Any]:
@@ -46,9 +40,9 @@ def kept(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDArray[Any
         derived(place.parent)
         with FileLock(f"{place}.lock", timeout=_WAIT):
             if not place.is_file():
-                temporary = place.with_name(f"{uuid.uuid4().hex}.writing.npy")
-                np.save(temporary, find())
-                temporary.replace(place)
+                found = find()
+                with whole(place) as temporary, temporary.open("wb") as out:
+                    np.save(out, found)
         return npy.array_of(place)
     return find()
 
@@ -64,18 +58,14 @@ def unpacked(file: File) -> File:
         derived(place.parent)
         with FileLock(f"{place}.lock", timeout=_WAIT):
             if not place.is_file():
-                temporary = place.with_name(f"{uuid.uuid4().hex}.writing")
-                try:
-                    with (
-                        reading(file),
-                        file.stream() as packed,
-                        gzip.open(packed) as plain,
-                        temporary.open("wb") as out,
-                    ):
-                        shutil.copyfileobj(plain, out, _CHUNK)
-                    temporary.replace(place)
-                finally:
-                    temporary.unlink(missing_ok=True)
+                with (
+                    whole(place) as temporary,
+                    reading(file),
+                    file.stream() as packed,
+                    gzip.open(packed) as plain,
+                    temporary.open("wb") as out,
+                ):
+                    shutil.copyfileobj(plain, out, _CHUNK)
         status = place.stat()
     except (OSError, Timeout) as error:
         raise DataError(
@@ -88,4 +78,4 @@ def unpacked(file: File) -> File:
 def _place(file: File, what: str) -> Path:
     path = file.path if "://" in file.path else str(Path(file.path).absolute())
     address = json.dumps([_LAYOUT, what, path, file.size, file.stamp])
-    return cache() / "sources" / hashlib.sha256(address.encode()).hexdigest()[:24]
+    return cache_dir() / "sources" / hashlib.sha256(address.encode()).hexdigest()[:24]

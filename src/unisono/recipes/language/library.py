@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from unisono.data.prepare import Preparation
 from unisono.errors import ConfigError, DataError
+from unisono.files import cache_dir
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, Documents, Prepared
 from unisono.recipes.language.texts import Texts, digest
@@ -71,7 +72,7 @@ def open_library(config: Documents | Prepared, sequence: int, of_model: Path | N
     if config.tokenise == "on_the_fly":
         return LiveLibrary(texts, tokenizer(), config.held_out, sequence, config.too_long)
     made = tokenizer()
-    cache = tokens.cache_of(config.cache)
+    cache = config.cache or cache_dir()
     stores = {name: tokens.ahead(corpus, made, cache) for name, corpus in texts.items()}
     return AheadLibrary(stores, config.held_out, sequence, config.verify)
 
@@ -85,7 +86,7 @@ def preparations(config: Documents | Prepared, of_model: Path | None) -> dict[st
     if isinstance(config, Prepared):
         raise ConfigError("data=prepared was prepared before; give the documents, e.g. data=corpus data.path=DIR")
     texts, tokenizer = _corpora(config, of_model)
-    made, cache = tokenizer(), tokens.cache_of(config.cache)
+    made, cache = tokenizer(), config.cache or cache_dir()
     return {name: (Ahead(corpus, made), tokens.entry(corpus, made, cache)) for name, corpus in texts.items()}
 
 
@@ -249,6 +250,11 @@ class Chosen:
         rows = np.bincount(block)
         return rows[rows > 0]
 
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files of the corpus; see `unisono.data.sources`."""
+        return self._texts.manifest
+
     @cached_property
     def fingerprint(self) -> str:
         """What the samples are, in hex."""
@@ -264,7 +270,7 @@ def _corpora(config: Documents, of_model: Path | None) -> tuple[dict[str, Texts]
     def tokenizer() -> Tokenizer:
         if given is not None:
             return tokenizer_from(given)
-        return trained(texts, config.vocab_size, tokens.cache_of(config.cache))
+        return trained(texts, config.vocab_size, config.cache or cache_dir())
 
     return texts, tokenizer
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,11 +87,21 @@ class Texts:
         """What the files hold and how they are read, wherever they lie."""
         return digest([self._rows.fingerprint, self.column, self.separator])
 
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files, with rows and digests of each; see `unisono.data.sources`."""
+        return self._rows.manifest
+
     @cached_property
     def stamp(self) -> str:
         """Changes whenever a file is written again; nothing is opened for it."""
         files = [[file.name, file.format, file.size, file.stamp] for file in self.found.files]
         return digest([files, self.column, self.separator])
+
+    @property
+    def seen(self) -> list[dict[str, Any]]:
+        """The files as they are seen without opening one: name, size, time of the last change."""
+        return [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in self.found.files]
 
     @cached_property
     def _rows(self) -> sources.Files:

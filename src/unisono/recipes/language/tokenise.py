@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from unisono.data.prepare import Made, even_bounds
 from unisono.data.sources import derived
 from unisono.errors import DataError
+from unisono.files import write_whole
 from unisono.recipes.language.texts import Texts
 
 END = "<|endoftext|>"
@@ -230,13 +230,6 @@ def unwritable(cache: Path, error: OSError) -> DataError:
         f"the cache {cache} cannot be written ({error.strerror or error}); choose another by data.cache or "
         "$UNISONO_CACHE"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _engine(path: Path) -> Any:

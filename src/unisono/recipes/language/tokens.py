@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from unisono.data.order import Shuffle
 from unisono.data.prepare import Told, prepare
 from unisono.data.shards import MANIFEST, Shards
 from unisono.errors import DataError
+from unisono.files import whole
 from unisono.keys import key
 from unisono.recipes.language.texts import Texts, digest
 from unisono.recipes.language.tokenise import Ahead, Tokenizer, unwritable
@@ -32,12 +33,13 @@ class TokenStore:
 
     Args:
         folder: of shards, with their tokenizer.
+        files: that they were made of; None where only the shards are known.
 
     Raises:
         DataError: where it is not finished, damaged, or of another tokenizer than the one that lies in it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: list[dict[str, Any]] | None = None) -> None:
         self.folder = folder
         self.shards = Shards(folder)
         self.manifest = self.shards.manifest
@@ -47,6 +49,9 @@ class TokenStore:
                 f"{folder}: its tokenizer is not the one that its documents were tokenised with; copy the folder once "
                 "more from where it was prepared"
             )
+
+        of_shards = [{"name": s["file"], "rows": s["rows"], "digest": s["sha256"]} for s in self.manifest["shards"]]
+        self.files = of_shards if files is None else files
 
     @property
     def documents(self) -> int:
@@ -71,11 +76,8 @@ class TokenStore:
         for values, lengths in self.shards.batches():
             begins = (np.cumsum(lengths) - lengths)[lengths > 0]
             counted += np.bincount(values, minlength=size) - np.bincount(values[begins], minlength=size)
-        with contextlib.suppress(OSError):  # a folder of somebody else's
-            temporary = path.with_name(f"{_UNIGRAM}.{os.getpid()}.writing")
-            with temporary.open("wb") as file:
-                np.save(file, counted)
-            temporary.replace(path)
+        with contextlib.suppress(OSError), whole(path) as temporary, temporary.open("wb") as file:
+            np.save(file, counted)  # unless it is a folder of somebody else's
         return counted
 
     def slice(self, document: int, first: int, last: int) -> NDArray[np.int64]:
@@ -126,6 +128,11 @@ class Rows:
         rows = np.bincount(batch, weights=self._pieces).astype(np.int64)
         return rows[rows > 0]
 
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files that the documents come from; see `unisono.data.sources`."""
+        return {"fingerprint": self._store.shards.fingerprint, "files": self._store.files}
+
     @cached_property
     def fingerprint(self) -> str:
         """What the rows are, in hex."""
@@ -175,11 +182,6 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
     return float(-(seen * np.log(training / training.sum())).sum() / max(1, seen.sum()))
 
 
-def cache_of(given: Path | None) -> Path:
-    """Where tokenised documents are kept."""
-    return given or Path(os.environ.get("UNISONO_CACHE", Path.home() / ".cache" / "unisono"))
-
-
 def ahead(
     texts: Texts, tokenizer: Tokenizer, cache: Path, *, workers: int | None = None, told: Told | None = None
 ) -> TokenStore:
@@ -203,7 +205,7 @@ def ahead(
             raise unwritable(cache, error) from error
         made = prepare(Ahead(texts, tokenizer), folder, workers=workers, told=told)
         assert made is not None
-    return TokenStore(folder)
+    return TokenStore(folder, texts.seen)
 
 
 def entry(texts: Texts, tokenizer: Tokenizer, cache: Path) -> Path:
