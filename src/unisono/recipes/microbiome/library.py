@@ -256,7 +256,7 @@ class Library:
         return splits.held_out(self.groups, config.held_out, config.fold, config.held_out_groups, config.group)
 
     def _refuse_split(self) -> None:
-        """Refuse groups that cannot be split, and training samples of one target, or without a class of those held out."""
+        """Refuse groups that cannot be split, and training samples that lack a class or have only one target."""
         held_out = self._held_out
         if self.target is None:
             return
