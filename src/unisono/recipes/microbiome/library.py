@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import ConfigError, DataError
-from unisono.recipes.microbiome import metadata as metadata_
-from unisono.recipes.microbiome import nucleotides, splits
-from unisono.recipes.microbiome import table as tables
-from unisono.recipes.microbiome.metadata import Metadata, Target
-from unisono.recipes.microbiome.settings import Metric, Samples, Simulated, Study
+from unisono.files import cache_dir
+from unisono.recipes.microbiome import diversity, matrices, nucleotides, splits
+from unisono.recipes.microbiome import sequences as sequences_
+from unisono.recipes.microbiome.matrices import Matrix
+from unisono.recipes.microbiome.metadata import Target, target_of
+from unisono.recipes.microbiome.settings import Metric, Simulated, Study
 from unisono.recipes.microbiome.table import Table
 from unisono.recipes.microbiome.told import how_many
+from unisono.recipes.microbiome.tree import Tree, missing_told
+from unisono.recipes.microbiome.usable import matrix_of, usable
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -57,13 +61,15 @@ def open_library(config: Study | Simulated) -> Library:
         DataError: for files that cannot be read or do not fit each other.
     """
     if isinstance(config, Simulated):
-        raise NotImplementedError
+        from unisono.recipes.microbiome.simulate import simulated
+
+        config = simulated(config)
     return Library.of(config)
 
 
 @dataclass(frozen=True)
 class Library:
-    """Samples, aligned to each other.
+    """Samples, aligned to each other. It pickles without the distances, which any process finds in the cache.
 
     Attributes:
         config: what it was made of.
@@ -76,6 +82,7 @@ class Library:
         target: what is to be predicted, or None.
         groups: name of each sample's group.
         left_out: ids of what is left out, by reason.
+        rows: of the samples in the file of the table, (samples,).
     """
 
     config: Study
@@ -88,77 +95,193 @@ class Library:
     target: Target | None
     groups: list[str]
     left_out: dict[str, list[str]]
+    rows: Numbers
 
     @classmethod
     def of(cls, config: Study) -> Library:
         """Read what the settings name, and have it fit."""
-        table = tables.read(config.table)
-        known = _metadata(config)
-        table, left_out = _usable(config, table, known)
-        columns = {} if known is None else known.aligned(table.samples)
+        used = usable(config)
+        table, columns = used.table, used.columns
         target = None
         if config.target is not None:
-            target = metadata_.target_of(
-                config.target, columns[config.target], table.samples, config.target_kind, config.classes
-            )
+            kind, classes = config.target_kind, config.classes
+            target = target_of(config.target, columns[config.target], table.samples, kind, classes)
+        taxonomy = table.taxonomy if config.taxonomy is None else sequences_.lineages(config.taxonomy, table.taxa)
         groups = list(table.samples) if config.group is None else columns[config.group]
-        sequences = table.taxa if all(map(nucleotides.is_dna, table.taxa)) else None
-        return cls(
-            config,
-            table.samples,
-            table.taxa,
-            table.counts,
-            sequences,
-            columns,
-            table.taxonomy,
-            target,
-            groups,
-            left_out,
-        )
+        made = cls(
+            config, table.samples, table.taxa, table.counts, used.sequences, columns, taxonomy, target, groups,
+            used.left_out, used.rows,
+        )  # fmt: skip
+        made._refuse_split()
+        return made
+
+    # samples ----------------------------------------------------------------------------------------------------
 
     def training(self) -> Rows:
         """The samples to train on."""
         return Rows(self, np.flatnonzero(~self._held_out))
 
     def held_out(self) -> Rows:
-        """The samples kept apart; it can be empty."""
+        """The samples kept apart; there can be none."""
         return Rows(self, np.flatnonzero(self._held_out))
 
-    def distances(self, metric: Metric | None = None) -> NDArray[np.float64]:
-        """Between all pairs of samples, (samples, samples) float64, symmetric, with a diagonal of 0."""
-        raise NotImplementedError
-
-    def faith_pd(self) -> NDArray[np.float64]:
-        """Faith's phylogenetic diversity of each sample, (samples,) float64."""
-        raise NotImplementedError
-
     def dna(self) -> list[str]:
-        """The sequences, where they are needed.
+        """The sequences, where they are needed, (taxa,).
 
         Raises:
             DataError: where they are not known of all taxa.
         """
-        raise NotImplementedError
+        if self.sequences is not None:
+            return self.sequences
+        wrong = [name for name in self.taxa if not nucleotides.is_dna(name)]
+        raise DataError(
+            f"{self.config.table}: the ids of {how_many(wrong, len(self.taxa), 'taxa')} are not their sequences, which "
+            "this model reads: give them by data.fasta (`qiime tools export` of the representative sequences)"
+            + ("" if len(wrong) == len(self.taxa) else ", or leave these taxa out by data.leave_out=[not_dna]")
+        )
+
+    # distances --------------------------------------------------------------------------------------------------
+
+    def distances(self, metric: Metric | None = None) -> NDArray[np.float64]:
+        """Between all pairs of samples, (samples, samples) float64, symmetric, with a diagonal of 0.
+
+        Those of `data.metric` are read where `data.distances` has them; all others are computed, once.
+
+        Args:
+            metric: of them; None for `data.metric`.
+
+        Raises:
+            ConfigError: where `faith_pd` is asked for, which is no distance, or UniFrac without a tree.
+            DataError: for a tree or a matrix that does not fit.
+        """
+        metric = metric or self.config.metric
+        if metric == "faith_pd":
+            raise ConfigError(
+                "data.metric=faith_pd is of one sample, not of two; choose a distance, e.g. unweighted_unifrac"
+            )
+        if metric not in self._distances:
+            if self._matrix is not None and metric == self.config.metric:
+                self._distances[metric] = matrices.aligned(self._matrix, self.samples, self.rows)
+            else:
+                self._distances[metric] = diversity.pairwise(metric, self._measured, self.tree, self._cache)
+        return self._distances[metric]
+
+    def faith_pd(self) -> NDArray[np.float64]:
+        """Faith's phylogenetic diversity of each sample, (samples,) float64; errors as of `distances`."""
+        return diversity.faith_pd(self._measured, self.tree, self._cache)
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """The tree of the taxa, where there is one."""
+        return None if self.config.tree is None else Tree(self.config.tree)
+
+    @cached_property
+    def _matrix(self) -> Matrix | None:
+        return matrix_of(self.config)
+
+    @cached_property
+    def _measured(self) -> Table:
+        """The table that distances are computed of."""
+        table = Table(self.samples, self.taxa, self.counts)
+        if self.config.distances_of == "rarefied":
+            assert self.config.rarefy is not None  # settings that lack it are refused
+            return diversity.rarefied_once(table, self.config.rarefy)
+        return table
+
+    @cached_property
+    def _distances(self) -> dict[str, NDArray[np.float64]]:
+        return {}
+
+    @property
+    def _cache(self) -> Path:
+        return self.config.cache or cache_dir()
+
+    # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse a tree or distances that do not fit, before anything is computed with them."""
-        raise NotImplementedError
+        """Refuse a tree or ready distances that do not fit, before anything is computed with them."""
+        if self.tree is not None and (absent := self.tree.missing(self.taxa)):
+            raise DataError(missing_told(self.tree.path, absent, len(self.taxa)))
+        if self._matrix is not None:
+            self.distances()
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, as JSON."""
-        raise NotImplementedError
+        """Sizes, depths, what is held out and what is left out, as JSON."""
+        depths, taxa = np.asarray(self.counts.sum(axis=1)), np.diff(self.counts.indptr)
+        limit = self.config.max_taxa
+        told: dict[str, Any] = {
+            "samples": len(self.samples),
+            "taxa": len(self.taxa),
+            "reads_per_sample": _spread(depths),
+            "taxa_per_sample": _spread(taxa),
+        }
+        if limit is not None and (cut := int((taxa > limit).sum())):
+            told["samples_with_more_than_max_taxa"] = cut
+        if self.config.group is not None:
+            told["groups"] = len(set(self.groups))
+            told["held_out_groups"] = sorted({self.groups[number] for number in np.flatnonzero(self._held_out)})
+        if self.target is not None:
+            told["target"] = {
+                "column": self.target.name,
+                "kind": self.target.kind,
+                "training": self._told(self.target, ~self._held_out),
+                "held_out": self._told(self.target, self._held_out),
+            }
+        if self.taxonomy is not None and (unknown := self.taxonomy.count(sequences_.UNASSIGNED)):
+            told["taxa_without_lineage"] = unknown
+        if self.left_out:
+            told["left_out"] = {reason: len(names) for reason, names in self.left_out.items()}
+        return told
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the samples and their targets are, in hex."""
-        table = Table(self.samples, self.taxa, self.counts).digest
+        """What the samples are and what is learnt of them, in hex."""
+        config, table = self.config, Table(self.samples, self.taxa, self.counts).digest
         target = None if self.target is None else [self.target.kind, self.target.classes, self.target.values.tolist()]
-        return hashlib.sha256(json.dumps([table, target]).encode()).hexdigest()[:32]
+        sources = [None if found is None else found.digest for found in (self.tree, self._matrix)]
+        depth = config.rarefy if config.distances_of == "rarefied" else None
+        told = [table, self.sequences, target, sources, config.metric, depth]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The files, so that one that has changed can be named; see `unisono.data.sources`."""
+        paths = [getattr(self.config, key) for key in ("table", "metadata", "tree", "distances", "taxonomy", "fasta")]
+        files = [{"name": path.name, "digest": _digest(path)} for path in paths if path is not None]
+        return {"fingerprint": self.fingerprint, "files": files}
 
     @cached_property
     def _held_out(self) -> NDArray[np.bool_]:
         config = self.config
         return splits.held_out(self.groups, config.held_out, config.fold, config.held_out_groups, config.group)
+
+    def _refuse_split(self) -> None:
+        """Refuse groups that cannot be split, and training samples that lack a class or have only one target."""
+        held_out = self._held_out
+        if self.target is None:
+            return
+        values = self.target.values
+        trained, held = np.unique(values[~held_out]), np.unique(values[held_out])
+        remedy = "choose others by data.fold, data.held_out or data.held_out_groups"
+        if self.target.classes is not None and len(lacking := np.setdiff1d(held, trained)):
+            named = how_many([self.target.classes[n] for n in lacking], len(self.target.classes), "classes")
+            raise DataError(
+                f"data.target={self.target.name}: {named} are held out with all their groups, so none is left to train "
+                f"on; {remedy}"
+            )
+        if len(trained) < 2 and held_out.any():
+            raise DataError(f"data.target={self.target.name} is the same in all samples to train on; {remedy}")
+
+    @staticmethod
+    def _told(target: Target, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+        values = target.values[chosen]
+        if target.classes is not None:
+            counts = np.bincount(values.astype(np.int64), minlength=len(target.classes))
+            return dict(zip(target.classes, counts.tolist(), strict=True))
+        return {"mean": round(float(values.mean()), 4), "std": round(float(values.std()), 4)} if len(values) else {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
 class Rows:
@@ -170,10 +293,7 @@ class Rows:
     """
 
     def __init__(self, library: Library, numbers: Numbers) -> None:
-        self._counts, self.numbers = library.counts, numbers
-        self._names = library.samples
-        self._target = None if library.target is None else library.target.values
-        self._of = library.fingerprint
+        self.library, self.numbers = library, numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -181,75 +301,27 @@ class Rows:
     def __getitem__(self, row: int) -> Sample:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        number = int(self.numbers[row])
-        first, last = self._counts.indptr[number : number + 2]
-        taxa = self._counts.indices[first:last].astype(np.int64)
-        target = None if self._target is None else self._target[number].item()
-        return Sample(number, self._names[number], taxa, self._counts.data[first:last], target)
+        number, counts, target = int(self.numbers[row]), self.library.counts, self.library.target
+        part = slice(*counts.indptr[number : number + 2])
+        value = None if target is None else target.values[number].item()
+        taxa, reads = counts.indices[part].astype(np.int64), counts.data[part].copy()  # a record is nobody else's
+        return Sample(number, self.library.samples[number], taxa, reads, value)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files that the samples come from; see `unisono.data.sources`."""
+        return self.library.manifest
 
     @cached_property
     def fingerprint(self) -> str:
         """What the rows are, in hex."""
-        return hashlib.sha256(json.dumps([self._of, self.numbers.tolist()]).encode()).hexdigest()[:32]
+        told = [self.library.fingerprint, self.numbers.tolist()]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
-def _metadata(config: Study) -> Metadata | None:
-    if config.metadata is None:
-        for key in ("target", "group"):
-            if getattr(config, key) is not None:
-                raise ConfigError(f"data.{key}={getattr(config, key)} is a column of the metadata: set data.metadata")
-        return None
-    used = [name for name in (config.target, config.group) if name is not None]
-    strip = config.white_space == "strip"
-    found = metadata_.read(config.metadata, "data.metadata", config.id_column, strip, used)
-    for key in ("target", "group"):
-        if getattr(config, key) is not None:
-            found.column(getattr(config, key), f"data.{key}")
-    return found
+def _spread(values: NDArray[Any]) -> dict[str, float]:
+    return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
 
 
-def _usable(config: Study, table: Table, known: Metadata | None) -> tuple[Table, dict[str, list[str]]]:
-    """The table without what is left out, and what that is, by reason; an error with all that should not be."""
-    kept = np.ones(len(table.samples), dtype=bool)
-    left_out: dict[str, list[str]] = {}
-    faults: list[str] = []
-
-    def leave_out(reason: str, bad: NDArray[np.bool_], told: str) -> None:
-        nonlocal kept
-        bad = bad & kept
-        if not bad.any():
-            return
-        names = [table.samples[number] for number in np.flatnonzero(bad)]
-        if reason in config.leave_out:
-            left_out[reason] = names
-        else:
-            faults.append(f"{how_many(names, len(table.samples), 'samples')} {told} ({reason})")
-        kept = kept & ~bad  # told once, for the first reason
-
-    depths = table.depths
-    leave_out("empty", depths == 0, "have no reads")
-    if config.rarefy is not None:
-        leave_out("shallow", depths < config.rarefy, f"have fewer reads than data.rarefy={config.rarefy}")
-    if known is not None:
-        row = {name: number for number, name in enumerate(known.ids)}
-        absent = np.array([name not in row for name in table.samples], dtype=bool)
-        if absent.all():
-            raise DataError(
-                f"none of the {len(table.samples)} samples of {config.table} is in {known.path}: there they are called "
-                f"{how_many(known.ids, len(known.ids), 'ids')}, here {how_many(table.samples, len(table.samples), 'ids')}"
-                "; choose their column by data.id_column"
-            )
-        leave_out("no_metadata", absent, f"are not in {known.path}")
-        for reason, column in (("no_group", config.group), ("no_target", config.target)):
-            if column is not None:
-                none = metadata_.missing(known.columns[column], config.missing)
-                bad = np.array([name in row and none[row[name]] for name in table.samples], dtype=bool)
-                leave_out(reason, bad, f"have no value of {column}")
-    if faults:
-        raise DataError(
-            f"{config.table}: {'; '.join(faults)}. Mend the files, or leave them out by data.leave_out=[…] with the "
-            "reasons in brackets"
-        )
-    if not kept.any():
-        raise DataError(f"{config.table}: data.leave_out leaves no sample of {len(table.samples)}")
-    return table.of(np.flatnonzero(kept), np.arange(len(table.taxa))), left_out
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""What is known of the samples: a table of tab-separated values as QIIME 2 and Qiita write it, and a column to predict."""
+"""What is known of the samples: a table as QIIME 2 and Qiita write it, and a column of it that is to be predicted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Metadata:
 def read(path: Path, key: str, id_column: str | None = None, strip: bool = False, used: Sequence[str] = ()) -> Metadata:
     """A table of tab-separated values, or of comma-separated ones where its name ends in `.csv`.
 
-    Lines that begin with `#` are comments, unless they are the header (`#SampleID`). Short lines lack their last values.
+    Lines that begin with `#` are comments, unless they are the header (`#SampleID`). Values that a short line lacks at
+    its end are empty.
 
     Args:
         path: of it.
@@ -87,8 +88,8 @@ def read(path: Path, key: str, id_column: str | None = None, strip: bool = False
         _refuse_white_space(path, key, name, columns[name])
     if doubles := twice(ids):
         raise DataError(
-            f"{path} ({key}), column '{ids_of}', has ids more than once: {how_many(doubles, len(ids), 'rows')}; keep one "
-            "row of each, or choose another data.id_column"
+            f"{path} ({key}), column '{ids_of}', has ids more than once: {how_many(doubles, len(ids), 'rows')}; keep "
+            "one row of each, or choose another data.id_column"
         )
     return Metadata(path, ids, columns)
 
@@ -119,8 +120,8 @@ def _first_head(lines: list[tuple[int, list[str]]]) -> int:
 def _refuse_header(path: Path, key: str, header: list[str]) -> None:
     if padded := [name for name in header if name != name.strip()]:
         raise DataError(
-            f"{path} ({key}): white space around the names of {how_many(padded, len(header), 'columns')}; take it away, "
-            "or set data.white_space=strip"
+            f"{path} ({key}): white space around the names of {how_many(padded, len(header), 'columns')}; take it "
+            "away, or set data.white_space=strip"
         )
     if doubles := twice(header):
         raise DataError(f"{path} ({key}) has columns of the same name: {examples(doubles)}; rename them")

@@ -56,8 +56,8 @@ def held_out(
     parts = -(-len(names) // size)
     if fold >= parts:
         raise ConfigError(
-            f"data.fold={fold}: {len(names)} groups, {size} of which are held out at a time, make {parts} parts; choose 0 "
-            f"to {parts - 1}"
+            f"data.fold={fold}: {len(names)} groups, {size} of which are held out at a time, make {parts} parts; "
+            f"choose 0 to {parts - 1}"
         )
     chosen = set(names[fold * size : (fold + 1) * size])
     return np.array([group in chosen for group in groups], dtype=bool)

@@ -86,8 +86,8 @@ def read(path: Path) -> Table:
             table = biom.Table.from_json(described)
         else:
             raise DataError(
-                f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. Convert "
-                "tab-separated tables by `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
+                f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
+                "Convert tab-separated tables by `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
             )
     except DataError:
         raise
