@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from unisono.recipes.microbiome.model import Body, Microbiome, SequenceEncoder
+from unisono.recipes.microbiome.model import Body, Network, SequenceEncoder
 from unisono.recipes.microbiome.modelling import Model
 
 TAXA, LENGTH, LONGEST = 23, 13, 9
@@ -35,13 +35,13 @@ def small(**settings: Any) -> Model:
     return Model(**{"features": 16, "heads": 2, **layers, "dropout": 0.0, "chunk": 4, **settings})
 
 
-def model(wanted: frozenset[str] = ALL, tokens: Tensor | None = None, **settings: Any) -> Microbiome:
+def model(wanted: frozenset[str] = ALL, tokens: Tensor | None = None, **settings: Any) -> Network:
     torch.manual_seed(0)
     config = small(**settings)
     if config.encoder == "taxon":
         wanted -= {"nucleotides"}
     body = Body(config, TAXA, LONGEST, table() if tokens is None else tokens, wanted)
-    made = Microbiome(config, body, "faith_pd" in wanted, 3 if "target" in wanted else 0)
+    made = Network(config, body, "faith_pd" in wanted, 3 if "target" in wanted else 0)
     return made.double()
 
 
@@ -62,7 +62,7 @@ def batch(rows: int = 5, width: int = LONGEST, masks: bool = True) -> dict[str, 
     return made | ({"masked_taxa": torch.from_numpy(hidden), "masked": torch.from_numpy(masked)} if masks else {})
 
 
-def gradients(made: Microbiome, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def gradients(made: Network, given: dict[str, Tensor]) -> dict[str, Tensor]:
     made.zero_grad()
     outputs = made(given)
     weights = {name: torch.linspace(-1, 1.5, value.numel()).double().view_as(value) for name, value in outputs.items()}

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.recipes.microbiome.modelling import Model
+from unisono.recipes.microbiome.nucleotides import MASK, PAD, VOCABULARY
 
-VOCABULARY = 7
-PAD, MASK = 0, 6
 _EPS = 1e-6
 
 
@@ -228,11 +227,13 @@ class Body(nn.Module):
 
     def forward(self, taxa: Tensor, counts: Tensor) -> dict[str, Tensor]:  # (rows, taxa), (rows, taxa)
         """What is made of samples, by name: `shares` (rows, taxa), `embedding` (rows, features)."""
+        return self.of_vectors(self.vectors(taxa), counts, taxa >= 0)
+
+    def of_vectors(self, x: Tensor, counts: Tensor, real: Tensor) -> dict[str, Tensor]:
+        """The same from the vectors of taxa, (rows, taxa, features)."""
         assert self.taxa is not None and self.taxa_norm is not None
-        real = taxa >= 0
-        x = self.vectors(taxa)
         if self.position is not None:
-            x = x + self.position.weight[: taxa.shape[1]]
+            x = x + self.position.weight[: x.shape[1]]
         x = self.taxa_norm(_through(self.taxa, x, real))
         made = {} if self.share is None else {"shares": self.share(x)[..., 0].sigmoid()}
         if self.pool is not None:
@@ -247,7 +248,7 @@ class Body(nn.Module):
         return made
 
 
-class Microbiome(nn.Module):
+class Network(nn.Module):
     """The body and its heads.
 
     Args:
@@ -266,7 +267,7 @@ class Microbiome(nn.Module):
         if self._frozen:
             body.requires_grad_(False)
 
-    def train(self, mode: bool = True) -> Microbiome:
+    def train(self, mode: bool = True) -> Network:
         """Training or not; what is frozen has no dropout either way."""
         super().train(mode)
         if self._frozen:
