@@ -123,8 +123,9 @@ class Loaded:
         seen = [self.task.seen(rows[number], generator(seed, "predict", draw, number)) for number in numbers]
         if self._known is not None:
             seen = [self._of_training(*one) for one in seen]
-        device = next(self.model.parameters()).device
-        return {name: torch.as_tensor(value, device=device) for name, value in together(seen).items()}
+        like = next(self.model.parameters())
+        made = {name: torch.as_tensor(value, device=like.device) for name, value in together(seen).items()}
+        return made | {"counts": made["counts"].to(like.dtype)}
 
     def of_library(self, taxa: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the library of taxa as the model numbers them."""

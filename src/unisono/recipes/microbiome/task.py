@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +139,7 @@ class Microbiome(Task):
         return made
 
     @property
-    def cross_sample(self) -> Any:
+    def cross_sample(self) -> Literal["rows"] | None:  # type: ignore[override]
         """Distances are of all pairs of samples of a global batch."""
         return "rows" if "distance" in self._weights else None
 
@@ -257,9 +257,7 @@ class Microbiome(Task):
         small = config.model_copy(update=fewer)
         if self._parameters(config) <= limit or small.body == config.body:
             return None
-        task = Microbiome(self.config, model=small, data=self.data_config)
-        task.library = self.library
-        return task
+        return Microbiome(self.config, model=small, data=self.data_config)
 
     def _parameters(self, config: modelling.Model) -> int:
         import torch
