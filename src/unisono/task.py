@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -41,6 +41,21 @@ class Nothing(BaseModel):
 
 
 @dataclass(frozen=True)
+class Everyone:
+    """All rows of the global batch, whoever computed them, in the order of the batch; see `Task.cross_sample`.
+
+    Attributes:
+        outputs: what `Task.outputs` returned of them, of the same structure; in training, gradients flow through it.
+        batch: what `Task.shared` gave of them, as tensors on the device.
+        first: place in it of the first row that the loss is given.
+    """
+
+    outputs: Any
+    batch: Mapping[str, Tensor]
+    first: int
+
+
+@dataclass(frozen=True)
 class Context:
     """What a task may know besides its batch.
 
@@ -50,6 +65,7 @@ class Context:
         scalars: scheduled scalars by name (`schedules.<name>` in the config), pure functions of the step.
         carry: the task's state for these rows, or None where the task keeps none; see `Task.first_carry`.
         totals: in training, what `Task.totals` came to over the whole global batch, where the task asks for it.
+        everyone: in a loss with `cross_sample="rows"`, all rows of the global batch.
     """
 
     step: int
@@ -57,6 +73,7 @@ class Context:
     scalars: Mapping[str, float] = field(default_factory=dict)
     carry: Mapping[str, Any] | None = None
     totals: Mapping[str, Tensor] = field(default_factory=dict)
+    everyone: Everyone | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,11 @@ class Task(ABC):
 
     needs_totals = False
     """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
+
+    cross_sample: Literal["rows", "whole"] | None = None
+    """Whether the loss looks across rows of the global batch. With "rows" it is given rows and `context.everyone`, and
+    sums over pairs of one of its rows and any row. With "whole" it is given all rows, and sums over them; that is for
+    what no row has a share of. Every step then begins with a forward pass without gradients."""
 
     capacity: int | None = None
     """Units that a packed row holds where `data.packing.length` is null; only for tasks that can be packed."""
@@ -203,6 +225,14 @@ class Task(ABC):
         is added up over all of them, and is a constant in `context.totals` of every `loss`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs_totals, so it must define totals()")
+
+    def shared(self, batch: Batch) -> dict[str, Any]:
+        """Arrays of these rows that a loss across samples needs of everyone's, e.g. their numbers.
+
+        Only for tasks that set `cross_sample`. The first axis of each is the row, and the others are the same in every
+        micro-batch; so it is for what `outputs` returns, a tensor or a nested dict of them.
+        """
+        return {}
 
     def first_carry(self, batch: Batch) -> dict[str, Any] | None:
         """The carry of rows before their first step: tensors whose first axis is the row; None for tasks without.

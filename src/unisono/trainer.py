@@ -306,7 +306,9 @@ def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: 
 def held_out_of(task: Task, config: RunConfig, place: Place, split: Split) -> HeldOut | None:
     """The task's held-out rows, if it has any."""
     source = task.held_out()
-    return None if source is None else HeldOut(task, source, config, place, split.micro_batch)
+    if source is None:
+        return None
+    return HeldOut(task, source, config, place, split.micro_batch, split.global_batch)
 
 
 def _due(made: int, every: int | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from unisono.config.schema import RunConfig
-from unisono.config.split import Split
+from unisono.config.split import Split, divisors
 from unisono.data.loader import Loader, MicroBatch
 from unisono.data.order import Order
 from unisono.data.plan import StreamPlan
@@ -28,14 +28,28 @@ class HeldOut:
         config: its `eval` group says how many rows and in what micro-batch.
         place: of this process.
         micro_batch: of the training, used where `eval.micro_batch` is null.
+        global_batch: of the training, if it is not the configuration's. A loss across samples is evaluated on as many
+            rows at a time, whatever the layout; micro-batches are then the largest that divide them.
     """
 
-    def __init__(self, task: Task, source: Source, config: RunConfig, place: Place, micro_batch: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        source: Source,
+        config: RunConfig,
+        place: Place,
+        micro_batch: int,
+        global_batch: int | None = None,
+    ) -> None:
         if len(source) == 0:
             raise DataError(f"{type(task).__name__}.held_out() has no rows; return None for no evaluation")
         rows = min(len(source), config.eval.rows or len(source))
         micro = min(config.eval.micro_batch or micro_batch, rows)
-        self._split = Split.of(micro * place.world_size, place.world_size, micro)
+        whole = micro * place.world_size
+        if task.cross_sample is not None:
+            whole = global_batch or config.train.global_batch
+            micro = max(size for size in divisors(whole // place.world_size) if size <= micro)
+        self._split = Split.of(whole, place.world_size, micro)
         self._plan = StreamPlan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
         self._loader = Loader.of(task, source, self._plan, self._split, place, config, purpose="eval")
         self._averages = [

@@ -71,7 +71,7 @@ class RecordingEngine(TorchEngine):
         def made(arrays: Batch) -> Any:
             self._randomness.begin("look", micro.number)
             batch = self._transfer.now(arrays)
-            context = self._with_carry(Context(0, training=True, scalars=scalars), micro, batch)
+            _, context = self._here(micro, Context(0, training=True, scalars=scalars), batch)
             with precision.casting(self._precision, self._device):
                 return self._task.outputs(self._step.model, batch, context)
 
@@ -258,6 +258,7 @@ class _Run:
         self.open(facts)
         self._find_room()
         begun = self.engine.start(case.perturbed)
+        facts.crosses = self.task.cross_sample or ""
         facts.trainable, facts.frozen, facts.per_process = begun.trainable, begun.frozen, begun.per_process
         first = case.starts_after
         if case.starts_from:

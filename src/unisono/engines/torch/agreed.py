@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unisono.data.loader import MicroBatch
-from unisono.errors import KernelError
+from unisono.engines.torch.sums import Names
+from unisono.errors import ConfigError, KernelError
 from unisono.place import Group
 from unisono.task import Task
+
+OUTPUTS = "outputs"
 
 
 def kernels(task: Task, group: Group, device: str, precision: str) -> dict[str, str]:
@@ -65,3 +69,42 @@ def totals(
         parts = vector.split([value.numel() for value in added.values()])
         added = {name: part.reshape(added[name].shape) for name, part in zip(added, parts, strict=True)}
     return added
+
+
+def left_out(group: Group, names: Names | None, own: Sequence[str]) -> list[str]:
+    """Parameters that some process left out of its first pass, if all of them report the same; collective.
+
+    Args:
+        group: all processes.
+        names: of terms, metrics and work.
+        own: parameters that this process left out.
+
+    Raises:
+        ConfigError: for other names on another process.
+    """
+    everyone = group.gather([names, list(own)], "the others to warm up")
+    for rank, (others, _) in enumerate(everyone):
+        if others != names:
+            raise ConfigError(
+                f"terms, metrics and work of rank {group.rank} and rank {rank} have other names: {names} and {others}. "
+                "They may not depend on the rows."
+            )
+    return sorted({name for _, left in everyone for name in left})
+
+
+def at_fault(group: Group, own: list[list[Any]]) -> str:
+    """What of which micro-batches is not finite, in words; collective.
+
+    Args:
+        group: all processes.
+        own: rank, number, source rows, and what is wrong, of each such micro-batch of this process. Where it is
+            `OUTPUTS`, all that was computed across samples followed from them.
+    """
+    everyone = [entry for entries in group.gather(own, "where the step is not finite") for entry in entries]
+    everyone = [entry for entry in everyone if entry[3] == [OUTPUTS]] or everyone
+    where = "; ".join(
+        f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
+        for rank, number, rows, what in everyone
+    )
+    where = where or "No micro-batch alone is at fault: the sum overflows"
+    return f"and the parameters were left as they were. {where}"

@@ -10,8 +10,10 @@ import gc
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +32,7 @@ from unisono.engines.torch.average import Average
 from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
+from unisono.engines.torch.crossing import Crossing
 from unisono.engines.torch.devices import device_of, name_of
 from unisono.engines.torch.profiler import Profiler
 from unisono.engines.torch.randomness import Randomness
@@ -70,6 +73,11 @@ class TorchEngine:
         self._recompilations = Recompilations()
         self.profiler: base.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
+        self._crossing: Crossing | None = None
+        if task.cross_sample is not None:
+            ordered = config.layout.reduction == "ordered"
+            cast = partial(precision.casting, self._precision, self._device)
+            self._crossing = Crossing(task, place, group, ordered, self._randomness, self._here, cast)
         self._names: Names | None = None
         self.random = False
         self._steps_made = 0
@@ -90,7 +98,7 @@ class TorchEngine:
         guards.optimizer_holds(self._optimizer, model)
         guards.master_dtype(model, precision.MASTER[self._precision])
         context = Context(0, training=True, scalars=scalars)
-        left_out = self._warm_up(batches[0], context)
+        left_out = self._warm_up(batches, context)
         if left_out:
             log.warning(
                 "%d parameters got no gradient in the first pass (%s); they stay as they are unless a later batch uses "
@@ -102,7 +110,7 @@ class TorchEngine:
                 self._find_unused()
                 if isinstance(self._wrapped, DistributedDataParallel):
                     self._lay_out()
-                    self._warm_up(batches[0], context)
+                    self._warm_up(batches, context)
         updates = optimizers.told(self._config.optim, self._optimizer, model)
         return Facts(size, name_of(self._device), self._kernels, tuple(updates))
 
@@ -143,21 +151,22 @@ class TorchEngine:
         self._buffers = Buffers(model, self._place)
         return model
 
-    def _warm_up(self, first: MicroBatch, context: Context) -> list[str]:
-        """One discarded pass, forward and backward; returns the parameters it left out.
+    def _warm_up(self, batches: list[MicroBatch], context: Context) -> list[str]:
+        """One discarded pass, forward and backward, over the first micro-batch; returns the parameters it left out.
 
         DDP orders its buckets, and so its sums, by the first backward pass it sees. After a pass that every process
         makes before its first step, a resumed run adds in the same order as one that was never interrupted.
         """
         used: set[str] = set()
+        first, batches = batches[0], batches if self._crossing else batches[:1]
         with (
             self._buffers.restored(),
             self._waiting("the others to warm up"),
             precision.promoting(self._precision),
             gradients.watching(self._step, lambda name, _: used.add(name)),
         ):
-            scales = self._scales(self._count([first]))
-            context = self._with_totals([first], context)
+            scales = self._scales(self._count(batches))
+            context = self._first_pass(batches, context, scales)
             with wrap.synchronising(self._wrapped, self._layout, last=True):
                 seed = self._randomness.begin("dropout", 0, first.number)
                 total, loss = self._forward(first, context, scales)
@@ -181,14 +190,7 @@ class TorchEngine:
         sums = Sums(self._device, self._wide)
         sums.add(first, loss)
         self._names = sums.names
-        everyone = self.group.gather([self._names, left_out], "the others to warm up")
-        for rank, (names, _) in enumerate(everyone):
-            if names != self._names:
-                raise ConfigError(
-                    f"terms, metrics and work of rank {self._place.rank} and rank {rank} have other names: "
-                    f"{self._names} and {names}. They may not depend on the rows."
-                )
-        return sorted({name for _, names in everyone for name in names})
+        return agreed.left_out(self.group, self._names, left_out)
 
     # the step ---------------------------------------------------------------------------------------------------
 
@@ -196,11 +198,11 @@ class TorchEngine:
         """One update; see `Engine.step`."""
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
             self._recompilations.settle()
-            context = self._with_totals(batches, Context(step, training=True, scalars=scalars))
             with self.profiler.part("reduction"):
                 counts = self._count(batches)
             scales = self._scales(counts)
-            with self._forgetting_unused():
+            context = self._first_pass(batches, Context(step, training=True, scalars=scalars), scales)
+            with unused.forgetting(self._step, self._layout, self._device):
                 sums = self._accumulate(batches, context, scales)
             if not wrap.every_gradient_came(self._wrapped):
                 raise ConfigError(
@@ -265,17 +267,6 @@ class TorchEngine:
             self._ordered.finish()
         return sums
 
-    @contextmanager
-    def _forgetting_unused(self) -> Iterator[None]:
-        """Take away the zeros that FSDP gives to parameters which no process used, so that no optimizer decays them."""
-        if self._layout.strategy not in ("fsdp", "hsdp") or not self._layout.find_unused_parameters:
-            yield
-            return
-        used: set[str] = set()
-        with gradients.watching(self._step, lambda name, _: used.add(name)):
-            yield
-        unused.forget(self._step, used, self._device)
-
     def _used_in(self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> set[str]:
         """The parameters that this rank's passes of a step use, found out by making them again."""
         kept = [parameter.grad for parameter in self._trainable]
@@ -292,20 +283,15 @@ class TorchEngine:
 
     def _update(self, step: int, scalars: Mapping[str, float]) -> None:
         guarded = self._steps_made == 0 or (step + 1) % self._config.train.guard_every == 0
-        if guarded:
-            parameters = dict(self._step.model.named_parameters())
-            before = guards.digests(parameters)
-            with_gradient = [
-                n for n, p in parameters.items() if p.grad is not None and bool(gradients.local(p.grad).any())
-            ]
         optimizers.schedule(self._optimizer, scalars, self._config.optim)
-        self._optimizer.step()
+        with guards.moving(self._step.model, scalars["lr"]) if guarded else nullcontext():
+            self._optimizer.step()
         self._average.follow(step + 1)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps_made += 1
         if guarded:
             guards.master_dtype(self._step.model, precision.MASTER[self._precision])
-            guards.moved(before, guards.digests(parameters), with_gradient, scalars["lr"])
+            parameters = dict(self._step.model.named_parameters())
             alike = wrap.replicas(self._layout, self._place.world_size)
             guards.parameters_agree(self.group, parameters | self._average.named, alike, step + 1)
             guards.buffers_agree(self.group, self._buffers.shared, step + 1)
@@ -324,27 +310,39 @@ class TorchEngine:
     def _forward(
         self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor] | None, batch: Batch | None = None
     ) -> Any:
-        batch = self._transfer.now(micro.arrays) if batch is None else batch
-        context = self._with_carry(context, micro, batch)
+        batch, context = self._here(micro, context, batch)
         if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
         with self.profiler.part("forward"), precision.casting(self._precision, self._device):
-            return self._wrapped(batch, context, scales)
+            made = self._wrapped(batch, context, scales)
+        return made if self._crossing is None or scales is None else self._crossing.driven(micro, made)
 
-    def _with_totals(self, batches: Sequence[MicroBatch], context: Context) -> Context:
-        """The context with the task's sums over the whole global batch, where its loss needs them."""
-        if not self._task.needs_totals:
+    def _first_pass(self, batches: Sequence[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> Context:
+        """A pass without gradients, where the loss needs something of the whole global batch first.
+
+        Returns:
+            The context with the task's totals. A loss across samples is settled then.
+        """
+        if not (self._task.needs_totals or self._crossing):
             return context
 
         def part(micro: MicroBatch) -> Mapping[str, Tensor]:
             self._randomness.begin("dropout", context.step, micro.number)
-            totals: Mapping[str, Tensor] = self._forward(micro, context, None)
-            return totals
+            batch, own = self._here(micro, context)
+            made: Any = self._forward(micro, context, None, batch)
+            if self._crossing is None:
+                return made  # type: ignore[no-any-return]
+            self._crossing.take(micro, made, batch)
+            return self._task.totals(made, batch, own) if self._task.needs_totals else {}
 
         with self._buffers.restored():
             totals = agreed.totals(batches, part, self._place.world_size, self._device, self._wide)
         wrap.shard_again(self._wrapped)
-        return replace(context, totals=totals)
+        context = replace(context, totals=totals)
+        if self._crossing is not None:
+            self._crossing.settle(context, scales)
+            self.random |= self._crossing.random
+        return context
 
     def _refuse(
         self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor], result: StepResult
@@ -371,26 +369,22 @@ class TorchEngine:
             terms = [f"term '{name}'" for name, term in loss.sums.items() if not bool(torch.isfinite(term))]
             wrong = terms or [f"gradient of '{name}'" for name, good in finite.items() if not good]
             alone = self._not_finite_alone(micro, context, scales)
+            wrong = [agreed.OUTPUTS] if alone and self._crossing else wrong
             if wrong and not micro.idle:
                 rows = [int(micro.rows[row]) for row in alone] or micro.rows.tolist()
                 found.append([self._place.rank, micro.number, rows, wrong[:3]])
-        everyone = [entry for entries in self.group.gather(found, "where the step is not finite") for entry in entries]
-        where = "; ".join(
-            f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
-            for rank, number, rows, what in everyone
-        )
-        raise NonFiniteError(
-            f"step {context.step + 1}: the {'gradient' if math.isfinite(result.loss) else 'loss'} is not finite, and "
-            f"the parameters were left as they were. {where or 'No micro-batch alone is at fault: the sum overflows'}"
-        )
+        what = "gradient" if math.isfinite(result.loss) else "loss"
+        raise NonFiniteError(f"step {context.step + 1}: the {what} is not finite, {agreed.at_fault(self.group, found)}")
 
     @torch.no_grad()
     def _not_finite_alone(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor]) -> list[int]:
         """Rows of a micro-batch whose loss is not finite when they are computed alone, if its arrays can be cut by row.
 
         Every process makes equally many passes, since under FSDP each of them is collective. A row is nothing by itself
-        where rows are normalised together or carry a state along.
+        where rows are normalised together or carry a state along; where the loss crosses samples, its outputs tell.
         """
+        if self._crossing is not None:
+            return [] if micro.idle else self._crossing.not_finite(micro)
         together = any(isinstance(module, _BatchNorm) for module in self._step.modules())
         if together or self._carry or self._made_carry or not micro.by_row:
             return []
@@ -425,13 +419,19 @@ class TorchEngine:
             module.eval()
             self._buffers.take_from_first()
             try:
-                for micro, batch in self._transfer.ahead(micro for batches in steps for micro in batches):
-                    self._randomness.begin("eval", micro.number)
-                    ones = dict.fromkeys(micro.counts, torch.ones((), device=self._device))
-                    with precision.casting(self._precision, self._device):
-                        _, loss = module(batch, self._with_carry(context, micro, batch), ones)
-                    sums.add(micro, loss)
-                    seen.append(replace(micro, arrays={}))
+                for batches in steps if self._crossing else [chain.from_iterable(steps)]:
+                    for micro, batch in self._transfer.ahead(batches):
+                        self._randomness.begin("eval", micro.number)
+                        ones = dict.fromkeys(micro.counts, torch.ones((), device=self._device))
+                        with precision.casting(self._precision, self._device):
+                            made = module(batch, self._here(micro, context, batch)[1], ones)
+                        if self._crossing is None:
+                            sums.add(micro, made[1])
+                        else:
+                            self._crossing.take(micro, made, batch)
+                        seen.append(replace(micro, arrays={}))
+                    for micro, loss in self._crossing.settle(context, ones) if self._crossing else ():
+                        sums.add(micro, loss)
             finally:
                 wrap.shard_again(self._wrapped)
                 for part, mode in training.items():
@@ -471,7 +471,7 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
-        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers"
+        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers _crossing"
         for name in parts.split():
             self.__dict__.pop(name, None)
         gc.collect()
@@ -490,7 +490,9 @@ class TorchEngine:
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         return collective.waiting(self._place, what, self._config.launch.timeout)
 
-    def _with_carry(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
+    def _here(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
+        """A micro-batch on the device, and the context with the carry of its rows."""
+        batch = self._transfer.now(micro.arrays) if batch is None else batch
         kept = self._carry.of(micro) if context.training and not micro.idle else None
         carry = kept or self._task.first_carry(batch)
-        return context if carry is None else replace(context, carry=carry)
+        return batch, context if carry is None else replace(context, carry=carry)

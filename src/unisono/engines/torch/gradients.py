@@ -118,7 +118,7 @@ class OrderedSum:
         def add(_: Any) -> Tensor:
             stack: list[Tensor | None] = []
             for part, adds in zip(parts, self._adds_over_ranks, strict=True):
-                _add_onto(stack, part, adds)
+                add_onto(stack, part, adds)
             (total,) = stack
             assert total is not None
             return total
@@ -127,7 +127,7 @@ class OrderedSum:
         return future
 
     def _push(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        _add_onto(self._partial[parameter], gradient, self._adds[self._pass])
+        add_onto(self._partial[parameter], gradient, self._adds[self._pass])
 
 
 def additions(leaves: int) -> list[int]:
@@ -144,7 +144,8 @@ def additions(leaves: int) -> list[int]:
     return [*half, *half[:-1], half[-1] + 1]
 
 
-def _add_onto(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None:
+def add_onto(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None:
+    """Put the next leaf of a tree on the stack, and make the additions that follow it; None is a leaf without value."""
     for _ in range(adds):
         left = stack.pop()
         leaf = left if leaf is None else leaf if left is None else left + leaf

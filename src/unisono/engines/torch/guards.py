@@ -7,7 +7,8 @@ one asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,16 @@ def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             f"the master weights should be {dtype}, but these are not: {_some(wrong)}",
             fault="The master weights have the wrong dtype",
         )
+
+
+@contextmanager
+def moving(model: nn.Module, lr: float) -> Iterator[None]:
+    """The context of an update: parameters with a gradient are changed by it; see `moved`."""
+    parameters = dict(model.named_parameters())
+    before = digests(parameters)
+    with_gradient = [n for n, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())]
+    yield
+    moved(before, digests(parameters), with_gradient, lr)
 
 
 def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:

@@ -123,7 +123,7 @@ class Transfer:
 
     def now(self, arrays: Batch) -> Batch:
         """Arrays on the device, at any depth of dicts, lists and tuples; other values pass as they are."""
-        moved: Batch = _each(partial(precision.to_device, device=self._device, precision=self._precision), arrays)
+        moved: Batch = each(partial(precision.to_device, device=self._device, precision=self._precision), arrays)
         return moved
 
     def ahead(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Batch]]:
@@ -167,9 +167,9 @@ class Transfer:
             host.append(self._streams.pin(tensor) if tensor.device.type == "cpu" else tensor)
             return _Place(len(host) - 1)
 
-        places = _each(pinned, micro.arrays)
+        places = each(pinned, micro.arrays)
         tensors, copied = self._streams.copy(host)
-        batch = _each(lambda value: tensors[value.number] if isinstance(value, _Place) else value, places)
+        batch = each(lambda value: tensors[value.number] if isinstance(value, _Place) else value, places)
         self._begun[id(micro)] = _Copy(micro, host, batch, tensors, copied)
 
     def _take(self, micro: MicroBatch) -> Batch:
@@ -232,12 +232,12 @@ def leaves(arrays: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, arrays
 
 
-def _each(act: Callable[[Any], Any], value: Any) -> Any:
+def each(act: Callable[[Any], Any], value: Any) -> Any:
     """The same nested value with something done to every leaf."""
     if isinstance(value, Mapping):
-        return {name: _each(act, inner) for name, inner in value.items()}
+        return {name: each(act, inner) for name, inner in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(act, inner) for inner in value))
+        return type(value)(*(each(act, inner) for inner in value))
     if isinstance(value, list | tuple):
-        return type(value)(_each(act, inner) for inner in value)
+        return type(value)(each(act, inner) for inner in value)
     return act(value)

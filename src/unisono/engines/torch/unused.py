@@ -5,13 +5,15 @@ Zeros are not absence: an optimizer decays what has a gradient of zero, and move
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unisono.engines.torch.gradients import local
+from unisono.config.schema import Layout
+from unisono.engines.torch.gradients import local, watching
 
 
 def alive(parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -19,6 +21,18 @@ def alive(parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.
     parts = [None if p.grad is None else local(p.grad) for p in parameters]
     flags = [torch.zeros((), device=device) if p is None or not p.numel() else p.any() for p in parts]
     return torch.stack([flag.to(dtype) for flag in flags])
+
+
+@contextmanager
+def forgetting(step: nn.Module, layout: Layout, device: torch.device) -> Iterator[None]:
+    """Take away the zeros that FSDP gives to parameters which no process used, so that no optimizer decays them."""
+    if layout.strategy not in ("fsdp", "hsdp") or not layout.find_unused_parameters:
+        yield
+        return
+    used: set[str] = set()
+    with watching(step, lambda name, _: used.add(name)):
+        yield
+    forget(step, used, device)
 
 
 def forget(step: nn.Module, used: Container[str], device: torch.device) -> list[str]:

@@ -1,7 +1,7 @@
 """One module, wrapped in the way of the layout: activation checkpointing, then compile, then DDP or FSDP2.
 
-The wrapped module's forward is the task's `outputs` and `loss` together, so nothing can go round the wrapper. Each
-wrapper's own scaling of gradients is made explicit here, and nowhere else.
+The wrapped module's forward is the task's `outputs` and, unless the loss crosses samples, `loss`, so nothing can go
+round the wrapper. Each wrapper's own scaling of gradients is made explicit here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from unisono.config.schema import Layout
 from unisono.engines.torch.precision import promoting
 from unisono.errors import ConfigError
-from unisono.task import Batch, Context, Task
+from unisono.task import Batch, Context, Loss, Task
 
 Wrapped = nn.Module
 KNOWS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
@@ -46,27 +46,40 @@ class Step(nn.Module):
     def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
         """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums.
 
-        Without scales, what these rows contribute to the task's totals.
+        Without scales, what these rows contribute to the task's totals. Of a task whose loss crosses samples, always
+        its outputs.
         """
         outputs = self.task.outputs(self.model, batch, context)
+        if self.task.cross_sample is not None:
+            return outputs
         if scales is None:
             return self.task.totals(outputs, batch, context)
-        loss = self.task.loss(outputs, batch, context)
-        if not loss.sums:
-            raise ConfigError(f"{type(self.task).__name__}: loss() returned no term, so there is nothing to train on")
-        if not (set(loss.sums) == set(scales) if context.training else set(loss.sums) <= set(scales)):
-            raise ConfigError(
-                f"{type(self.task).__name__}: loss() returned the terms {sorted(loss.sums)}, but counts() counted "
-                f"{sorted(scales)}; every term needs its count"
-            )
-        total = sum(loss.weights.get(name, 1.0) * (term * scales[name]) for name, term in loss.sums.items())
-        assert isinstance(total, Tensor)
-        if total.dim():
-            shapes = {name: tuple(term.shape) for name, term in loss.sums.items() if term.dim()}
-            raise ConfigError(
-                f"{type(self.task).__name__}: loss() must return sums over the rows, scalars; got shapes {shapes}"
-            )
-        return total, loss
+        return scaled(self.task, outputs, batch, context, scales)
+
+
+def scaled(
+    task: Task, outputs: Any, batch: Batch, context: Context, scales: Mapping[str, Tensor]
+) -> tuple[Tensor, Loss]:
+    """A task's loss as one scaled scalar, and as the unscaled sums to report.
+
+    Raises:
+        ConfigError: for terms that are not those that were counted, and for what is no scalar.
+    """
+    name = type(task).__name__
+    loss = task.loss(outputs, batch, context)
+    if not loss.sums:
+        raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
+    if not (set(loss.sums) == set(scales) if context.training else set(loss.sums) <= set(scales)):
+        raise ConfigError(
+            f"{name}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(scales)}; every term "
+            "needs its count"
+        )
+    total = sum(loss.weights.get(term, 1.0) * (value * scales[term]) for term, value in loss.sums.items())
+    assert isinstance(total, Tensor)
+    if total.dim():
+        shapes = {term: tuple(value.shape) for term, value in loss.sums.items() if value.dim()}
+        raise ConfigError(f"{name}: loss() must return sums over the rows, scalars; got shapes {shapes}")
+    return total, loss
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,93 @@
+"""Losses across samples on every layout: a regression of pairs, a contrast, and a loss that no row has a share of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import processes
+from tests.pairs import ROWS, Paired
+from tests.runs import SGD, Trace, configuration, distance, traces
+from unisono.config.schema import RunConfig
+
+pytestmark = pytest.mark.slow
+
+LOSSES = ("distance", "contrast", "whole")
+DROPOUT = 0.25
+# name -> (processes, layout); rows of the global batch: 16, of the last one 5, which leaves two of four processes none
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "single m8": (1, {"micro_batch": 8}),
+    "single m2": (1, {"micro_batch": 2}),
+    "ddp×2": (2, {"strategy": "ddp"}),
+    "ddp×2 m4": (2, {"strategy": "ddp", "micro_batch": 4}),
+    "ddp×2 m1": (2, {"strategy": "ddp", "micro_batch": 1}),
+    "fsdp×2": (2, {"strategy": "fsdp"}),
+    "fsdp×2 m2": (2, {"strategy": "fsdp", "micro_batch": 2}),
+    "fsdp×2 m2 deferred": (2, {"strategy": "fsdp", "micro_batch": 2, "defer_reduction": True}),
+    "ddp×4": (4, {"strategy": "ddp"}),
+    "ddp×4 m2": (4, {"strategy": "ddp", "micro_batch": 2}),
+    "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
+    "hsdp 2×2 m2": (4, {"strategy": "hsdp", "shards": 2, "micro_batch": 2}),
+}
+FEWER = ("single", "single m2", "ddp×2 m1", "fsdp×2", "ddp×4 m2", "hsdp 2×2 m2")
+DROPPED = ("single m2", "fsdp×2 m2", "ddp×4 m2", "hsdp 2×2 m2")  # what is drawn per micro-batch makes it matter
+Case = tuple[str, float, str]
+CASES: list[Case] = [
+    (loss, dropout, layout)
+    for loss in LOSSES
+    for dropout, layouts in ((0.0, LAYOUTS if loss == "distance" else FEWER), (DROPOUT, DROPPED))
+    for layout in layouts
+    if not dropout or loss != "contrast" or "×4" not in layout
+]
+
+
+def config(layout: str) -> RunConfig:
+    world, keys = LAYOUTS[layout]
+    return configuration(
+        layout={"world_size": world, **keys},
+        train={"epochs": 1.0, "global_batch": 16, "precision": "fp64", "guard_every": 2, "clip_norm": 0.5},
+        optim=SGD,
+        eval={"micro_batch": 3},
+    )
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[Case, Trace]:
+    result: dict[Case, Trace] = {}
+    for world in (1, 2, 4):
+        chosen = [case for case in CASES if LAYOUTS[case[2]][0] == world]
+        asked = [(Paired(Paired.Config(loss=loss, dropout=p)), config(layout)) for loss, p, layout in chosen]
+        ranks = [processes.alone(traces, asked)] if world == 1 else processes.run(traces, world, asked)
+        for case, *everyone in zip(chosen, *ranks, strict=True):
+            assert all(other.losses == everyone[0].losses for other in everyone), f"{case}: ranks report other losses"
+            result[case] = everyone[0]
+    return result
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_loss_across_samples_is_that_of_one_process(runs: dict[Case, Trace], case: Case) -> None:
+    loss, dropout, _ = case
+    mine, reference = runs[case], runs[loss, dropout, "single m2" if dropout else "single"]
+    assert len(set(reference.losses)) == len(reference.losses) == 3
+    assert [len(rows) for rows in reference.rows] == [16, 16, ROWS - 32]
+    assert all(np.any(gradient) for gradient in reference.gradients.values())
+    assert all(np.any(reference.parameters[name] != before) for name, before in reference.before.items())
+    assert mine.rows == reference.rows
+    assert max(distance(mine.before, reference.before).values()) == 0.0
+    for quantity in ("gradients", "parameters"):
+        worst = distance(getattr(mine, quantity), getattr(reference, quantity))
+        assert max(worst.values()) < 1e-12, (quantity, worst)
+    assert mine.losses == pytest.approx(reference.losses, rel=1e-12)
+    assert mine.norms == pytest.approx(reference.norms, rel=1e-12)
+    for ours, theirs in zip(mine.metrics, reference.metrics, strict=True):
+        assert len(theirs) >= 3
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    assert mine.evaluation == pytest.approx(reference.evaluation, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_dropout_changes_the_run(runs: dict[Case, Trace], loss: str) -> None:
+    assert runs[loss, 0.0, "single m2"].losses[0] != pytest.approx(runs[loss, DROPOUT, "single m2"].losses[0], rel=1e-6)
