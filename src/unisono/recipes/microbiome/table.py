@@ -54,6 +54,7 @@ class Table:
         lineages = None if self.taxonomy is None else [self.taxonomy[number] for number in taxa]
         counts = self.counts if len(samples) == len(self.samples) else self.counts[samples]
         counts = counts if len(taxa) == len(self.taxa) else counts[:, taxa]
+        counts.sort_indices()  # which scipy does not promise
         return Table([self.samples[n] for n in samples], [self.taxa[n] for n in taxa], counts, lineages)
 
 
