@@ -42,8 +42,8 @@ def of_run(config: RunConfig, shape: Shape, tokens: NDArray[np.uint8] | None = N
         shape: of its model.
         tokens: of the taxa it is to be used with; None for a table without any.
     """
-    model = Model.model_validate(config.model.model_dump())
-    task = MicrobiomeConfig.model_validate(config.task.model_dump())
+    model, task = config.model, config.task
+    assert isinstance(model, Model) and isinstance(task, MicrobiomeConfig)
     wanted = frozenset(name for name, weight in task.weights.model_dump().items() if weight)
     if tokens is None and model.encoder != "taxon":
         tokens = np.zeros((1, shape.length), dtype=np.uint8)
@@ -63,7 +63,8 @@ def take_over(made: Network, config: Model, shape: Shape, taxa: Sequence[str]) -
     settings: dict[str, object] = {}
 
     def build(run: RunConfig) -> Network:
-        settings.update(Model.model_validate(run.model.model_dump()).body)
+        assert isinstance(run.model, Model)
+        settings.update(run.model.body)
         return of_run(run, of)
 
     other = load_model(folder, build=partial(build))

@@ -103,8 +103,8 @@ class Loaded:
         made: dict[str, Any] = {}
 
         def build(run: RunConfig) -> Any:
-            task = MicrobiomeConfig.model_validate(run.task.model_dump())
-            model = Model.model_validate(run.model.model_dump()).model_copy(update={"from_run": None, "freeze": False})
+            assert isinstance(run.task, MicrobiomeConfig) and isinstance(run.model, Model)
+            task, model = run.task, run.model.model_copy(update={"from_run": None, "freeze": False})
             data = _changed(run.data.model_dump(), changes or {}, self.assets)
             made["task"] = Microbiome(task, model=model, data=data)
             made["task"].shape = self.shape
