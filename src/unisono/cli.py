@@ -123,6 +123,24 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--ema", action="store_true", help="with the moving average of the weights (ema.decay)")
     verb.set_defaults(run=_generate)
+    text = "what a run of the microbiome recipe says of samples, as a table with intervals"
+    verb = verbs.add_parser("predict", help=text, description=text)
+    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    verb.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="out=FILE, rows=held_out|training|all, draws=5, baseline=true for a random forest beside it; and settings "
+        "of data that replace the run's, e.g. data.table=FILE data.target=null",
+    )
+    verb.set_defaults(run=_predict)
+    text = "plots of a run of the microbiome recipe, and which taxa it looks at"
+    verb = verbs.add_parser("look", help=text, description=text)
+    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    verb.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as for predict; out=FOLDER, default RUN/looking"
+    )
+    verb.set_defaults(run=_look)
     cli_data.add(verbs, _load)
     return parser
 
@@ -254,4 +272,27 @@ def _generate(parsed: argparse.Namespace) -> int:
     from unisono.recipes.language.generate import generate
 
     print(generate(parsed.folder, parsed.prompt, parsed.tokens, parsed.temperature, parsed.seed, parsed.ema))
+    return 0
+
+
+def _predict(parsed: argparse.Namespace) -> int:
+    from unisono.recipes.microbiome import predict
+
+    prediction, changes = predict.words(parsed.overrides)
+    predicted = predict.predict(parsed.folder, prediction, changes)
+    for path in predict.write(predicted, prediction.out or parsed.folder / "predictions.tsv"):
+        print(path)
+    if predicted.target is not None:
+        print(f"intervals of {predicted.target.column}: {predicted.target.covers}")
+    for name, value in predict.scores(predicted, prediction.baseline, prediction.seed).items():
+        print(f"{name}: {value:.4f}")
+    return 0
+
+
+def _look(parsed: argparse.Namespace) -> int:
+    from unisono.recipes.microbiome import looking, predict
+
+    prediction, changes = predict.words(parsed.overrides)
+    for path in looking.look(parsed.folder, prediction, changes):
+        print(path)
     return 0

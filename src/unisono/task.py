@@ -242,6 +242,13 @@ class Task(ABC):
         """
         return None
 
+    def summary(self, values: Mapping[str, float]) -> dict[str, float]:
+        """What is told of an evaluation, from its loss, terms and metrics over all held-out rows.
+
+        For what is no mean but follows from means: a correlation from those of products and squares.
+        """
+        return dict(values)
+
     # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:  # noqa: B027 - optional, not abstract

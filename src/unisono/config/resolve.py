@@ -23,7 +23,10 @@ from unisono.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from unisono.task import Task
 
-TASKS = {"language": "unisono.recipes.language.task:Language"}
+TASKS = {
+    "language": "unisono.recipes.language.task:Language",
+    "microbiome": "unisono.recipes.microbiome.task:Microbiome",
+}
 TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}
 
 

@@ -56,7 +56,7 @@ class HeldOut:
             average for average, one in ((False, "model"), (True, "ema"))
             if config.eval.weights in ("both", one) and (config.ema.decay is not None or not average)
         ]  # fmt: skip
-        self.rows = rows
+        self.rows, self._task = rows, task
 
     def batches(self) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of one evaluation."""
@@ -79,6 +79,6 @@ class HeldOut:
         """
         values: dict[str, float] = {}
         for average in self._averages:
-            told = engine.evaluate(self.batches(), step, scalars, average).values
+            told = self._task.summary(engine.evaluate(self.batches(), step, scalars, average).values)
             values |= {f"{'ema/' if average else ''}{name}": value for name, value in told.items()}
         return values

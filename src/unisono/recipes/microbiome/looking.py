@@ -1,0 +1,199 @@
+"""Looking at a run: predicted against true, an ordination beside that of the true distances, and which taxa matter."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unisono.recipes.microbiome import losses
+from unisono.recipes.microbiome.model import Body, Network
+from unisono.recipes.microbiome.predict import Loaded, Predicted, Prediction, of_loaded, true_distances
+
+Array = NDArray[np.float64]
+
+
+def look(folder: Path, prediction: Prediction | None = None, changes: Mapping[str, Any] | None = None) -> list[Path]:
+    """Plots and the table of taxa of a run's newest checkpoint; returns what was written.
+
+    The plots also go to the run's TensorBoard, where it has one.
+
+    Args:
+        folder: of the run.
+        prediction: of whom, and how; `out` is a folder here.
+        changes: settings of data that replace the run's.
+    """
+    from matplotlib.figure import Figure
+
+    prediction = prediction or Prediction()
+    out = prediction.out or folder / "looking"
+    out.mkdir(parents=True, exist_ok=True)
+    run = Loaded(folder, changes)
+    predicted = of_loaded(run, prediction)
+    truth = None if predicted.distances is None else true_distances(predicted.library)
+    figures: dict[str, Figure] = {}
+    if predicted.distances is not None and truth is not None and len(predicted.numbers) > 2:
+        truth = truth[np.ix_(predicted.numbers, predicted.numbers)]
+        figures["distances"] = _distances(predicted, truth)
+        figures["ordination"] = _ordination(predicted, truth)
+    if predicted.target is not None and predicted.library.target is not None:
+        figures["target"] = _target(predicted)
+    written = [out / "taxa.tsv"]
+    _write_taxa(written[0], run, predicted, prediction)
+    for name, figure in figures.items():
+        written.append(out / f"{name}.png")
+        figure.savefig(written[-1], dpi=150)
+    if figures and (folder / "tensorboard").is_dir():
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(folder / "tensorboard")) as writer:
+            for name, figure in figures.items():
+                writer.add_figure(f"looking/{name}", figure, close=False)
+    return written
+
+
+def importance(run: Loaded, prediction: Prediction, numbers: NDArray[np.int64]) -> dict[str, Array]:
+    """How much each taxon matters, over the samples that have it: (taxa,) each, NaN for taxa that none of them has.
+
+    Returns:
+        `samples`: how many have it. `attention`: its mean share in the pooling of a sample. `gradient`: mean over the
+        samples of gradient times input, the gradient being that of the predicted target (of several classes, of the
+        logit of the predicted one) with respect to the taxon's vector; without a target, of the mean distance to the
+        other samples of a micro-batch. Its sign says whether the taxon raises or lowers it, to first order.
+    """
+    model = run.model
+    assert isinstance(model, Network)
+    body: Body = model.body
+    assert body.pool is not None
+    shares: list[Tensor] = []
+    taken = body.pool.register_forward_hook(lambda pool, given, made: shares.append(pool.weights(*given).detach()))
+    totals = np.zeros((3, len(run.library.taxa)))
+    drawn = prediction.draws if run.task.data_config.rarefy is not None else 1
+    try:
+        for draw in range(drawn):
+            for first in range(0, len(numbers), prediction.micro_batch):
+                part = numbers[first : first + prediction.micro_batch].tolist()
+                batch = run.batch(part, draw, prediction.seed)
+                vectors = body.vectors(batch["taxa"]).detach().requires_grad_()
+                real = batch["taxa"] >= 0
+                embedding = body.of_vectors(vectors, batch["counts"], real)["embedding"]
+                (slope,) = torch.autograd.grad(_looked_at(model, embedding), vectors)
+                effect = (slope * vectors.detach()).sum(-1)
+                taxa = run.of_library(batch["taxa"][real].cpu().numpy())
+                values = (torch.ones_like(effect), shares.pop(), effect)
+                for total, value in zip(totals, values, strict=True):
+                    np.add.at(total, taxa, value[real].double().cpu().numpy())
+    finally:
+        taken.remove()
+    with np.errstate(invalid="ignore"):
+        attention, gradient = totals[1:] / np.where(totals[0] > 0, totals[0], np.nan)
+    return {"samples": totals[0] / drawn, "attention": attention, "gradient": gradient}
+
+
+def _looked_at(model: Network, embedding: Tensor) -> Tensor:
+    """The number whose gradient is looked at: of each row its own, added up."""
+    if model.target is None:
+        return losses.distances(embedding, embedding.detach()).sum() / max(1, len(embedding) - 1)
+    made: Tensor = model.target(embedding)
+    if made.shape[1] == 1:
+        return made.sum()
+    return made.gather(1, made.argmax(1, keepdim=True)).sum()
+
+
+def _write_taxa(path: Path, run: Loaded, predicted: Predicted, prediction: Prediction) -> None:
+    """The table of taxa, those that matter most over all samples first."""
+    library = predicted.library
+    found = importance(run, prediction, predicted.numbers)
+    order = np.argsort(-np.nan_to_num(np.abs(found["gradient"]) * found["samples"]), kind="stable")
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(["taxon", "taxonomy", "samples", "attention", "gradient"])
+        for taxon in order[found["samples"][order] > 0]:
+            lineage = "" if library.taxonomy is None else library.taxonomy[taxon]
+            numbers = [f"{found[name][taxon]:.6g}" for name in ("samples", "attention", "gradient")]
+            writer.writerow([library.taxa[taxon], lineage, *numbers])
+
+
+def _distances(predicted: Predicted, truth: Array) -> Any:
+    from matplotlib.figure import Figure
+
+    assert predicted.distances is not None
+    upper = np.triu_indices(len(truth), 1)
+    x, y = truth[upper], predicted.distances[upper]
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter(x, y, s=3, alpha=0.3, linewidths=0)
+    ends = [min(x.min(), y.min()), max(x.max(), y.max())]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    metric = predicted.library.config.metric.replace("_", " ")
+    axes.set(xlabel=f"true {metric}", ylabel="predicted", title=f"{len(x)} pairs, r = {np.corrcoef(x, y)[0, 1]:.3f}")
+    return figure
+
+
+def _ordination(predicted: Predicted, truth: Array) -> Any:
+    """The first two principal coordinates of the true distances, and principal components of the embeddings."""
+    from matplotlib.figure import Figure
+    from skbio.stats.distance import DistanceMatrix
+    from skbio.stats.ordination import pcoa
+
+    found = pcoa(DistanceMatrix(np.array(truth)), dimensions=2)
+    centred = predicted.embedding - predicted.embedding.mean(0)
+    left, values, _ = np.linalg.svd(centred, full_matrices=False)
+    spread = np.square(values) / np.square(values).sum()
+    parts = {
+        "PCoA of true distances": (found.samples.to_numpy()[:, :2], found.proportion_explained.to_numpy()[:2]),
+        "PCA of embeddings": (left[:, :2] * values[:2], spread[:2]),
+    }
+    colours, label = _colours(predicted)
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    for axes, (title, (places, explained)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
+        drawn = axes.scatter(*places.T, c=colours, cmap="viridis" if label else "tab20", s=14)
+        axes.set(title=title, xlabel=f"1 ({explained[0]:.0%})", ylabel=f"2 ({explained[1]:.0%})")
+    if label:
+        figure.colorbar(drawn, ax=figure.axes, label=label)
+    return figure
+
+
+def _colours(predicted: Predicted) -> tuple[Array, str]:
+    """By the target where it is a number, else by the class or the group; and what it is, where it is a number."""
+    library = predicted.library
+    if library.target is not None:
+        values = np.asarray(library.target.values, dtype=np.float64)[predicted.numbers]
+        return values, "" if library.target.classes else library.target.name
+    _, numbers = np.unique(np.array(library.groups)[predicted.numbers], return_inverse=True)
+    return numbers.astype(np.float64), ""
+
+
+def _target(predicted: Predicted) -> Any:
+    """Predicted against true values, or the probability of the true class of each sample."""
+    from matplotlib.figure import Figure
+
+    target, known = predicted.target, predicted.library.target
+    assert target is not None and known is not None
+    true = known.values[predicted.numbers]
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    if target.classes is None:
+        ends = [min(true.min(), target.mean.min()), max(true.max(), target.mean.max())]
+        error = np.clip([target.mean - target.low, target.high - target.mean], 0, None)
+        axes.errorbar(true, target.mean, yerr=error, fmt=".", markersize=4, linewidth=0.5)
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        axes.set(xlabel=f"true {target.column}", ylabel="predicted")
+        return figure
+    best = target.mean.argmax(1)
+    table = np.zeros((len(target.classes), len(target.classes)), dtype=np.int64)
+    np.add.at(table, (true.astype(np.int64), best), 1)
+    axes.imshow(table, cmap="Blues")
+    for row, column in np.ndindex(*table.shape):
+        axes.text(column, row, str(table[row, column]), ha="center", va="center")
+    places = range(len(target.classes))
+    axes.set_xticks(places, target.classes)
+    axes.set_yticks(places, target.classes)
+    axes.set(xlabel="predicted", ylabel=f"true {target.column}")
+    return figure

@@ -1,0 +1,67 @@
+"""Which reads and which taxa of a sample a model sees: drawn by the generator that is given, so by its address."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+from unisono.recipes.microbiome.settings import Keep
+
+Numbers = NDArray[np.int64]
+
+_MOST = 1_000_000_000  # reads that NumPy draws from by marginals
+
+
+def rarefied(counts: Numbers, depth: int, rng: np.random.Generator) -> Numbers:
+    """So many reads of a sample, drawn without replacement: as if it had been sequenced less deeply.
+
+    Args:
+        counts: reads of each taxon, (taxa,).
+        depth: reads that are drawn.
+        rng: for the draw.
+
+    Returns:
+        Reads of each taxon, (taxa,); they come to `depth`.
+
+    Raises:
+        DataError: where there are fewer reads than that.
+    """
+    total = int(counts.sum())
+    if total < depth:
+        raise DataError(
+            f"a sample of {total} reads cannot be rarefied to {depth}: lower data.rarefy, or leave such samples out by "
+            "data.leave_out=[shallow]"
+        )
+    if total >= _MOST:
+        raise DataError(
+            f"a sample of {total} reads is too deep to be rarefied: divide its counts, or set data.rarefy=null"
+        )
+    return rng.multivariate_hypergeometric(counts, depth, method="marginals")
+
+
+def tokens(
+    taxa: Numbers, counts: Numbers, limit: int | None, keep: Keep, rng: np.random.Generator
+) -> tuple[Numbers, Numbers]:
+    """The taxa of a sample that a model sees, with their reads; those without reads are none of them.
+
+    Args:
+        taxa: numbers of the taxa, (taxa,), ascending.
+        counts: reads of each, (taxa,).
+        limit: of how many; None for all.
+        keep: `abundance`: those with the most reads, the first of equals; `first`: those with the lowest numbers;
+            `random`: any, drawn anew.
+        rng: for `random`, else not used.
+
+    Returns:
+        Numbers and reads, (kept,): by `abundance` in descending order of reads, else in ascending order of numbers.
+    """
+    there = counts > 0
+    taxa, counts = taxa[there], counts[there]
+    if keep == "abundance":
+        chosen = np.argsort(-counts, kind="stable")[:limit]
+    elif keep == "first" or limit is None or limit >= len(taxa):
+        chosen = np.arange(len(taxa))[:limit]
+    else:
+        chosen = np.sort(rng.choice(len(taxa), limit, replace=False))
+    return taxa[chosen], counts[chosen]

@@ -1,0 +1,80 @@
+"""How well predictions fit, beside a model that knows only the training samples' mean or most frequent class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def regression(name: str, made: Array, true: Array, mean: float) -> dict[str, float]:
+    """Scores of numbers, (n,).
+
+    Args:
+        name: put before each score.
+        made: predicted.
+        true: what is known.
+        mean: of the training samples.
+    """
+    spread = float(true.std())
+    return {
+        f"{name}/mae": float(np.abs(made - true).mean()),
+        f"{name}/mae of the mean": float(np.abs(mean - true).mean()),
+        f"{name}/r2": 1 - float(np.square(made - true).mean()) / spread**2 if spread else 0.0,
+        f"{name}/correlation": float(np.corrcoef(made, true)[0, 1]) if spread and made.std() else 0.0,
+        f"{name}/sd_ratio": float(made.std()) / spread if spread else 0.0,
+    }
+
+
+def classification(name: str, made: Array, true: NDArray[Any], training: NDArray[Any]) -> dict[str, float]:
+    """Scores of probabilities, (n, classes); the area under the curve where there are two classes in what is known.
+
+    Args:
+        name: put before each score.
+        made: predicted.
+        true: classes.
+        training: those of the training samples.
+    """
+    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+
+    often = np.bincount(training).argmax()
+    told = {
+        f"{name}/accuracy": float((made.argmax(1) == true).mean()),
+        f"{name}/accuracy of the most frequent": float((true == often).mean()),
+        f"{name}/balanced accuracy": float(balanced_accuracy_score(true, made.argmax(1))),
+    }
+    if made.shape[1] == 2 and len(np.unique(true)) == 2:
+        told[f"{name}/auc"] = float(roc_auc_score(true, made[:, 1]))
+    return told
+
+
+def forest(library: Any, numbers: NDArray[np.int64], seed: int, trees: int = 500) -> Array:
+    """What a random forest on shares of reads predicts, trained on the training samples of the library.
+
+    Args:
+        library: with a target.
+        numbers: of the samples to predict.
+        seed: of the forest.
+        trees: in it.
+
+    Returns:
+        (n,) numbers, or (n, classes) probabilities.
+    """
+    from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
+
+    counts = library.counts.toarray().astype(np.float32)
+    shares = counts / counts.sum(1, keepdims=True)
+    training, target = library.training().numbers, library.target
+    if target.classes is None:
+        made = RandomForestRegressor(trees, random_state=seed, max_features="sqrt")
+        return np.asarray(
+            made.fit(shares[training], target.values[training]).predict(shares[numbers]), dtype=np.float64
+        )
+    chosen = RandomForestClassifier(trees, random_state=seed)
+    chosen.fit(shares[training], target.values[training])
+    result = np.zeros((len(numbers), len(target.classes)))
+    result[:, chosen.classes_] = chosen.predict_proba(shares[numbers])
+    return result

@@ -1,0 +1,113 @@
+"""The settings of the microbiome recipe's data: the group `data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from unisono.config.data import Data
+
+PairMetric = Literal["unweighted_unifrac", "weighted_unifrac", "weighted_normalized_unifrac", "bray_curtis", "jaccard"]
+Metric = PairMetric | Literal["faith_pd"]
+Keep = Literal["abundance", "first", "random"]
+Reason = Literal["empty", "shallow", "no_metadata", "no_group", "no_target", "no_distances", "not_in_tree", "not_dna"]
+
+MISSING = (
+    "", "na", "n/a", "nan", "null", "not applicable", "not available", "not collected", "not provided", "missing",
+    "restricted access", "unspecified",
+)  # fmt: skip
+
+
+class Samples(Data):
+    """What all tables of samples have."""
+
+    target: str | None = Field(None, description="column of the metadata that is to be predicted; null: none")
+    target_kind: Literal["auto", "regression", "classification"] = Field(
+        "auto", description="auto: regression where all values of the column are numbers"
+    )
+    classes: list[str] | None = Field(
+        None, description="classification: the classes in this order; null: those of the column, sorted"
+    )
+    group: str | None = Field(
+        None,
+        description="column of the metadata, e.g. of the subject: samples that share its value are held out together; "
+        "null: every sample for itself",
+    )
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.2, description="fraction of the groups kept for evaluation"
+    )
+    fold: NonNegativeInt = Field(0, description="which of the 1 / held_out parts of the groups is the one held out")
+    held_out_groups: list[str] | None = Field(
+        None, description="the groups that are held out, by name, in place of a fraction"
+    )
+    rarefy: PositiveInt | None = Field(
+        None, description="reads drawn of each sample, anew in each epoch; null: all of them"
+    )
+    max_taxa: PositiveInt | None = Field(1024, description="taxa of a sample at most; null: all of them")
+    keep: Keep = Field(
+        "abundance", description="which taxa of a sample with more than max_taxa; first: in the table's order"
+    )
+    metric: Metric = Field("unweighted_unifrac", description="what is predicted of pairs of samples, or of each one")
+    distances_of: Literal["whole", "rarefied"] = Field(
+        "whole",
+        description="whole: of all reads; rarefied: of `rarefy` reads of each sample, drawn once, where depths differ "
+        "much",
+    )
+    leave_out: list[Reason] = Field(
+        [],
+        description="samples and taxa that are left out in place of an error: samples that are empty, shallow (fewer "
+        "reads than rarefy), with no_metadata, no_group, no_target, no_distances; taxa not_in_tree, not_dna",
+    )
+    missing: list[str] = Field(list(MISSING), description="values of the metadata that mean none, in any case")
+    cache: Path | None = Field(None, description="for computed distances; null: $UNISONO_CACHE or ~/.cache/unisono")
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Any:
+        if self.held_out_groups is not None and self.group is None:
+            raise ValueError("data.held_out_groups names values of a column: set data.group, too")
+        if self.held_out_groups is not None and self.fold:
+            raise ValueError("data.fold chooses among parts of the groups: set it to 0, or held_out_groups to null")
+        if self.distances_of == "rarefied" and self.rarefy is None:
+            raise ValueError("data.distances_of=rarefied needs data.rarefy: how many reads of each sample are drawn")
+        if self.classes is not None and len(set(self.classes)) != len(self.classes):
+            raise ValueError("data.classes names a class twice")
+        return self
+
+
+class Study(Samples):
+    """A table of a study, with what is known of its samples and taxa."""
+
+    kind: Literal["study"]
+    table: Path = Field(description="reads per taxon and sample: BIOM, HDF5 or JSON")
+    metadata: Path | None = Field(None, description="of the samples: a table of tab-separated values, or .csv")
+    id_column: str | None = Field(None, description="column of the metadata with the samples' ids; null: the first")
+    white_space: Literal["stop", "strip"] = Field(
+        "stop", description="around names of columns and values of the metadata; strip: it is taken away"
+    )
+    tree: Path | None = Field(None, description="of the taxa, Newick with branch lengths; for UniFrac and Faith's PD")
+    distances: Path | None = Field(
+        None, description="ready distances of `metric`, not computed: .npy, .npz, .h5, .tsv, .qza"
+    )
+    distances_key: str | None = Field(
+        None, description="array of a .npz or .h5; null: the one that is called like the metric, or the only one"
+    )
+    taxonomy: Path | None = Field(
+        None, description="tab-separated: taxon, lineage; null: that of the table, where it has one"
+    )
+    fasta: Path | None = Field(None, description="sequences of the taxa; null: their ids are their sequences")
+
+
+class Simulated(Samples):
+    """The example that needs no download: made-up communities, whose subjects belong to two kinds."""
+
+    kind: Literal["simulated"]
+    subjects: Annotated[int, Field(ge=4)] = Field(24, description="hosts, half of each kind")
+    visits: PositiveInt = Field(4, description="samples of each subject")
+    taxa: Annotated[int, Field(ge=8)] = Field(96, description="in the tree that their sequences evolve along")
+    bases: Annotated[int, Field(ge=16)] = Field(60, description="of each sequence")
+    reads: Annotated[int, Field(ge=100)] = Field(2000, description="of a sample, about; they differ by a factor of 2")
+
+
+MicrobiomeData = Annotated[Study | Simulated, Field(discriminator="kind")]

@@ -1,0 +1,376 @@
+"""What microbial communities have in common: distances, diversity, nucleotides, counts, and a target of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import ConfigError, DataError
+from unisono.recipes.microbiome import masking, modelling, nucleotides, rarefy, settings
+from unisono.recipes.microbiome.library import Library, Rows, open_library
+from unisono.recipes.microbiome.library import Sample as Record
+from unisono.recipes.microbiome.shape import Shape
+from unisono.recipes.microbiome.summary import summary
+from unisono.recipes.microbiome.transform import Transform
+from unisono.task import Batch, Context, Loss, Source, Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from unisono.recipes.microbiome.model import Network
+
+Seen = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
+_LEAST_WIDTH = 8  # features of a head in a model that is made smaller
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model sees of a record.
+
+    Attributes:
+        record: it.
+        taxa: numbers of the taxa that were drawn, (taxa,).
+        counts: reads of each, (taxa,).
+        masked_taxa: those whose nucleotides are masked, (sequences,).
+        masked: which of them, (sequences, length).
+    """
+
+    record: Record
+    taxa: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    masked_taxa: NDArray[np.int64]
+    masked: NDArray[np.bool_]
+
+
+class Microbiome(Task):
+    """Samples of microbes, as vectors that know how far samples are from each other, and what else is weighted.
+
+    The loss has a term for each of `task.weights` that is not 0, with its own count: `nucleotides` (masked ones, in
+    nats), `counts` (taxa), `distance` (rows, the sum of each being the mean over its pairs), `faith_pd` and `target`
+    (rows).
+    """
+
+    Config = modelling.MicrobiomeConfig
+    Model = modelling.Model
+    Data = settings.MicrobiomeData
+
+    config: modelling.MicrobiomeConfig
+    model_config: modelling.Model
+    data_config: settings.Samples
+
+    # data -------------------------------------------------------------------------------------------------------
+
+    def data(self) -> Rows:
+        """The samples to train on."""
+        _ = self._tokens, self._faith, self._targets  # now, before threads ask for them
+        return self.library.training()
+
+    def held_out(self) -> Source | None:
+        """The samples kept apart."""
+        rows = self.library.held_out()
+        return rows if len(rows) else None
+
+    def sample(self, record: Record, rng: np.random.Generator) -> Sample:
+        """Reads, taxa and masked nucleotides of a record, drawn."""
+        taxa, counts = self.seen(record, rng)
+        if "nucleotides" not in self._weights:
+            return Sample(record, taxa, counts, taxa[:0], np.zeros((0, 0), dtype=bool))
+        few = self.config.masking.sequences
+        chosen = taxa if few is None or few >= len(taxa) else rng.choice(taxa, few, replace=False)
+        assert self._tokens is not None
+        return Sample(record, taxa, counts, chosen, masking.hidden(self._tokens[chosen], self.config.masking, rng))
+
+    def seen(self, record: Record, rng: np.random.Generator) -> Seen:
+        """The taxa and reads of a record, drawn."""
+        config, counts = self.data_config, record.counts
+        if config.rarefy is not None:
+            counts = rarefy.rarefied(counts, config.rarefy, rng)
+        return rarefy.tokens(record.taxa, counts, config.max_taxa, config.keep, rng)
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """A micro-batch: `taxa` and `counts`, both (rows, taxa), the numbers of the samples, and what is learnt."""
+        numbers = np.array([sample.record.number for sample in samples], dtype=np.int64)
+        batch: Batch = {"sample": numbers, **together([(sample.taxa, sample.counts) for sample in samples])}
+        if "faith_pd" in self._weights:
+            batch["faith_pd"] = self._faith[0][numbers].astype(np.float32)
+        if "target" in self._weights:
+            batch["target"] = self._targets[0][numbers]
+        if "nucleotides" in self._weights:
+            most = max(1, max(len(sample.masked_taxa) for sample in samples))
+            length = self.shape.length
+            batch["masked_taxa"] = np.full((len(samples), most), -1, dtype=np.int64)
+            batch["masked"] = np.zeros((len(samples), most, length), dtype=bool)
+            for row, sample in enumerate(samples):
+                batch["masked_taxa"][row, : len(sample.masked_taxa)] = sample.masked_taxa
+                batch["masked"][row, : len(sample.masked)] = sample.masked
+        return batch
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """What each term counts."""
+        rows = float(len(batch["sample"]))
+        counted = {"distance": rows, "faith_pd": rows, "counts": float((batch["counts"] > 0).sum())}
+        if "nucleotides" in self._weights:
+            counted["nucleotides"] = float(batch["masked"].sum())
+        if "target" in self._weights:
+            counted["target"] = float(_known(batch["target"]).sum())
+        return {name: counted[name] for name in self._weights}
+
+    def work(self, batch: Batch) -> dict[str, float]:
+        """Taxa of samples."""
+        return {"taxa": float((batch["taxa"] >= 0).sum())}
+
+    # model and loss ---------------------------------------------------------------------------------------------
+
+    def build(self) -> Network:
+        """The model, with the encoder of another run where one is named."""
+        from unisono.recipes.microbiome import building
+
+        made = building.network(self.model_config, self.wanted, self.shape, self._tokens)
+        if self.model_config.from_run is not None:
+            building.take_over(made, self.model_config, self.shape, self.library.taxa)
+        return made
+
+    @property
+    def cross_sample(self) -> Literal["rows"] | None:  # type: ignore[override]
+        """Distances are of all pairs of samples of a global batch."""
+        return "rows" if "distance" in self._weights else None
+
+    def shared(self, batch: Batch) -> dict[str, Any]:
+        """The numbers of the samples, by which their true distances are looked up."""
+        return {"sample": batch["sample"]}
+
+    def outputs(self, model: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """What each row comes to, by name, (rows, …): embeddings and predictions, and sums over its taxa."""
+        from unisono.recipes.microbiome import losses
+
+        made = model(batch)
+        if "shares" in made:
+            made["counts"] = losses.counts(made.pop("shares"), batch["counts"])
+        if "distance" not in self._weights:
+            made.pop("embedding", None)
+        return dict(made)
+
+    def loss(self, outputs: dict[str, Tensor], batch: Batch, context: Context) -> Loss:
+        """Sums over the rows, and over the pairs of one of them and any row of the global batch."""
+        from unisono.recipes.microbiome import losses
+
+        sums: dict[str, Tensor] = {}
+        metrics: dict[str, tuple[Any, Any]] = {}
+        rows = len(batch["sample"])
+        if "nucleotides" in self._weights:
+            sums["nucleotides"], right = outputs["told"].sum(0).unbind()
+            metrics["nucleotides/accuracy"] = (right, batch["masked"].sum())
+        if "counts" in self._weights:
+            sums["counts"] = outputs["counts"].sum()
+        if "distance" in self._weights:
+            everyone = context.everyone
+            assert everyone is not None
+            truth = self._truth(batch["sample"].device)[batch["sample"][:, None], everyone.batch["sample"]]
+            sums["distance"], told = losses.pairs(
+                outputs["embedding"], everyone.outputs["embedding"], truth, everyone.first
+            )
+            metrics |= {f"distance/{name}": (value, rows) for name, value in told.items()}
+        if "faith_pd" in self._weights:
+            made = outputs["faith_pd"][:, 0]
+            sums["faith_pd"] = (made - batch["faith_pd"].to(made.dtype)).square().sum()
+            transform = self._faith[1]
+            metrics |= _regression("faith_pd", transform.back(made.detach()), transform.back(batch["faith_pd"]))
+        if "target" in self._weights:
+            made, truth = outputs["target"], batch["target"]
+            sums["target"] = losses.target(made, truth, self.config.target)
+            if not truth.is_floating_point():
+                metrics["target/accuracy"] = ((made.argmax(1) == truth).sum(), (truth >= 0).sum())
+            else:
+                assert self._targets[1] is not None
+                middle = self.shape.outputs // 2
+                back = self._targets[1].back
+                metrics |= _regression("target", back(made.detach()[:, middle]), back(truth))
+        if context.training:  # the moments are for what is told of held-out rows
+            metrics = {name: pair for name, pair in metrics.items() if name.endswith(("error", "accuracy"))}
+        return Loss(sums, self._weights, metrics=metrics)
+
+    def summary(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Correlations, ratios of standard deviations and R², in place of the moments they are made of."""
+        return summary(values)
+
+    # around the run ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Settings against each other and the data."""
+        weights, data = self._weights, self.data_config
+        if weights.keys() & {"target"} and data.target is None:
+            raise ConfigError("task.weights.target needs a column of the metadata: set data.target")
+        if self.model_config.encoder == "taxon" and "nucleotides" in weights:
+            raise ConfigError(
+                "task.weights.nucleotides needs an encoder that reads DNA, and model.encoder=taxon does not: set it to "
+                "0, or model.encoder=transformer"
+            )
+        if "distance" in weights and data.metric == "faith_pd":
+            raise ConfigError(
+                "task.weights.distance needs distances of pairs, and data.metric=faith_pd is of single samples: choose "
+                "another metric, or task.weights.faith_pd"
+            )
+        self.library.check()
+        if "distance" in weights:
+            self.library.distances()
+        _ = self._tokens, self._faith, self._targets
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes, and how targets are transformed."""
+        told: dict[str, Any] = dict(self.library.facts())
+        if "target" in self._weights and self._targets[1] is not None:
+            told["target_transform"] = self._targets[1].plain()
+        return told
+
+    def save_assets(self, directory: Path) -> None:
+        """What a reader needs besides the weights: sizes, transforms and classes, and the taxa of the training."""
+        target = self.library.target
+        told = {
+            "shape": self.shape.plain(),
+            "taxa": self.library.taxa,
+            "faith_pd": self._faith[1].plain() if "faith_pd" in self._weights else None,
+            "target": None,
+        }
+        if "target" in self._weights and target is not None:
+            transform = self._targets[1]
+            told["target"] = {
+                "column": self.data_config.target,
+                "classes": target.classes,
+                "transform": None if transform is None else transform.plain(),
+            }
+        (directory / "microbiome.json").write_text(json.dumps(told), encoding="utf-8")
+
+    def shrunk(self, limit: int) -> Microbiome | None:
+        """The same data and losses, and a model of fewer layers and features, with random weights."""
+        config = self.model_config
+        layers = ("sequence_layers", "taxon_layers", "sample_layers")
+        fewer: dict[str, Any] = {name: min(2, getattr(config, name)) for name in layers}
+        fewer |= {"features": min(config.features, _LEAST_WIDTH * config.heads), "from_run": None, "freeze": False}
+        small = config.model_copy(update=fewer)
+        if self._parameters(config) <= limit or small.body == config.body:
+            return None
+        return Microbiome(self.config, model=small, data=self.data_config)
+
+    def _parameters(self, config: modelling.Model) -> int:
+        import torch
+
+        from unisono.recipes.microbiome import building
+
+        with torch.device("meta"):
+            made = building.network(config, self.wanted, self.shape, self._tokens)
+        return sum(parameter.numel() for parameter in made.parameters())
+
+    @cached_property
+    def library(self) -> Library:
+        """The samples."""
+        return open_library(self.data_config)  # type: ignore[arg-type]
+
+    @cached_property
+    def wanted(self) -> frozenset[str]:
+        """The losses that have a weight."""
+        return frozenset(self._weights)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What the data say of the model's sizes."""
+        library, encoder = self.library, self.model_config.encoder
+        longest = int(np.diff(library.counts.indptr).max())
+        length = 0 if encoder == "taxon" else 1 + max(map(len, library.dna()))
+        if self.model_config.from_run is not None:
+            length = Shape.of_run(self.model_config.from_run).length
+        outputs = 0
+        if "target" in self._weights:
+            assert library.target is not None
+            few = len(self.config.target.quantiles) if self.config.target.loss == "quantile" else 1
+            outputs = few if library.target.classes is None else len(library.target.classes)
+        return Shape(len(library.taxa), min(longest, self.data_config.max_taxa or longest), length, outputs)
+
+    @cached_property
+    def _weights(self) -> dict[str, float]:
+        """Of the losses that have one."""
+        return {name: weight for name, weight in self.config.weights.model_dump().items() if weight}
+
+    @cached_property
+    def _tokens(self) -> NDArray[np.uint8] | None:
+        """The DNA of every taxon, (taxa, length)."""
+        if self.model_config.encoder == "taxon":
+            return None
+        return nucleotides.encode(self.library.dna(), self.shape.length)
+
+    @cached_property
+    def _faith(self) -> tuple[NDArray[np.float64], Transform]:
+        """Faith's diversity of every sample, standardised, (samples,), and how."""
+        if "faith_pd" not in self._weights:
+            return np.zeros(0), Transform("none")
+        values = self.library.faith_pd()
+        transform = Transform.fitted("zscore", values[self.library.training().numbers], "Faith's PD")
+        return transform(values), transform
+
+    @cached_property
+    def _targets(self) -> tuple[NDArray[Any], Transform | None]:
+        """The target of every sample, (samples,): transformed, NaN for none, or a class, -1 for none; and how."""
+        target = self.library.target
+        if target is None or "target" not in self._weights:
+            return np.zeros(0), None
+        if target.classes is not None:
+            return np.asarray(target.values, dtype=np.int64), None
+        values, name = np.asarray(target.values, dtype=np.float64), f"'{self.data_config.target}'"
+        transform = Transform.fitted(self.config.target.transform, values[self.library.training().numbers], name)
+        made = transform(values)
+        if (bad := np.flatnonzero(~np.isfinite(made) & ~np.isnan(values))).size:
+            sample = self.library.samples[bad[0]]
+            raise DataError(
+                f"{name} of the held-out sample '{sample}' is {values[bad[0]]:g}, which has no logarithm of 1 + it; "
+                "set task.target.transform=zscore"
+            )
+        return made, transform
+
+    def _truth(self, device: torch.device) -> Tensor:
+        """True distances on a device, (samples, samples)."""
+        if self._distances is None or self._distances.device != device:
+            import torch
+
+            found = torch.from_numpy(self.library.distances())
+            self._distances = found.to(device, torch.float32 if device.type == "mps" else None)
+        return self._distances
+
+    _distances: Tensor | None = None
+
+
+def together(rows: Sequence[Seen]) -> Batch:
+    """Samples beside each other: `taxa`, -1 where there is none, and `counts`, both (rows, taxa)."""
+    width = max(1, max(len(taxa) for taxa, _ in rows))
+    taxa = np.full((len(rows), width), -1, dtype=np.int64)
+    counts = np.zeros((len(rows), width), dtype=np.float32)
+    for row, (own, reads) in enumerate(rows):
+        taxa[row, : len(own)], counts[row, : len(own)] = own, reads
+    return {"taxa": taxa, "counts": counts}
+
+
+def _known(target: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows have a target."""
+    known: NDArray[np.bool_] = ~np.isnan(target) if target.dtype.kind == "f" else target >= 0
+    return known
+
+
+def _regression(name: str, made: Tensor, truth: Tensor) -> dict[str, tuple[Any, Any]]:
+    """The absolute error and the moments of predicted and true values, over the rows that have one."""
+    known = ~truth.isnan()
+    made, truth = made * known, truth.nan_to_num().to(made.dtype)
+    named = {
+        "error": (made - truth).abs(),
+        "predicted": made,
+        "true": truth,
+        "predicted²": made.square(),
+        "true²": truth.square(),
+        "product": made * truth,
+    }
+    return {f"{name}/{what}": (value.sum(), known.sum()) for what, value in named.items()}

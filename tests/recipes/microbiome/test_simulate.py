@@ -1,0 +1,73 @@
+"""The made-up study is one like others, the same everywhere, and has something to learn."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from unisono.errors import DataError
+from unisono.recipes.microbiome.library import open_library
+from unisono.recipes.microbiome.settings import MicrobiomeData, Simulated
+
+SMALL = {"subjects": 12, "visits": 3, "taxa": 32, "bases": 40, "reads": 400}
+
+
+def simulated(cache: Path, **settings) -> Simulated:
+    return Simulated(kind="simulated", cache=cache, group="subject", **{**SMALL, **settings})
+
+
+def test_it_is_a_study_with_everything(tmp_path: Path) -> None:
+    library = open_library(simulated(tmp_path, target="kind", rarefy=200, metric="jaccard"))
+    library.check()
+    assert (len(library.samples), len(library.taxa), len(set(library.groups))) == (36, 32, 12)
+    assert len(set(library.dna())) == 32
+    assert {len(sequence) for sequence in library.dna()} == {40}
+    assert library.taxonomy is not None
+    assert len(set(library.taxonomy)) > 4
+    assert library.target is not None
+    assert library.target.classes == ["calm", "stirred"]
+    assert library.config.metric == "jaccard"
+    assert library.counts.sum(axis=1).min() >= 280
+
+
+def test_it_is_made_once_and_the_same_in_any_cache(tmp_path: Path) -> None:
+    one = open_library(simulated(tmp_path / "a", target="share")).training()
+    (folder,) = (tmp_path / "a" / "microbiome").glob("simulated-*")
+    before = (folder / "table.biom").stat().st_mtime_ns
+    assert open_library(simulated(tmp_path / "a", target="share")).training().fingerprint == one.fingerprint
+    assert (folder / "table.biom").stat().st_mtime_ns == before
+    shutil.rmtree(folder)
+    assert open_library(simulated(tmp_path / "a", target="share")).training().fingerprint == one.fingerprint
+    other = open_library(simulated(tmp_path / "b", target="share")).training()
+    assert (other.fingerprint, other.manifest["files"]) == (one.fingerprint, one.manifest["files"])
+    assert open_library(simulated(tmp_path / "b", target="share", reads=500)).training().fingerprint != one.fingerprint
+
+
+def test_visits_are_nearer_than_subjects_and_subjects_of_a_kind_than_others(tmp_path: Path) -> None:
+    library = open_library(simulated(tmp_path, target="kind", taxa=96))
+    subject, kind = np.array(library.groups), np.array(library.metadata["kind"])
+    same = subject[:, None] == subject
+    alike = (kind[:, None] == kind) & ~same
+    for metric in ("unweighted_unifrac", "weighted_normalized_unifrac"):
+        distances = library.distances(metric)
+        visits, subjects, kinds = (
+            distances[which].mean() for which in (same & ~np.eye(36, dtype=bool), alike, kind[:, None] != kind)
+        )
+        assert visits + 0.05 < subjects < kinds - 0.05
+        assert distances[~np.eye(36, dtype=bool)].std() > 0.05
+
+
+def test_settings_choose_between_it_and_a_study() -> None:
+    chosen = TypeAdapter(MicrobiomeData).validate_python({"kind": "simulated", "subjects": 6})
+    assert isinstance(chosen, Simulated)
+    assert chosen.subjects == 6
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written .*data\.cache"):
+        open_library(simulated(tmp_path / "file"))
