@@ -68,6 +68,7 @@ MATHEMATICS = {
     "train.global_batch": "64",
     "train.clip_norm": "null",
     "train.precision": "bf16",
+    "layout.sync_batch_norm": "true",
     "data.on_error": "mask",
     "data.shuffle": "none",
     "data.window": "3",

@@ -74,6 +74,9 @@ class Layout(Settings):
     device: str = Field(
         "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
     )
+    sync_batch_norm: bool = Field(
+        False, description="batch normalisation by the rows of all processes, not by those of each for itself"
+    )
     reduction: Literal["fast", "ordered"] = Field(
         "fast",
         description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
@@ -113,6 +116,11 @@ class Layout(Settings):
         if self.reduction == "ordered" and self.strategy not in ("auto", "single", "ddp"):
             raise ValueError(
                 f"layout.reduction=ordered works with single and ddp, not with {self.strategy}; use reduction=fast"
+            )
+        if self.reduction == "ordered" and self.sync_batch_norm:
+            raise ValueError(
+                "layout.reduction=ordered adds in an order that no layout changes, but layout.sync_batch_norm=true "
+                "adds up batch statistics process by process; use reduction=fast"
             )
         if self.defer_reduction and self.strategy not in ("fsdp", "hsdp"):
             raise ValueError(

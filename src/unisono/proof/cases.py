@@ -67,6 +67,7 @@ class Case:
         perturbed: size of the relative change of the initial weights, to find out what rounding comes to.
         other_micro_batch: whether its micro-batches are not those of its reference, so that what is drawn or shared
             by the rows of one differs.
+        synchronised: whether rows of several processes share batch statistics, and are not the whole global batch.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Case:
     attention: str = ""
     perturbed: float = 0.0
     other_micro_batch: bool = False
+    synchronised: bool = False
 
     @property
     def micro_batch(self) -> int:
@@ -131,14 +133,20 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
     if "resume" in proof.vary and not proof.stops:
         raise ConfigError(f"resume_every={proof.resume_every} interrupts no run of steps={proof.steps}")
     largest = proof.global_batch // max(worlds, default=1)
-    micros = sorted({largest, 1} if "accumulate" in proof.vary else {largest}, reverse=True)
+    together = config.layout.sync_batch_norm
+    if together and "ordered" in proof.vary:
+        raise ConfigError("vary=[ordered]: not with layout.sync_batch_norm=true, whose sums have the processes' order")
+    # Rows that are normalised together are more than one.
+    least = next((n for n in range(2, largest) if largest % n == 0), 1) if together else 1
+    micros = sorted({largest, least} if "accumulate" in proof.vary else {largest}, reverse=True)
     wanted = dict.fromkeys(proof.precisions or ["fp64", "fp32", config.train.precision])
     result: list[Case] = []
     for number, precision in enumerate(wanted):
         every = number == 0 or proof.precisions is not None
         references: dict[int, Case] = {}
         for micro in micros if every else micros[:1]:
-            for case in _plain(layouts, precision, micro, references.get(micros[0])):
+            whole = proof.global_batch if together and micro == micros[0] else 0
+            for case in _plain(layouts, precision, micro, references.get(micros[0]), whole, together):
                 if case.world_size == 1 and not case.perturbed:
                     references[micro] = case
                 result.append(case)
@@ -149,17 +157,34 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
 
 
 def _plain(
-    layouts: dict[str, tuple[int, dict[str, Any]]], precision: str, micro: int, largest: Case | None
+    layouts: dict[str, tuple[int, dict[str, Any]]],
+    precision: str,
+    micro: int,
+    largest: Case | None,
+    whole: int,
+    together: bool,
 ) -> Iterator[Case]:
-    """One process, and every layout; `largest` is the run on one process with the largest micro-batch."""
-    alone = Case(f"single m{micro} {precision}", 1, {"strategy": "single", "micro_batch": micro}, precision)
+    """One process, and every layout.
+
+    Args:
+        layouts: by name.
+        precision: of all.
+        micro: rows of a micro-batch.
+        largest: the run on one process with the largest micro-batch, if this is not that one.
+        whole: rows of a global batch of which every layout makes one micro-batch per process; 0 for `micro`.
+        together: whether batch statistics are those of all processes.
+    """
+    rows = whole or micro
+    alone = Case(f"single m{rows} {precision}", 1, {"strategy": "single", "micro_batch": rows}, precision)
     if largest is None:
         yield alone
         yield replace(alone, name=_name(alone, "perturbed"), perturbed=EPSILON[precision])
     else:
         yield replace(alone, reference=largest.name, other_micro_batch=True)
     for layout, (world, keys) in layouts.items():
-        yield Case(f"{layout} m{micro} {precision}", world, {**keys, "micro_batch": micro}, precision, alone.name)
+        rows = whole // world or micro
+        plain = Case(f"{layout} m{rows} {precision}", world, {**keys, "micro_batch": rows}, precision, alone.name)
+        yield replace(plain, synchronised=together and not whole)
 
 
 def _varied(kind: Variation, plain: Case, alone: Case, proof: Proof, implementation: str) -> Iterator[Case]:

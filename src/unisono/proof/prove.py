@@ -165,6 +165,11 @@ def _nothing_to_compare(case: Case, mine: Trace, reference: Trace, first: Trace)
             "what the model computes for a row depends on the rows beside it in its micro-batch (batch statistics, "
             "experts with a capacity), so other micro-batches are another computation"
         )
+    if case.synchronised and first.facts.neighbours:
+        return (
+            "batch statistics are those of the rows that processes compute at the same time, and with several "
+            "micro-batches per process no run on one process has these rows together (layout.sync_batch_norm)"
+        )
     if case.other_micro_batch and mine.facts.random:
         return "the forward pass draws random numbers, which belong to the micro-batch"
     return ""

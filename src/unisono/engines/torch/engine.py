@@ -27,6 +27,7 @@ from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
+from unisono.engines.torch.batch_norm import BatchStatistics
 from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
@@ -71,6 +72,7 @@ class TorchEngine:
         self.profiler: base.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
         self._names: Names | None = None
+        self._statistics: BatchStatistics | None = None
         self.random = False
         self._steps_made = 0
         self._looked = False
@@ -138,9 +140,14 @@ class TorchEngine:
         precision.to_master(model, self._precision)
         model.train()
         guards.begins_alike(self.group, model)
-        # What a batch norm computes depends on the rows beside a row, as dropout's draws do.
-        self.random = any(isinstance(module, _BatchNorm) for module in model.modules())
-        self._buffers = Buffers(model, self._place)
+        if self._layout.sync_batch_norm:
+            self._statistics = BatchStatistics(model, self._place.world_size)
+            self._statistics.tell(self._split.passes)
+        synchronised = self._statistics.layers if self._statistics else frozenset[str]()
+        # What a batch norm computes depends on the rows beside a row, as dropout's draws do. Which these are with
+        # synchronised ones, the configuration says.
+        self.random = not synchronised and any(isinstance(module, _BatchNorm) for module in model.modules())
+        self._buffers = Buffers(model, self._place, synchronised)
         return model
 
     def _warm_up(self, first: MicroBatch, context: Context) -> list[str]:
@@ -249,7 +256,7 @@ class TorchEngine:
         self._begin(passes_left=len(batches))
         for micro, batch in self._transfer.ahead(batches):
             last = micro is batches[-1]
-            undone = self._buffers.restored() if micro.idle else nullcontext()
+            undone = self._buffers.restored_but_shared() if micro.idle else nullcontext()
             with wrap.synchronising(self._wrapped, self._layout, last), undone:
                 seed = self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales, batch)
@@ -328,6 +335,8 @@ class TorchEngine:
         context = self._with_carry(context, micro, batch)
         if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
+        if self._statistics:
+            self._statistics.idle = micro.idle
         with self.profiler.part("forward"), precision.casting(self._precision, self._device):
             return self._wrapped(batch, context, scales)
 
@@ -471,7 +480,7 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
-        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers"
+        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers _statistics"
         for name in parts.split():
             self.__dict__.pop(name, None)
         gc.collect()
