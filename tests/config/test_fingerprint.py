@@ -191,6 +191,13 @@ def test_the_micro_batch_makes_another_run_where_a_forward_pass_is_random(base: 
     assert fingerprint.changes(base, other, random=True) == {"layout.micro_batch": (4, 2)}
 
 
+def test_rows_that_draw_on_several_devices_make_another_run(base: RunConfig):
+    other = config("layout.strategy=dp", "layout.world_size=1")
+    strategy = base.layout.strategy
+    assert fingerprint.changes(base, other, random=False) == {}
+    assert fingerprint.changes(base, other, random=True) == {"layout.strategy": (strategy, "dp")}
+
+
 def test_two_layouts_of_one_run_have_one_digest(base: RunConfig):
     assert fingerprint.digest(base) == fingerprint.digest(config("layout.strategy=ddp", "layout.world_size=4"))
 

@@ -33,7 +33,7 @@ def test_a_layout_is_read(text: str, world: int, keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("text", ["ddp", "ddp:x", "hsdp:4", "tp:2", "ddp:2x2", ""])
 def test_what_is_no_layout_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2 or hsdp:2x2"):
+    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp"):
         layout_of(text)
 
 

@@ -52,6 +52,8 @@ def mathematics(config: RunConfig | dict[str, Any], random: bool) -> dict[str, A
     kept["recipe"] = task(values["recipe"])
     if random:
         kept["layout.micro_batch"] = values["layout.micro_batch"]
+        if values.get("layout.strategy") == "dp":  # every device draws for its own rows
+            kept["layout.strategy"] = "dp"
     if values.get("layout.sync_batch_norm"):  # else nothing, as in digests from before there was the key
         kept["layout.sync_batch_norm"] = True
     return kept

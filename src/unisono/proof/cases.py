@@ -16,13 +16,13 @@ from unisono.errors import ConfigError
 Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
 ]
-_LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)")
+_LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)|(dp)")
 
 
 class Proof(Settings):
     """The settings of a proof. On the command line they stand without a group: `layouts=[ddp:2]`."""
 
-    layouts: list[str] = Field(["ddp:2", "fsdp:2"], description="strategy:processes; hsdp:REPLICASxSHARDS")
+    layouts: list[str] = Field(["ddp:2", "fsdp:2"], description="strategy:processes; hsdp:REPLICASxSHARDS; dp")
     vary: list[Variation] = Field(["accumulate", "workers", "resume"], description="what else is varied")
     steps: Annotated[int, Field(ge=2)] = Field(3, description="updates; the batch of the last one is short")
     global_batch: PositiveInt = Field(8, description="rows per update")
@@ -102,14 +102,16 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8}
 
 
 def layout_of(text: str) -> tuple[int, dict[str, Any]]:
-    """Processes and layout of `ddp:2`, `fsdp:4`, `hsdp:2x2`.
+    """Processes and layout of `ddp:2`, `fsdp:4`, `hsdp:2x2`, and of `dp`, which is one process.
 
     Raises:
         ConfigError: if it is none of these.
     """
     found = _LAYOUT.fullmatch(text)
     if not found:
-        raise ConfigError(f"layouts: '{text}' is not a layout; write ddp:2, fsdp:2 or hsdp:2x2")
+        raise ConfigError(f"layouts: '{text}' is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp")
+    if found[6]:
+        return 1, {"strategy": "dp"}
     if found[3]:
         replicas, shards = int(found[4]), int(found[5])
         return replicas * shards, {"strategy": "hsdp", "shards": shards}
@@ -125,7 +127,7 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
     layouts = {name: layout_of(name) for name in proof.layouts}
     worlds = [world for world, _ in layouts.values()]
     for name, (world, _) in layouts.items():
-        if proof.global_batch % world or world < 2:
+        if name != "dp" and (proof.global_batch % world or world < 2):
             raise ConfigError(
                 f"layouts: '{name}' needs {world} processes, which must be at least 2 and divide global_batch="
                 f"{proof.global_batch}"
@@ -134,6 +136,8 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
         raise ConfigError(f"resume_every={proof.resume_every} interrupts no run of steps={proof.steps}")
     largest = proof.global_batch // max(worlds, default=1)
     together = config.layout.sync_batch_norm
+    if together and "dp" in layouts:
+        raise ConfigError("layouts: dp does not go with layout.sync_batch_norm=true; use ddp:2")
     if together and "ordered" in proof.vary:
         raise ConfigError("vary=[ordered]: not with layout.sync_batch_norm=true, whose sums have the processes' order")
     # Rows that are normalised together are more than one.
@@ -147,7 +151,7 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
         for micro in micros if every else micros[:1]:
             whole = proof.global_batch if together and micro == micros[0] else 0
             for case in _plain(layouts, precision, micro, references.get(micros[0]), whole, together):
-                if case.world_size == 1 and not case.perturbed:
+                if case.layout["strategy"] == "single" and not case.perturbed:
                     references[micro] = case
                 result.append(case)
                 if every and micro == micros[0] and case.world_size > 1:

@@ -89,6 +89,7 @@ class Facts:
         attention: whether it used one of torch's fused kernels for scaled dot product attention.
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
+        devices: how many each process computes on.
         steps: in order.
         evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
         evaluation_again: the same a second time.
@@ -107,6 +108,7 @@ class Facts:
     attention: bool = False
     unrepeatable: str = ""
     neighbours: bool = False
+    devices: int = 1
     steps: list[StepFacts] = field(default_factory=list)
     evaluation: list[dict[str, float]] = field(default_factory=list)
     evaluation_again: list[dict[str, float]] = field(default_factory=list)

@@ -106,7 +106,7 @@ class TorchEngine:
                     self._lay_out()
                     self._warm_up(batches[0], context)
         updates = optimizers.told(self._config.optim, self._optimizer, model)
-        return Facts(size, name_of(self._device), self._kernels, tuple(updates))
+        return Facts(size, name_of(self._device), self._kernels, tuple(updates), self.devices)
 
     def _find_unused(self) -> None:
         """From now on, see which parameters a step uses."""
@@ -215,7 +215,7 @@ class TorchEngine:
                     "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
                     fault="Parameters are left out",
                 )
-            whole = self._layout.strategy in ("single", "ddp")  # else a rank has its shards of the gradient
+            whole = self._layout.strategy not in ("fsdp", "hsdp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
             alive = None
@@ -486,6 +486,11 @@ class TorchEngine:
         gc.collect()
 
     # small things -----------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> int:
+        """How many this process computes on."""
+        return len(self._wrapped.device_ids) if isinstance(self._wrapped, nn.DataParallel) else 1
 
     def _named(self) -> dict[str, Tensor]:
         kept = self._adapter.kept(tensors.of_model(self._step.model))
