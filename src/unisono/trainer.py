@@ -212,7 +212,8 @@ class Training:
     def _introduce(self) -> None:
         """Say what is about to be trained, on what."""
         facts, layout, split = self._facts, self._config.layout, self._split
-        where = f"{self._place.world_size} × {facts.device}, {layout.strategy}, {self._config.train.precision}"
+        devices = self._place.world_size * facts.devices
+        where = f"{devices} × {facts.device}, {layout.strategy}, {self._config.train.precision}"
         batch = f"{split.global_batch} = {split.world_size} × {split.passes} × {split.micro_batch} rows"
         name = self._config.recipe.rpartition(":")[2]
         self.record.say(
@@ -238,7 +239,8 @@ class Training:
         peak = peak_flops(self._facts.device, self._config.train.precision)
         # A frozen matrix gets no gradient, so with adapters there are fewer than the task counts.
         flops = 0.0 if self._config.adapter else result.work.get("flops", 0.0)
-        mfu = flops / seconds / (peak * self._place.world_size) if peak and flops else None
+        devices = self._place.world_size * self._facts.devices
+        mfu = flops / seconds / (peak * devices) if peak and flops else None
         return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds)
 
     def _close(self) -> None:

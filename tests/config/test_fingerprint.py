@@ -68,6 +68,7 @@ MATHEMATICS = {
     "train.global_batch": "64",
     "train.clip_norm": "null",
     "train.precision": "bf16",
+    "layout.sync_batch_norm": "true",
     "data.on_error": "mask",
     "data.shuffle": "none",
     "data.window": "3",
@@ -188,6 +189,13 @@ def test_another_task_makes_another_run(base: RunConfig, recipe: str):
 def test_the_micro_batch_makes_another_run_where_a_forward_pass_is_random(base: RunConfig):
     other = config("layout.micro_batch=2")
     assert fingerprint.changes(base, other, random=True) == {"layout.micro_batch": (4, 2)}
+
+
+def test_rows_that_draw_on_several_devices_make_another_run(base: RunConfig):
+    other = config("layout.strategy=dp", "layout.world_size=1")
+    strategy = base.layout.strategy
+    assert fingerprint.changes(base, other, random=False) == {}
+    assert fingerprint.changes(base, other, random=True) == {"layout.strategy": (strategy, "dp")}
 
 
 def test_two_layouts_of_one_run_have_one_digest(base: RunConfig):

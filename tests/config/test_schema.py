@@ -47,6 +47,17 @@ def test_a_resume_that_must_happen_needs_the_name_of_the_run():
     ("values", "told"),
     [
         ({"strategy": "single", "world_size": 2}, "layout.strategy=single is one process, but layout.world_size=2"),
+        (
+            {"strategy": "dp", "world_size": 2},
+            "all devices of its host, but layout.world_size=2; use ddp, fsdp or hsdp",
+        ),
+        ({"strategy": "dp", "compile": True}, "layout.compile=true does not go with layout.strategy=dp"),
+        (
+            {"strategy": "dp", "sync_batch_norm": True},
+            "layout.sync_batch_norm=true does not go with layout.strategy=dp",
+        ),
+        ({"strategy": "dp", "reduction": "ordered"}, "layout.reduction=ordered works with single and ddp, not with dp"),
+        ({"sync_batch_norm": True, "reduction": "ordered"}, "adds up batch statistics process by process"),
         ({"strategy": "fsdp", "shards": 2}, "layout.shards belongs to layout.strategy=hsdp, but the strategy is fsdp"),
         ({"shards": 2}, "layout.shards belongs to layout.strategy=hsdp, but the strategy is auto"),
         (

@@ -340,6 +340,30 @@ def test_the_newest_checkpoint_says_whether_a_forward_pass_is_random():
     assert folder.check(config("layout.micro_batch=8")).layout.micro_batch == 8
 
 
+SYNC = ("train.global_batch=16", "layout.sync_batch_norm=true")
+
+
+def test_a_run_with_common_statistics_of_the_whole_batch_may_go_on_on_other_processes():
+    checkpoint(make(*SYNC, "layout.world_size=2", "layout.micro_batch=8"))
+    assert folder.check(config(*SYNC, "layout.world_size=4")).layout.micro_batch is None
+    assert folder.check(config(*SYNC, "layout.world_size=4", "layout.micro_batch=4")).layout.micro_batch == 4
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 4), (1, 8)])
+def test_a_run_that_would_normalise_other_rows_together_is_refused(world_size: int, micro_batch: int):
+    checkpoint(make(*SYNC, "layout.world_size=2", "layout.micro_batch=8"))
+    other = (*SYNC, f"layout.world_size={world_size}", f"layout.micro_batch={micro_batch}")
+    told = refusal(config(*other))
+    assert f"the whole global batch there, {micro_batch} of each of {world_size} processes here" in told
+    allowed = config(*other, "run.allow_change=[layout.micro_batch]")
+    assert folder.check(allowed).layout.micro_batch == micro_batch
+
+
+def test_a_run_that_synchronises_its_statistics_from_now_on_is_another_run():
+    checkpoint(make("train.global_batch=16", "layout.micro_batch=16"))
+    assert "layout.sync_batch_norm: False there, True here" in refusal(config(*SYNC))
+
+
 # data ---------------------------------------------------------------------------------------------------------------
 
 

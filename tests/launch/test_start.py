@@ -116,6 +116,31 @@ def test_a_strategy_that_was_asked_for_is_kept(host: Any):
     assert layout("layout.strategy=fsdp", "layout.world_size=2") == (2, "fsdp", "cpu")
 
 
+def test_one_process_takes_all_accelerators_where_rows_are_shared_out_among_devices(host: Any):
+    host("cuda", 4)
+    assert layout("layout.strategy=dp") == (1, "dp", "cuda")
+    host("cpu", 0)
+    assert layout("layout.strategy=dp") == (1, "dp", "cpu")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_one_process_with_all_devices_is_refused_where_a_launcher_has_started_several(host: Any, launcher: str):
+    host("cuda", 4)
+    told = refusal("layout.strategy=dp", place=Place(0, 4, 0, 4, launcher))
+    assert told.startswith(
+        f"layout.strategy=dp is one process with all devices of its host, but {launcher} has started 4"
+    )
+    assert layout("layout.strategy=dp", place=Place(0, 1, 0, 1, launcher)) == (1, "dp", "cuda")
+
+
+def test_one_process_with_all_devices_says_where_there_is_only_one(capsys: pytest.CaptureFixture[str]):
+    made = unisono.train(LinearTask, {**SHORT, "layout.strategy": "dp", "layout.device": "cpu", "run.name": "dp"})
+    assert "layout.strategy=dp shares rows among several devices" in capsys.readouterr().err
+    alone = unisono.train(LinearTask, {**SHORT, "layout.strategy": "single", "layout.device": "cpu", "run.name": "one"})
+    assert "shares rows" not in capsys.readouterr().err
+    assert made.loss == alone.loss
+
+
 def test_an_ordered_reduction_runs_on_one_thread_per_process(host: Any):
     host("cpu", 0)
     assert start.concrete(config("layout.reduction=ordered"), None).layout.threads == 1

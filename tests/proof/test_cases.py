@@ -33,7 +33,7 @@ def test_a_layout_is_read(text: str, world: int, keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("text", ["ddp", "ddp:x", "hsdp:4", "tp:2", "ddp:2x2", ""])
 def test_what_is_no_layout_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2 or hsdp:2x2"):
+    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp"):
         layout_of(text)
 
 
@@ -95,6 +95,28 @@ def test_the_micro_batch_is_one_row_where_accumulation_is_varied() -> None:
     assert {case.micro_batch for case in made().values()} == {4, 1}
     assert {case.micro_batch for case in made(vary=[]).values()} == {4}
     assert {case.micro_batch for case in made(layouts=["ddp:4", "ddp:2"], vary=[]).values()} == {2}
+
+
+def synchronised(**settings: Any) -> dict[str, Case]:
+    config = configuration(layout={"sync_batch_norm": True})
+    return {case.name: case for case in cases(Proof.model_validate(settings), config)}
+
+
+def test_with_common_batch_statistics_every_layout_is_compared_with_the_whole_batch_on_one_process() -> None:
+    every = synchronised(layouts=["ddp:2", "fsdp:4"])
+    for name, micro in (("ddp:2 m4 fp64", 4), ("fsdp:4 m2 fp64", 2)):
+        assert (every[name].micro_batch, every[name].reference, every[name].synchronised) == (
+            micro, "single m8 fp64", False,
+        )  # fmt: skip
+    parts = [case for case in every.values() if case.synchronised]
+    assert {case.name for case in parts} == {"ddp:2 m1 fp64", "fsdp:4 m1 fp64"}
+    assert "ddp:2 m2 fp64" in synchronised(layouts=["ddp:2"]), "a row alone has no variance"
+    assert not any(case.synchronised for case in made().values())
+
+
+def test_an_order_that_no_layout_changes_is_not_asked_of_common_batch_statistics() -> None:
+    with pytest.raises(ConfigError, match=r"not with layout\.sync_batch_norm=true"):
+        synchronised(vary=["ordered"])
 
 
 def test_the_last_batch_is_short_and_the_others_are_full() -> None:

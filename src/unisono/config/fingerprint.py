@@ -52,7 +52,25 @@ def mathematics(config: RunConfig | dict[str, Any], random: bool) -> dict[str, A
     kept["recipe"] = task(values["recipe"])
     if random:
         kept["layout.micro_batch"] = values["layout.micro_batch"]
+        if values.get("layout.strategy") == "dp":  # every device draws for its own rows
+            kept["layout.strategy"] = "dp"
+    if values.get("layout.sync_batch_norm"):  # else nothing, as in digests from before there was the key
+        kept["layout.sync_batch_norm"] = True
     return kept
+
+
+def normalised_together(config: RunConfig) -> tuple[int, int] | None:
+    """Which rows have common batch statistics where those are synchronised; part of the mathematics of a run under way.
+
+    Returns:
+        Processes and rows of a micro-batch. None where it is always the same: the whole global batch, or where each
+        process has statistics of its own micro-batches.
+    """
+    layout = config.layout
+    if not layout.sync_batch_norm or layout.micro_batch is None or layout.world_size == "auto":
+        return None
+    whole = layout.world_size * layout.micro_batch == config.train.global_batch
+    return None if whole else (layout.world_size, layout.micro_batch)
 
 
 def changes(
@@ -60,9 +78,9 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
     """Mathematical keys whose value is not the same, with the old and the new value."""
     before, after = mathematics(old, random), mathematics(new, random)
-    return {
-        key: (before.get(key), after.get(key)) for key in sorted({*before, *after}) if before.get(key) != after.get(key)
-    }
+    keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    there, here = ({**flat(plain(c) if isinstance(c, RunConfig) else c), **m} for c, m in ((old, before), (new, after)))
+    return {key: (there.get(key), here.get(key)) for key in keys}
 
 
 def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:

@@ -57,8 +57,8 @@ class Layout(Settings):
     """How the work is laid out over processes. Changes speed and memory, never the result."""
 
     engine: Literal["torch"] = "torch"
-    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = Field(
-        "auto", description="auto: single for one process, ddp for more"
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "dp"] = Field(
+        "auto", description="auto: single for one process, ddp for more; dp: one process with several devices"
     )
     world_size: PositiveInt | Literal["auto"] = Field(
         "auto",
@@ -73,6 +73,9 @@ class Layout(Settings):
     )
     device: str = Field(
         "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
+    )
+    sync_batch_norm: bool = Field(
+        False, description="batch normalisation by the rows of all processes, not by those of each for itself"
     )
     reduction: Literal["fast", "ordered"] = Field(
         "fast",
@@ -99,10 +102,18 @@ class Layout(Settings):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Layout:
         world = self.world_size
-        if self.strategy == "single" and world not in (1, "auto"):
+        if self.strategy in ("single", "dp") and world not in (1, "auto"):
+            what = "one process" if self.strategy == "single" else "one process with all devices of its host"
             raise ValueError(
-                f"layout.strategy=single is one process, but layout.world_size={world}; use ddp, fsdp or hsdp"
+                f"layout.strategy={self.strategy} is {what}, but layout.world_size={world}; use ddp, fsdp or hsdp"
             )
+        if self.strategy == "dp":
+            others = ("compile", "activation_checkpointing", "find_unused_parameters", "sync_batch_norm")
+            for name in (name for name in others if getattr(self, name)):
+                raise ValueError(
+                    f"layout.{name}={str(getattr(self, name)).lower()} does not go with layout.strategy=dp, which "
+                    "copies the model to every device in every pass; use ddp"
+                )
         if self.shards is not None and self.strategy != "hsdp":
             raise ValueError(f"layout.shards belongs to layout.strategy=hsdp, but the strategy is {self.strategy}")
         if self.shards is not None and isinstance(world, int) and world % self.shards:
@@ -113,6 +124,11 @@ class Layout(Settings):
         if self.reduction == "ordered" and self.strategy not in ("auto", "single", "ddp"):
             raise ValueError(
                 f"layout.reduction=ordered works with single and ddp, not with {self.strategy}; use reduction=fast"
+            )
+        if self.reduction == "ordered" and self.sync_batch_norm:
+            raise ValueError(
+                "layout.reduction=ordered adds in an order that no layout changes, but layout.sync_batch_norm=true "
+                "adds up batch statistics process by process; use reduction=fast"
             )
         if self.defer_reduction and self.strategy not in ("fsdp", "hsdp"):
             raise ValueError(
@@ -347,6 +363,10 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _nodes_share_the_processes(self) -> RunConfig:
         world, nodes = self.layout.world_size, self.launch.nodes
+        if nodes > 1 and self.layout.strategy == "dp":
+            raise ValueError(
+                f"layout.strategy=dp is one process with the devices of its host, but launch.nodes={nodes}; use ddp"
+            )
         if isinstance(world, int) and world % nodes:
             few, many = world // nodes * nodes, (world // nodes + 1) * nodes
             raise ValueError(

@@ -69,12 +69,14 @@ class Facts:
         device: what its maker calls it, e.g. `NVIDIA H200`, or `cpu`.
         kernels: which the task has chosen for it, by setting.
         updates: what the optimizer does to which parameters, a line per parameter group.
+        devices: how many each process computes on.
     """
 
     parameters: int
     device: str
     kernels: Mapping[str, str] = field(default_factory=dict)
     updates: tuple[str, ...] = ()
+    devices: int = 1
 
 
 class Engine(Protocol):

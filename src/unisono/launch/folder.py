@@ -75,7 +75,8 @@ def check(config: RunConfig) -> RunConfig:
         )
     old = resolve.read(folder / "config.yaml", moved=config.recipe)
     random = any(commit.read(path).state["random"] for path in newest)
-    if config.layout.micro_batch is None and (random or _divides(old.layout.micro_batch, config)):
+    whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
+    if config.layout.micro_batch is None and (random or (_divides(old.layout.micro_batch, config) and not whole)):
         config = config.model_copy(
             update={"layout": config.layout.model_copy(update={"micro_batch": old.layout.micro_batch})}
         )
@@ -89,6 +90,13 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder} already holds another run:\n{listed}\nChoose another run.name, or go on with these changes by "
             f"run.allow_change=[{','.join(changed)}]"
+        )
+    together = fingerprint.normalised_together(old), fingerprint.normalised_together(config)
+    if together[0] != together[1] and "layout.micro_batch" not in config.run.allow_change:
+        raise RunError(
+            f"{folder} already holds a run that normalises other rows together (layout.sync_batch_norm): "
+            f"{_told(together[0])} there, {_told(together[1])} here. Keep layout.world_size and layout.micro_batch, or "
+            "go on with this change by run.allow_change=[layout.micro_batch]"
         )
     return config
 
@@ -210,6 +218,10 @@ def _holder(path: Path) -> str:
 
 def _unwritable(folder: Path, error: OSError) -> RunError:
     return RunError(f"{folder} cannot be written: {error.strerror} ({error.filename}); choose another run.dir")
+
+
+def _told(together: tuple[int, int] | None) -> str:
+    return "the whole global batch" if together is None else f"{together[1]} of each of {together[0]} processes"
 
 
 def _divides(micro_batch: int | None, config: RunConfig) -> bool:

@@ -80,7 +80,8 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
     asked, config = config, concrete(config, place)
     if place is None or place.is_first:
         _warn_of_idle_accelerators(asked, config)
-    alone = config.layout.strategy == "single"
+        _warn_of_one_device(config)
+    alone = config.layout.strategy in ("single", "dp")
     if place is not None and place.launcher != "unisono" and not alone:
         return _as_launched(config, place, task, allow)
     if task is not None and not alone:
@@ -133,6 +134,12 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
     from unisono.engines.torch import devices
 
     layout = config.layout
+    alone = layout.strategy in ("single", "dp")
+    if place is not None and place.world_size > 1 and layout.strategy == "dp":
+        raise ConfigError(
+            f"layout.strategy=dp is one process with all devices of its host, but {place.launcher} has started "
+            f"{place.world_size} processes; start one, by hand, or use layout.strategy=ddp"
+        )
     if place is not None:
         world, here = place.world_size, place.local_world_size
         if config.launch.nodes > 1 and place.launcher != "unisono":
@@ -141,7 +148,7 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
                 "nodes there are: leave launch.nodes out, or start one plain process on each node"
             )
     elif layout.world_size == "auto":
-        here = max(1, devices.accelerators()[1]) if layout.device != "cpu" and layout.strategy != "single" else 1
+        here = max(1, devices.accelerators()[1]) if layout.device != "cpu" and not alone else 1
         world = here * config.launch.nodes
     else:
         world, here = layout.world_size, layout.world_size // config.launch.nodes
@@ -331,6 +338,19 @@ def _warn_of_idle_accelerators(asked: RunConfig, config: RunConfig) -> None:
             f"unisono: WARNING: this run ({run}) goes to the CPU, though this host has {count} × {kind}: there must be "
             f"one for each process, and it must have the precision. layout.device={kind} tells what is amiss; "
             "layout.device=cpu says that the CPU is meant",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_one_device(config: RunConfig) -> None:
+    from unisono.engines.torch import devices
+
+    kind, count = devices.accelerators()
+    if config.layout.strategy == "dp" and (config.layout.device == "cpu" or count < 2):
+        found = f"{count} × {kind}" if config.layout.device != "cpu" else "the CPU"
+        print(  # noqa: T201 - before there is a log
+            f"unisono: WARNING: layout.strategy=dp shares rows among several devices of one process, and this run has "
+            f"{found}: it is a run of layout.strategy=single",
             file=sys.stderr,
         )
 

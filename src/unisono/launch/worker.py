@@ -37,7 +37,7 @@ def join(config: RunConfig, place: Place) -> Group:
         import torch
 
         torch.set_num_threads(config.layout.threads)
-    if config.layout.strategy == "single":
+    if config.layout.strategy in ("single", "dp"):
         return Alone()
     from unisono.engines.torch import collective, devices
 

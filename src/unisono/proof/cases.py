@@ -16,13 +16,13 @@ from unisono.errors import ConfigError
 Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
 ]
-_LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)")
+_LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)|(dp)")
 
 
 class Proof(Settings):
     """The settings of a proof. On the command line they stand without a group: `layouts=[ddp:2]`."""
 
-    layouts: list[str] = Field(["ddp:2", "fsdp:2"], description="strategy:processes; hsdp:REPLICASxSHARDS")
+    layouts: list[str] = Field(["ddp:2", "fsdp:2"], description="strategy:processes; hsdp:REPLICASxSHARDS; dp")
     vary: list[Variation] = Field(["accumulate", "workers", "resume"], description="what else is varied")
     steps: Annotated[int, Field(ge=2)] = Field(3, description="updates; the batch of the last one is short")
     global_batch: PositiveInt = Field(8, description="rows per update")
@@ -67,6 +67,7 @@ class Case:
         perturbed: size of the relative change of the initial weights, to find out what rounding comes to.
         other_micro_batch: whether its micro-batches are not those of its reference, so that what is drawn or shared
             by the rows of one differs.
+        synchronised: whether rows of several processes share batch statistics, and are not the whole global batch.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Case:
     attention: str = ""
     perturbed: float = 0.0
     other_micro_batch: bool = False
+    synchronised: bool = False
 
     @property
     def micro_batch(self) -> int:
@@ -100,14 +102,16 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8}
 
 
 def layout_of(text: str) -> tuple[int, dict[str, Any]]:
-    """Processes and layout of `ddp:2`, `fsdp:4`, `hsdp:2x2`.
+    """Processes and layout of `ddp:2`, `fsdp:4`, `hsdp:2x2`, and of `dp`, which is one process.
 
     Raises:
         ConfigError: if it is none of these.
     """
     found = _LAYOUT.fullmatch(text)
     if not found:
-        raise ConfigError(f"layouts: '{text}' is not a layout; write ddp:2, fsdp:2 or hsdp:2x2")
+        raise ConfigError(f"layouts: '{text}' is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp")
+    if found[6]:
+        return 1, {"strategy": "dp"}
     if found[3]:
         replicas, shards = int(found[4]), int(found[5])
         return replicas * shards, {"strategy": "hsdp", "shards": shards}
@@ -123,7 +127,7 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
     layouts = {name: layout_of(name) for name in proof.layouts}
     worlds = [world for world, _ in layouts.values()]
     for name, (world, _) in layouts.items():
-        if proof.global_batch % world or world < 2:
+        if name != "dp" and (proof.global_batch % world or world < 2):
             raise ConfigError(
                 f"layouts: '{name}' needs {world} processes, which must be at least 2 and divide global_batch="
                 f"{proof.global_batch}"
@@ -131,15 +135,23 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
     if "resume" in proof.vary and not proof.stops:
         raise ConfigError(f"resume_every={proof.resume_every} interrupts no run of steps={proof.steps}")
     largest = proof.global_batch // max(worlds, default=1)
-    micros = sorted({largest, 1} if "accumulate" in proof.vary else {largest}, reverse=True)
+    together = config.layout.sync_batch_norm
+    if together and "dp" in layouts:
+        raise ConfigError("layouts: dp does not go with layout.sync_batch_norm=true; use ddp:2")
+    if together and "ordered" in proof.vary:
+        raise ConfigError("vary=[ordered]: not with layout.sync_batch_norm=true, whose sums have the processes' order")
+    # Rows that are normalised together are more than one.
+    least = next((n for n in range(2, largest) if largest % n == 0), 1) if together else 1
+    micros = sorted({largest, least} if "accumulate" in proof.vary else {largest}, reverse=True)
     wanted = dict.fromkeys(proof.precisions or ["fp64", "fp32", config.train.precision])
     result: list[Case] = []
     for number, precision in enumerate(wanted):
         every = number == 0 or proof.precisions is not None
         references: dict[int, Case] = {}
         for micro in micros if every else micros[:1]:
-            for case in _plain(layouts, precision, micro, references.get(micros[0])):
-                if case.world_size == 1 and not case.perturbed:
+            whole = proof.global_batch if together and micro == micros[0] else 0
+            for case in _plain(layouts, precision, micro, references.get(micros[0]), whole, together):
+                if case.layout["strategy"] == "single" and not case.perturbed:
                     references[micro] = case
                 result.append(case)
                 if every and micro == micros[0] and case.world_size > 1:
@@ -149,17 +161,34 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
 
 
 def _plain(
-    layouts: dict[str, tuple[int, dict[str, Any]]], precision: str, micro: int, largest: Case | None
+    layouts: dict[str, tuple[int, dict[str, Any]]],
+    precision: str,
+    micro: int,
+    largest: Case | None,
+    whole: int,
+    together: bool,
 ) -> Iterator[Case]:
-    """One process, and every layout; `largest` is the run on one process with the largest micro-batch."""
-    alone = Case(f"single m{micro} {precision}", 1, {"strategy": "single", "micro_batch": micro}, precision)
+    """One process, and every layout.
+
+    Args:
+        layouts: by name.
+        precision: of all.
+        micro: rows of a micro-batch.
+        largest: the run on one process with the largest micro-batch, if this is not that one.
+        whole: rows of a global batch of which every layout makes one micro-batch per process; 0 for `micro`.
+        together: whether batch statistics are those of all processes.
+    """
+    rows = whole or micro
+    alone = Case(f"single m{rows} {precision}", 1, {"strategy": "single", "micro_batch": rows}, precision)
     if largest is None:
         yield alone
         yield replace(alone, name=_name(alone, "perturbed"), perturbed=EPSILON[precision])
     else:
         yield replace(alone, reference=largest.name, other_micro_batch=True)
     for layout, (world, keys) in layouts.items():
-        yield Case(f"{layout} m{micro} {precision}", world, {**keys, "micro_batch": micro}, precision, alone.name)
+        rows = whole // world or micro
+        plain = Case(f"{layout} m{rows} {precision}", world, {**keys, "micro_batch": rows}, precision, alone.name)
+        yield replace(plain, synchronised=together and not whole)
 
 
 def _varied(kind: Variation, plain: Case, alone: Case, proof: Proof, implementation: str) -> Iterator[Case]:

@@ -313,6 +313,8 @@ def _command(config: RunConfig, words: Sequence[str]) -> str:
     if layout.strategy == "single":
         one_device = layout.device != "cpu" and devices.accelerators()[1] < 2
         proved = "" if one_device else "ddp:2"
+    elif layout.strategy == "dp":
+        proved = "dp"
     elif layout.strategy == "hsdp":
         assert layout.shards is not None
         proved = f"hsdp:{world // layout.shards}x{layout.shards}" if world % layout.shards == 0 else "hsdp:2x2"

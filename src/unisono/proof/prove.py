@@ -160,13 +160,34 @@ def _nothing_to_compare(case: Case, mine: Trace, reference: Trace, first: Trace)
             return f"it cannot be repeated: {facts.unrepeatable}"
     if case.attention and not first.facts.attention:
         return "the model uses none of torch's fused attention kernels, so there is no other to compare with"
+    if case.layout.get("strategy") == "dp" and (why := _nothing_shared_out(mine, first)):
+        return why
     if case.other_micro_batch and reference.facts.neighbours:
         return (
             "what the model computes for a row depends on the rows beside it in its micro-batch (batch statistics, "
             "experts with a capacity), so other micro-batches are another computation"
         )
+    if case.synchronised and first.facts.neighbours:
+        return (
+            "batch statistics are those of the rows that processes compute at the same time, and with several "
+            "micro-batches per process no run on one process has these rows together (layout.sync_batch_norm)"
+        )
     if case.other_micro_batch and mine.facts.random:
         return "the forward pass draws random numbers, which belong to the micro-batch"
+    return ""
+
+
+def _nothing_shared_out(mine: Trace, first: Trace) -> str:
+    """Why a run of one process on several devices cannot be compared, empty if it can."""
+    if mine.facts.devices < 2:
+        return "there are fewer than two accelerators here, so dp was a run on one device, with nothing to share out"
+    if mine.facts.random or first.facts.random:
+        return "the forward pass draws random numbers (dropout), and under dp every device draws for its own rows"
+    if first.facts.neighbours:
+        return (
+            "what the model computes for a row depends on the rows beside it (batch statistics, experts with a "
+            "capacity), and under dp these are those of the same device"
+        )
     return ""
 
 

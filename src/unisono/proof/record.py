@@ -237,7 +237,8 @@ class _Run:
         if self.first_samples not in (None, samples):
             facts.unrepeatable = "the first rows came out otherwise when they were read again"
         self.first_samples = samples
-        facts.kernels = dict(self.engine.setup(first, self.scalars(0)).kernels)
+        made = self.engine.setup(first, self.scalars(0))
+        facts.kernels, facts.devices = dict(made.kernels), made.devices
         self.watched = self.engine.watch(self.case)
         if self.place.world_size == 1:
             why, facts.neighbours = self.engine.look(first[0], self.scalars(0))

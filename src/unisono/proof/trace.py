@@ -90,6 +90,7 @@ class Facts:
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
         crosses: `rows` or `whole`, where the loss crosses samples.
+        devices: how many each process computes on.
         steps: in order.
         evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
         evaluation_again: the same a second time.
@@ -109,6 +110,7 @@ class Facts:
     unrepeatable: str = ""
     neighbours: bool = False
     crosses: str = ""
+    devices: int = 1
     steps: list[StepFacts] = field(default_factory=list)
     evaluation: list[dict[str, float]] = field(default_factory=list)
     evaluation_again: list[dict[str, float]] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -20,21 +20,27 @@ class Buffers:
 
     Running statistics of batch normalisation are those of the rows that a process computed. Such buffers are `local`:
     guards let them differ, evaluation takes those of the first process, and a checkpoint has the first process's as the
-    model's and everyone's beside them, so that as many processes can go on bit for bit.
+    model's and everyone's beside them, so that as many processes can go on bit for bit. Statistics that processes make
+    together are like any other buffer.
 
     Args:
         model: whose buffers they are, before it is wrapped.
         place: of this process.
+        synchronised: names of the layers whose statistics are those of all processes.
     """
 
-    def __init__(self, model: nn.Module, place: Place) -> None:
+    def __init__(self, model: nn.Module, place: Place, synchronised: Collection[str] = ()) -> None:
         self._model, self._place = model, place
+        together = [name for name in synchronised if _has_running_statistics(model.get_submodule(name))]
+        self._together = {f"{name}.{buffer}" for name in together for buffer, _ in _of(model, name)}
         layers = [name for name, module in model.named_modules() if _has_running_statistics(module)]
-        self.local = {f"{name}.{buffer}" for name in layers for buffer, _ in model.get_submodule(name).named_buffers()}
+        layers = [name for name in layers if name not in synchronised]
+        self.local = {f"{name}.{buffer}" for name in layers for buffer, _ in _of(model, name)}
         if layers and place.world_size > 1:
             log.warning(
                 "%d batch normalisation layers keep running statistics (first: %s). Each process updates its own from "
-                "its own micro-batches; those that are evaluated and saved are not those of a run on one process.",
+                "its own micro-batches; those that are evaluated and saved are not those of a run on one process. With "
+                "layout.sync_batch_norm=true they are.",
                 len(layers),
                 layers[0],
             )
@@ -66,12 +72,28 @@ class Buffers:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put all of them back to what they were, after a pass that does not count."""
-        kept = [buffer.clone() for buffer in self._model.buffers()]
+        with self._put_back(lambda name: True):
+            yield
+
+    @contextmanager
+    def restored_but_shared(self) -> Iterator[None]:
+        """The same, after a pass whose own rows do not count, but for statistics of the rows of other processes."""
+        with self._put_back(lambda name: name not in self._together):
+            yield
+
+    @contextmanager
+    def _put_back(self, chosen: Callable[[str], bool]) -> Iterator[None]:
+        kept = {name: buffer.clone() for name, buffer in self._model.named_buffers() if chosen(name)}
         try:
             yield
         finally:
-            for buffer, value in zip(self._model.buffers(), kept, strict=True):
-                buffer.copy_(value)
+            for name, buffer in self._model.named_buffers():
+                if name in kept:
+                    buffer.copy_(kept[name])
+
+
+def _of(model: nn.Module, name: str) -> list[tuple[str, Tensor]]:
+    return list(model.get_submodule(name).named_buffers())
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

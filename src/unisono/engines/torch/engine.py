@@ -29,6 +29,7 @@ from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
+from unisono.engines.torch.batch_norm import BatchStatistics
 from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
@@ -79,6 +80,7 @@ class TorchEngine:
             cast = partial(precision.casting, self._precision, self._device)
             self._crossing = Crossing(task, place, group, ordered, self._randomness, self._here, cast)
         self._names: Names | None = None
+        self._statistics: BatchStatistics | None = None
         self.random = False
         self._steps_made = 0
         self._looked = False
@@ -112,7 +114,7 @@ class TorchEngine:
                     self._lay_out()
                     self._warm_up(batches, context)
         updates = optimizers.told(self._config.optim, self._optimizer, model)
-        return Facts(size, name_of(self._device), self._kernels, tuple(updates))
+        return Facts(size, name_of(self._device), self._kernels, tuple(updates), self.devices)
 
     def _find_unused(self) -> None:
         """From now on, see which parameters a step uses."""
@@ -146,9 +148,14 @@ class TorchEngine:
         precision.to_master(model, self._precision)
         model.train()
         guards.begins_alike(self.group, model)
-        # What a batch norm computes depends on the rows beside a row, as dropout's draws do.
-        self.random = any(isinstance(module, _BatchNorm) for module in model.modules())
-        self._buffers = Buffers(model, self._place)
+        if self._layout.sync_batch_norm:
+            self._statistics = BatchStatistics(model, self._place.world_size)
+            self._statistics.tell(self._split.passes)
+        synchronised = self._statistics.layers if self._statistics else frozenset[str]()
+        # What a batch norm computes depends on the rows beside a row, as dropout's draws do. Which these are with
+        # synchronised ones, the configuration says.
+        self.random = not synchronised and any(isinstance(module, _BatchNorm) for module in model.modules())
+        self._buffers = Buffers(model, self._place, synchronised)
         return model
 
     def _warm_up(self, batches: list[MicroBatch], context: Context) -> list[str]:
@@ -210,7 +217,7 @@ class TorchEngine:
                     "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
                     fault="Parameters are left out",
                 )
-            whole = self._layout.strategy in ("single", "ddp")  # else a rank has its shards of the gradient
+            whole = self._layout.strategy not in ("fsdp", "hsdp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
             alive = None
@@ -251,7 +258,7 @@ class TorchEngine:
         self._begin(passes_left=len(batches))
         for micro, batch in self._transfer.ahead(batches):
             last = micro is batches[-1]
-            undone = self._buffers.restored() if micro.idle else nullcontext()
+            undone = self._buffers.restored_but_shared() if micro.idle else nullcontext()
             with wrap.synchronising(self._wrapped, self._layout, last), undone:
                 seed = self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales, batch)
@@ -313,6 +320,8 @@ class TorchEngine:
         batch, context = self._here(micro, context, batch)
         if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
+        if self._statistics:
+            self._statistics.idle = micro.idle
         with self.profiler.part("forward"), precision.casting(self._precision, self._device):
             made = self._wrapped(batch, context, scales)
         return made if self._crossing is None or scales is None else self._crossing.driven(micro, made)
@@ -471,12 +480,17 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
-        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers _crossing"
+        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers _crossing _statistics"
         for name in parts.split():
             self.__dict__.pop(name, None)
         gc.collect()
 
     # small things -----------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> int:
+        """How many this process computes on."""
+        return len(self._wrapped.device_ids) if isinstance(self._wrapped, nn.DataParallel) else 1
 
     def _named(self) -> dict[str, Tensor]:
         kept = self._adapter.kept(tensors.of_model(self._step.model))

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from unisono.config.schema import Layout
+from unisono.engines.torch import data_parallel
 from unisono.engines.torch.precision import promoting
 from unisono.errors import ConfigError
 from unisono.task import Batch, Context, Loss, Task
@@ -125,6 +126,9 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
             find_unused_parameters=layout.find_unused_parameters,
             **_NO_BUFFERS,
         )
+    if layout.strategy == "dp" and len(devices := data_parallel.devices_of(device)) > 1:
+        crosses = getattr(step.task, "cross_sample", None) is not None
+        return data_parallel.DataParallel(step, crosses, precision, device, devices)
     return step
 
 
