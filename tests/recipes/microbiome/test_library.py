@@ -373,5 +373,8 @@ def test_facts_say_what_is_there_and_what_is_held_out(tmp_path: Path) -> None:
             "held_out": {"ill": 2, "well": 0},
         },
     }
+    unread = COUNTS * (np.arange(6) != 3)
+    unread[3, 0] = 1
+    assert open_library(study(tmp_path, unread)).facts()["taxa_without_reads"] == 1
     age = open_library(study(tmp_path, target="age", group="subject", held_out_groups=["u1"])).facts()["target"]
     assert age["held_out"] == {"mean": 31.25, "std": 0.25}

@@ -32,8 +32,11 @@ def test_every_format_gives_the_same(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "artifact.qza", "w") as archive:
         archive.writestr("1234/metadata.yaml", "type: DistanceMatrix\n")
         archive.writestr("1234/data/distance-matrix.tsv", (tmp_path / "lines.tsv").read_text())
+    with h5py.File(tmp_path / "fixed.h5", "w") as file:
+        file["order"], file["matrix"] = np.array(SAMPLES, dtype="S4"), HALF
+    np.savez(tmp_path / "bytes.npz", ids=np.array(SAMPLES, dtype="S4"), unweighted_unifrac=HALF)
     paths = sorted(path for path in tmp_path.iterdir())
-    assert len(paths) == 6
+    assert len(paths) == 8
     for path in paths:
         found = matrix(path)
         assert found.ids == (None if path.suffix == ".npy" else list(SAMPLES))

@@ -45,6 +45,7 @@ def test_comments_directives_byte_order_marks_and_short_lines_are_as_qiime_has_t
         ("id\t\tage\ns1\t3\t4\n", "column 2 of 3 has no name"),
         ("id\tage \ns1\t3\n", r"white space around the names of 1 of 2 columns \('age '\).*data\.white_space=strip"),
         ("id\tage\ns1\t3\ns1\t4\n", r"column 'id', has ids more than once: 1 of 2 rows \('s1'\)"),
+        ('id\tage\ns1\t"3\ns2\t4\n', "cannot be read as a table: unexpected end of data; is a quote left open"),
         ("id\tage\ns1 \t3\n", r"column 'id': white space around 1 of 1 values \('s1 '\)"),
         ("id\tage\ns1\t 3\n", r"column 'age': white space around 1 of 1 values \(' 3'\)"),
     ],
@@ -120,6 +121,12 @@ def test_classes_keep_the_numbers_they_are_given() -> None:
     [
         (["1", "x", "3"], {"kind": "regression"}, r"1 of 3 values \('x of s2'\) are no finite numbers.*classification"),
         (["1", "nan", "inf"], {"kind": "regression"}, r"2 of 3 values \('nan of s2', 'inf of s3'\)"),
+        (
+            ["1", "2 years", "3"],
+            {},
+            r"1 of 3 values \('2 years of s2'\) are no numbers, and the others are: say by .*kind",
+        ),
+        (["a", "b", "c"], {}, r"the classes of all 3 samples are different \('a', 'b', 'c'\)"),
         (["1", "inf", "3"], {}, r"1 of 3 values \('inf of s2'\)"),
         (["2.0", "2", "2"], {}, r"is '2\.0' in all 3 samples: there is nothing to predict"),
         (["a", "a", "a"], {}, r"is 'a' in all 3 samples"),

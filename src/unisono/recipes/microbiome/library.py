@@ -215,6 +215,8 @@ class Library:
             "reads_per_sample": _spread(depths),
             "taxa_per_sample": _spread(taxa),
         }
+        if unseen := len(self.taxa) - len(np.unique(self.counts.indices)):
+            told["taxa_without_reads"] = unseen
         if limit is not None and (cut := int((taxa > limit).sum())):
             told["samples_with_more_than_max_taxa"] = cut
         if self.config.group is not None:

@@ -217,7 +217,7 @@ def aligned(matrix: Matrix, samples: Sequence[str], rows: NDArray[np.int64]) -> 
 
 
 def _strings(ids: Any) -> list[str] | None:
-    return None if ids is None else [str(name) for name in ids]
+    return None if ids is None else [name.decode() if isinstance(name, bytes) else str(name) for name in ids]
 
 
 def _square(values: NDArray[np.float64]) -> NDArray[np.float64] | None:

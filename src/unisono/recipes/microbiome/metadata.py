@@ -100,12 +100,13 @@ def _lines(path: Path, key: str) -> list[tuple[int, list[str]]]:
         raise DataError(f"{path} ({key}) is not there; give a table of tab-separated values")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter="," if path.suffix.lower() == ".csv" else "\t")
+            separator = "," if path.suffix.lower() == ".csv" else "\t"
+            reader = csv.reader(file, delimiter=separator, strict=True)  # or an open quote would swallow lines
             lines = [(reader.line_num, line) for line in reader if any(line)]
     except UnicodeDecodeError as error:
         raise DataError(f"{path} ({key}) is not UTF-8 ({error}); save it as UTF-8") from error
     except csv.Error as error:
-        raise DataError(f"{path} ({key}) cannot be read as a table: {error}") from error
+        raise DataError(f"{path} ({key}) cannot be read as a table: {error}; is a quote left open?") from error
     return [
         (number, line)
         for place, (number, line) in enumerate(lines)
@@ -167,11 +168,7 @@ def target_of(
         DataError: for values that are no numbers in a regression, not finite, all the same, or of no known class.
     """
     if kind == "auto":
-        kind = (
-            "regression"
-            if classes is None and all(_number(value) is not None for value in values)
-            else "classification"
-        )
+        kind = "classification" if classes is not None else _kind_of(name, values, samples)
     if kind == "regression":
         numbers = [_number(value) for value in values]
         wrong = [
@@ -194,6 +191,11 @@ def target_of(
                 f"data.target={name}: {how_many(strange, len(values), 'values')} are none of data.classes "
                 f"({', '.join(known)}); add them, or leave data.classes out"
             )
+        if classes is None and len(known) == len(values) > 1:
+            raise DataError(
+                f"data.target={name}: the classes of all {len(values)} samples are different ({examples(values)}); "
+                "choose a column of classes"
+            )
         number_of = {name: number for number, name in enumerate(known)}
         found = np.array([number_of[value] for value in values], dtype=np.int64)
     if len(np.unique(found)) < 2 and (classes is None or len(classes) < 2):
@@ -202,6 +204,17 @@ def target_of(
             "another column"
         )
     return Target(name, kind, known, found)
+
+
+def _kind_of(name: str, values: Sequence[str], samples: Sequence[str]) -> Literal["regression", "classification"]:
+    """What a column seems to be; one typing error must not make classes of numbers, so a mixture is neither."""
+    words = [f"{v} of {s}" for v, s in zip(values, samples, strict=True) if _number(v) is None]
+    if 0 < len(words) < len(values):
+        raise DataError(
+            f"data.target={name}: {how_many(words, len(values), 'values')} are no numbers, and the others are: say by "
+            "data.target_kind whether it is a regression or a classification; what means none belongs into data.missing"
+        )
+    return "classification" if words else "regression"
 
 
 def _number(value: str) -> float | None:
