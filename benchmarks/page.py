@@ -14,10 +14,19 @@ def marks(name: str) -> tuple[str, str]:
 
 def put(name: str, text: str, page: str = "docs/benchmarks.md") -> None:
     """Replace what a benchmark found before."""
+    before, _, after = _parted(name, page)
+    (ROOT / page).write_text(f"{before}\n{text.strip()}\n{after}", encoding="utf-8")
+
+
+def found(name: str, page: str = "docs/benchmarks.md") -> str:
+    """What the page has of a benchmark."""
+    return _parted(name, page)[1]
+
+
+def _parted(name: str, page: str) -> tuple[str, str, str]:
     begin, end = marks(name)
-    path = ROOT / page
-    before, here, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, there, after = rest.partition(end)
+    before, here, rest = (ROOT / page).read_text(encoding="utf-8").partition(begin)
+    text, there, after = rest.partition(end)
     if not (here and there):
         raise SystemExit(f"{page} has no place for it: write {begin} and {end} where it belongs")
-    path.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8")
+    return before + here, text, there + after

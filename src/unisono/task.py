@@ -122,7 +122,8 @@ class Task(ABC):
     cross_sample: Literal["rows", "whole"] | None = None
     """Whether the loss looks across rows of the global batch. With "rows" it is given rows and `context.everyone`, and
     sums over pairs of one of its rows and any row. With "whole" it is given all rows, and sums over them; that is for
-    what no row has a share of. Every step then begins with a forward pass without gradients."""
+    what no row has a share of. Where a process has several micro-batches, a step then begins with a pass without
+    gradients."""
 
     capacity: int | None = None
     """Units that a packed row holds where `data.packing.length` is null; only for tasks that can be packed."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import packing
+from benchmarks import packing, page
 
 
 def test_the_page_has_every_way_at_both_sizes() -> None:
-    held = packing.PAGE.read_text().partition(packing.BEGIN)[2].partition(packing.END)[0]
+    held = page.found("packing")
     found, _ = packing.contenders(10)
     for name in (*found, "OLMo-core, InstancePacker", "TRL, _pack_bfd"):
         assert held.count(f"| {name} |") == 4, name  # two sets, two sizes
@@ -22,6 +23,14 @@ def test_lengths_have_the_median_and_the_mean_that_are_told() -> None:
     lengths = packing.lognormal(200_000)
     assert np.median(lengths) == pytest.approx(403, rel=0.01)
     assert lengths.mean() == pytest.approx(738, rel=0.01)
+
+
+def test_lengths_of_texts_are_those_of_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one short one\n\n" + "and a much longer document " * 50)
+    short, long = packing.of_texts(tmp_path / "texts").tolist()
+    assert 2 <= short < 20 < long
 
 
 def test_figures_are_those_of_what_was_packed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import peers
+from benchmarks import page, peers
 
 
 def test_the_page_has_every_contender() -> None:
-    held = peers.PAGE.read_text().partition(peers.BEGIN)[2].partition(peers.END)[0]
+    held = page.found("peers")
     for name in peers.CONTENDERS:
         assert held.count(f"| {name} |") == 2, name  # on one process and on two
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import sources
+from benchmarks import page, sources
 
 
 def test_the_page_has_every_reader_of_every_format() -> None:
-    held = sources.PAGE.read_text().partition(sources.BEGIN)[2].partition(sources.END)[0]
+    held = page.found("sources")
     for name in sources.FORMATS:
         for contender in sources.contenders(name):
             assert held.count(f"| {name} | {contender} |") == 1, (name, contender)

@@ -124,6 +124,46 @@ def test_a_loss_that_is_off_by_the_number_of_processes(tmp_path: Path, mine: flo
 # gradients ------------------------------------------------------------------------------------------------------------
 
 
+def of_terms(folder: Path, ours: dict[str, float], theirs: dict[str, float], crosses: str) -> str:
+    folder.mkdir(exist_ok=True)
+    mine, reference = trace(folder / "mine", EVEN, crosses=crosses), trace(folder / "one", [[8], [8]])
+    mine.facts.steps[0].terms, reference.facts.steps[0].terms = ours, theirs
+    found = diagnose.diagnose(mine, reference, [failed("loss", 1), failed("raw gradients", 1)], 2)
+    assert found is not None
+    return found.fault
+
+
+@pytest.mark.parametrize(
+    ("ours", "crosses", "fault"),
+    [
+        ({"pairs": 0.5, "own": 2.0}, "rows", "Pairs across processes are missing"),
+        ({"pairs": 0.5, "own": 2.0}, "whole", "Pairs across processes are missing"),
+        ({"pairs": 0.5, "own": 2.5}, "rows", "A mean of means"),
+        ({"pairs": 0.5, "own": 2.0}, "", "A mean of means"),
+    ],
+)
+def test_a_loss_across_samples_of_which_another_term_agrees(
+    tmp_path: Path, ours: dict[str, float], crosses: str, fault: str
+) -> None:
+    assert of_terms(tmp_path, ours, {"pairs": 1.0, "own": 2.0}, crosses) == fault
+
+
+@pytest.mark.parametrize(
+    ("size", "crosses", "fault"),
+    [
+        (6e-2, "rows", "Gathered rows carry no gradient"),
+        (3e-3, "rows", "Gradients are reduced in a lower precision"),
+        (6e-2, "whole", "Gradients are reduced in a lower precision"),
+        (6e-2, "", "Gradients are reduced in a lower precision"),
+    ],
+)
+def test_gradients_of_another_direction_where_the_loss_crosses_samples(
+    tmp_path: Path, size: float, crosses: str, fault: str
+) -> None:
+    first = failed("raw gradients", 1, size=size)
+    assert told(tmp_path, first, gradient=OTHER, crosses=crosses).fault == fault
+
+
 def test_gradients_that_differ_from_the_first_uneven_step_on_are_a_mean_of_means(tmp_path: Path) -> None:
     found = told(tmp_path, failed("raw gradients", 2), counts=UNEVEN, gradient=OTHER)
     assert found.fault == "A mean of means"

@@ -13,6 +13,7 @@ from unisono.proof.faults import REMEDIES, Diagnosis, named
 from unisono.proof.trace import Array, StepFacts, Trace
 
 _CLOSE = 1e-3
+_ROUNDED = 1e-2  # more than a tensor differs when it was rounded to bf16
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
 
 
@@ -180,12 +181,22 @@ def _loss(found: Pattern) -> Diagnosis:
         return named("The loss is scaled by N", told)
     if counts := _uneven(found):
         return named("A mean of means", f"steps with equally many rows on every rank agree, the one with {counts} not")
+    if found.mine.facts.crosses and (terms := _other_terms(found)):
+        told = f"outputs agree, and so does what rows have alone; {terms} does not, and the loss crosses samples"
+        return named("Pairs across processes are missing", told)
     if found.mine.facts.random and not from_outputs:
         return named(
             "Randomness depends on the rank",
             "rows and weights agree, the loss does not, and the model draws; without draws it would be a mean of means",
         )
     return named("A mean of means", "rows and weights agree, the loss does not: parts of other counts were averaged")
+
+
+def _other_terms(found: Pattern) -> str:
+    """The terms that differ, if there is only one, or another agrees: a wrong mean would not spare any."""
+    ours, theirs = found.step.terms, found.reference.facts.steps[found.number].terms
+    other = [name for name, value in theirs.items() if abs(ours.get(name, math.inf) - value) > _CLOSE * abs(value)]
+    return ", ".join(f"'{name}'" for name in other) if len(other) < max(2, len(theirs)) else ""
 
 
 def _uneven(found: Pattern) -> list[int]:
@@ -219,6 +230,9 @@ def _gradients(found: Pattern) -> Diagnosis:
         return named("Gradients are not synchronised", "all differ in direction, and after the update replicas do too")
     if counts := _uneven(found):
         return named("A mean of means", f"steps with equally many rows on every rank agree, the one with {counts} not")
+    if found.mine.facts.crosses == "rows" and found.worst.size > _ROUNDED and not found.failed("loss"):
+        told = "the loss crosses samples and agrees, the gradients differ in direction, tensor by tensor"
+        return named("Gathered rows carry no gradient", told)
     if found.worst.size < 1e-1 and not found.failed("loss"):
         told = f"all differ a little ({found.worst.size:.0e}), the loss does not"
         return named("Gradients are reduced in a lower precision", told)

@@ -102,6 +102,23 @@ def test_rows_are_given_with_everyone_and_with_their_place_among_them() -> None:
     assert len(mine.rows[-1]) == 5
 
 
+class Counting(Paired):
+    """Counts its forward passes in training."""
+
+    passes = 0
+
+    def outputs(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
+        self.passes += context.training
+        return super().outputs(model, batch, context)
+
+
+@pytest.mark.parametrize(("micro", "passes"), [(16, 1 + 3), (8, (2 + 1) + 3 * 4)])
+def test_a_process_with_one_micro_batch_makes_one_pass_a_step(micro: int, passes: int) -> None:
+    task = Counting(Paired.Config())
+    processes.alone(trace, task, config(micro=micro))
+    assert task.passes == passes, "with the warm-up's"
+
+
 def test_the_whole_is_given_all_rows_once_a_step_and_what_is_shared_of_them() -> None:
     seen.clear()
     mine = processes.alone(trace, Remembering(Paired.Config(loss="whole")), config(micro=4))
@@ -128,11 +145,12 @@ def test_the_pass_without_gradients_updates_no_buffer() -> None:
     assert tracked == 2 * (2 * 2 + 1), "of two views: two passes in each of two steps, and one in the last"
 
 
-def test_what_the_whole_loss_draws_does_not_make_the_micro_batch_part_of_the_mathematics() -> None:
+@pytest.mark.parametrize("micro", [8, 16])
+def test_what_the_whole_loss_draws_does_not_make_the_micro_batch_part_of_the_mathematics(micro: int) -> None:
     from tests.engines.torch.test_engine import started
 
     for task, drew in ((paired("whole"), False), (paired("whole", dropout=0.5), True), (paired("distance"), False)):
-        engine, steps = processes.alone(started, task, config(micro=8))
+        engine, steps = processes.alone(started, task, config(micro=micro))
         engine.step(next(iter(steps)), 0, {"lr": 0.01})
         engine.close()
         assert engine.random is drew

@@ -18,15 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.pairs import Paired
 from tests.tasks import LinearTask, TransformerTask
 from unisono import trainer
 from unisono.data import making
 from unisono.data.loader import Loader
 from unisono.data.order import Order
 from unisono.data.plan import StreamPlan, Taken
+from unisono.engines.torch import crossing, gradients, tensors, wrap
 from unisono.engines.torch import engine as engines
-from unisono.engines.torch import gradients, tensors, wrap
 from unisono.engines.torch.average import Average
+from unisono.engines.torch.crossing import Crossing
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.sums import Sums
@@ -59,6 +61,9 @@ TASKS: dict[str, Callable[[], Task]] = {
     "batch norm": Normed,
     "frozen": Frozen,
     "averaged": TransformerTask,
+    "pairs": Paired,
+    "contrast": lambda: Paired(Paired.Config(loss="contrast")),
+    "whole": lambda: Paired(Paired.Config(loss="whole")),
 }
 SETTINGS: dict[str, dict[str, Any]] = {"averaged": {"ema": {"decay": 0.9}}}  # of the configuration, by task
 
@@ -480,6 +485,71 @@ def average_of_one_rank() -> Iterator[None]:
 @fault("moving average of one rank's shards", "The moving average drifts", task="averaged", strategy="fsdp")
 def average_of_shards() -> Iterator[None]:
     with contextmanager(average_of_one_rank)():
+        yield
+
+
+# losses across samples ------------------------------------------------------------------------------------------------
+
+
+@fault("local pairs only", "Pairs across processes are missing", task="pairs")
+def local_pairs() -> Iterator[None]:
+    def of_this_rank(original: Any, self: Crossing, *arguments: Any) -> Any:
+        return replace(original(self, *arguments), first=0)
+
+    with (
+        mock.patch.object(crossing, "gathered", lambda own, rows: list(own)),
+        mock.patch.object(crossing, "summed", lambda vector, *_: vector),
+        wrapping(Crossing, "_gathered", of_this_rank),
+    ):
+        yield
+
+
+@fault("block-diagonal targets", "Pairs across processes are missing", task="pairs")
+def block_diagonal() -> Iterator[None]:
+    def weights(original: Any, self: Paired, here: torch.Tensor, rows: int) -> torch.Tensor:
+        return original(self, here, rows) * (torch.arange(rows) // 4 == here[:, None] // 4)  # of 8 rows, 4 on a rank
+
+    with wrapping(Paired, "weights", weights):
+        yield
+
+
+@fault("gather without a gradient", "Gathered rows carry no gradient", task="pairs")
+def detached_gather() -> Iterator[None]:
+    with mock.patch.object(crossing, "summed", lambda vector, *_: vector):
+        yield
+
+
+@fault("gather without a gradient, contrast", "Gathered rows carry no gradient", task="contrast")
+def detached_contrast() -> Iterator[None]:
+    with contextmanager(detached_gather)():
+        yield
+
+
+@fault("gradient of the gather × N", "All gradients are scaled by N", task="pairs")
+def gather_times_n() -> Iterator[None]:
+    with wrapping(crossing, "summed", lambda original, *arguments: original(*arguments) * 2):
+        yield
+
+
+@fault("the whole of one rank's rows", "Pairs across processes are missing", task="whole")
+def whole_of_a_rank() -> Iterator[None]:
+    def counted_everywhere(original: Any, self: Crossing, *arguments: Any) -> Any:
+        return replace(original(self, *arguments), first=0)
+
+    with (
+        mock.patch.object(crossing, "gathered", lambda own, rows: list(own)),
+        wrapping(Crossing, "_gathered", counted_everywhere),
+    ):
+        yield
+
+
+@fault("gradient of the whole added up over ranks", "All gradients are scaled by N", task="whole")
+def whole_added_up() -> Iterator[None]:
+    def whole(original: Any, self: Crossing, *arguments: Any) -> Any:
+        vector = original(self, *arguments)
+        return vector if vector is None else crossing.summed(vector, 2, False)
+
+    with wrapping(Crossing, "_whole", whole):
         yield
 
 

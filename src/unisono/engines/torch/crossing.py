@@ -3,13 +3,12 @@
 The loss is computed on outputs that are cut off from the model, so the rows of a whole global batch cost the memory of
 their outputs and not that of their activations. The gradients found there drive the backward pass of every micro-batch
 (gradient caching: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021). The
-price is a second forward pass.
+price of several micro-batches is a second forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.config.schema import RunConfig
 from unisono.data.loader import MicroBatch
-from unisono.engines.torch import wrap
+from unisono.engines.torch import precision, wrap
 from unisono.engines.torch.gradients import add_onto, additions
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.transfer import each, leaves
@@ -36,12 +36,11 @@ class Crossing:
 
     Args:
         task: whose loss crosses samples.
+        config: concrete.
         place: of this process.
         group: all processes.
-        ordered: add gradients up in an order that no layout changes.
         randomness: seeded for every loss.
         local: a micro-batch on the device, and the context with the carry of its rows.
-        casting: the context in which a loss is computed.
 
     Raises:
         ConfigError: for a way of crossing that there is not.
@@ -50,12 +49,11 @@ class Crossing:
     def __init__(
         self,
         task: Task,
+        config: RunConfig,
         place: Place,
         group: Group,
-        ordered: bool,
         randomness: Randomness,
         local: Local,
-        casting: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         name = type(task).__name__
         if task.cross_sample not in ("rows", "whole"):
@@ -66,8 +64,9 @@ class Crossing:
                 f"{name} carries state of rows from step to step, which its loss cannot give back with "
                 "cross_sample='whole', since it is not given rows; use 'rows', or leave first_carry() out"
             )
-        self._task, self._place, self._group, self._ordered = task, place, group, ordered
-        self._randomness, self._local, self._casting = randomness, local, casting
+        self._task, self._place, self._group = task, place, group
+        self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
+        self._randomness, self._local = randomness, local
         self._parts: list[_Part] = []
         self._settled: dict[int, _Part] = {}
         self._is_repeated = False
@@ -93,7 +92,8 @@ class Crossing:
         """
         parts, self._parts = self._parts, []
         every = self._gathered(parts, context.training)
-        vector = (self._whole if self._is_whole else self._by_rows)(parts, every, context, scales)
+        with self._randomness.kept():  # whether the model drew is asked after it
+            vector = (self._whole if self._is_whole else self._by_rows)(parts, every, context, scales)
         if context.training:
             self._deal_out(parts, every, vector)
         self._settled = {part.micro.number: part for part in parts}
@@ -209,7 +209,7 @@ class Crossing:
     ) -> tuple[Tensor, Loss]:
         address: tuple[int | str, ...] = ("loss", context.step) if context.training else ("eval", "loss")
         seed = self._randomness.begin(*address, *number)
-        with self._casting():
+        with precision.casting(self._precision, next(leaves(outputs))[1].device):
             total, loss = wrap.scaled(self._task, outputs, batch, context, scales)
         # What the whole loss draws does not depend on how the batch is cut.
         self.random |= bool(number) and context.training and self._randomness.drew(seed)

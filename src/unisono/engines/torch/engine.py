@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -73,11 +72,10 @@ class TorchEngine:
         self._recompilations = Recompilations()
         self.profiler: base.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
-        self._crossing: Crossing | None = None
-        if task.cross_sample is not None:
-            ordered = config.layout.reduction == "ordered"
-            cast = partial(precision.casting, self._precision, self._device)
-            self._crossing = Crossing(task, place, group, ordered, self._randomness, self._here, cast)
+        crosses = task.cross_sample is not None
+        self._crossing = Crossing(task, config, place, group, self._randomness, self._here) if crosses else None
+        # The only micro-batch of a process has its outputs, and their graph, when the loss across samples needs them.
+        self._looks_ahead = task.needs_totals or (crosses and split.passes > 1)
         self._names: Names | None = None
         self.random = False
         self._steps_made = 0
@@ -310,20 +308,21 @@ class TorchEngine:
     def _forward(
         self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor] | None, batch: Batch | None = None
     ) -> Any:
-        batch, context = self._here(micro, context, batch)
+        batch, own = self._here(micro, context, batch)
         if micro.idle and scales is not None:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
         with self.profiler.part("forward"), precision.casting(self._precision, self._device):
-            made = self._wrapped(batch, context, scales)
-        return made if self._crossing is None or scales is None else self._crossing.driven(micro, made)
+            made = self._wrapped(batch, own, scales)
+        if self._crossing is None or scales is None:
+            return made
+        if not self._looks_ahead:
+            self._crossing.take(micro, made, batch)
+            self._settle(context, scales)
+        return self._crossing.driven(micro, made)
 
     def _first_pass(self, batches: Sequence[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> Context:
-        """A pass without gradients, where the loss needs something of the whole global batch first.
-
-        Returns:
-            The context with the task's totals. A loss across samples is settled then.
-        """
-        if not (self._task.needs_totals or self._crossing):
+        """The context with the task's totals, from a pass without gradients. A loss across samples is settled then."""
+        if not self._looks_ahead:
             return context
 
         def part(micro: MicroBatch) -> Mapping[str, Tensor]:
@@ -340,9 +339,13 @@ class TorchEngine:
         wrap.shard_again(self._wrapped)
         context = replace(context, totals=totals)
         if self._crossing is not None:
-            self._crossing.settle(context, scales)
-            self.random |= self._crossing.random
+            self._settle(context, scales)
         return context
+
+    def _settle(self, context: Context, scales: Mapping[str, Tensor]) -> None:
+        assert self._crossing is not None
+        self._crossing.settle(context, scales)
+        self.random |= self._crossing.random
 
     def _refuse(
         self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor], result: StepResult
