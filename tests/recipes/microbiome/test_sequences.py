@@ -43,7 +43,7 @@ def test_a_compressed_or_absent_fasta_is_refused(tmp_path: Path) -> None:
 def test_lineages_are_aligned_to_the_taxa(tmp_path: Path) -> None:
     path = tmp_path / "t.tsv"
     path.write_text("Feature ID\tConfidence\tTaxon\nB\t1\tk__B\nA\t1\tk__A; p__x\nC\t1\t\n")
-    assert lineages(path, ["A", "B", "C", "D"]) == ["k__A; p__x", "k__B", "Unassigned", "Unassigned"]
+    assert lineages(path, ["B", "D", "A", "C"]) == ["k__B", "Unassigned", "k__A; p__x", "Unassigned"]
     path.write_text("taxon id\twhat it is\nA\tx\n")
     assert lineages(path, ["A"]) == ["x"]
 

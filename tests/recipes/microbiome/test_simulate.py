@@ -34,6 +34,15 @@ def test_it_is_a_study_with_everything(tmp_path: Path) -> None:
     assert library.counts.sum(axis=1).min() >= 280
 
 
+def test_the_share_is_that_of_the_first_clade(tmp_path: Path) -> None:
+    library = open_library(simulated(tmp_path, target="share"))
+    first = np.array([lineage.endswith("c__0") for lineage in library.taxonomy or []])
+    counts = library.counts.toarray()
+    assert library.target is not None
+    assert library.target.values.std() > 0.05
+    assert np.abs(counts[:, first].sum(1) / counts.sum(1) - library.target.values).max() < 1e-6
+
+
 def test_it_is_made_once_and_the_same_in_any_cache(tmp_path: Path) -> None:
     one = open_library(simulated(tmp_path / "a", target="share")).training()
     (folder,) = (tmp_path / "a" / "microbiome").glob("simulated-*")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A record: a sample with all its reads.
 
@@ -67,7 +67,7 @@ def open_library(config: Study | Simulated) -> Library:
     return Library.of(config)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Library:
     """Samples, aligned to each other. It pickles without the distances, which any process finds in the cache.
 

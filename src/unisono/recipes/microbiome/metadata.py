@@ -138,7 +138,7 @@ def _refuse_white_space(path: Path, key: str, column: str, values: list[str]) ->
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """What is to be predicted of each sample.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Reads per sample and taxon.
 
