@@ -51,6 +51,19 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
+# evaluation ---------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_tells_what_follows_from_its_moments(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    told = next(event for event in reversed(events) if "distance/sd_ratio" in event)
+    assert {"distance/correlation", "distance/bias", "target/r2", "faith_pd/r2", "nucleotides/accuracy"} <= told.keys()
+    assert not [name for name in told if name.endswith(("/product", "/predicted", "²"))]
+    assert cli.main(["evaluate", str(run)]) == 0
+    again = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    assert float(again["distance/sd_ratio"]) == pytest.approx(told["distance/sd_ratio"], abs=1e-5)
+
+
 # predictions ------------------------------------------------------------------------------------------------------
 
 

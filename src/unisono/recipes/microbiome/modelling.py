@@ -31,7 +31,9 @@ class Model(Settings):
     counts: Literal["none", "add", "concat", "film"] = Field(
         "add", description="how log(1 + count) joins the vector of a taxon"
     )
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.1, description="on the residual branches")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="on the residual branches; with task.weights.distance it moves distances, so 0 is best there"
+    )
     chunk: PositiveInt = Field(256, description="sequences that are encoded at the same time")
     recompute: bool = Field(
         True, description="chunks are computed again in the backward pass, so that memory does not grow with sequences"
