@@ -1,17 +1,20 @@
 """Which micro-batch fits a limit of memory: a line through a few measured peaks, and which size to measure next.
 
-Peaks grow linearly with the rows of a micro-batch, on top of what weights, gradients and optimizer take. Sizes are
-measured from the smallest upwards, each at most four times the one before, so that a line which is not yet known well
-is never followed far, and none is measured that is expected not to fit.
+Peaks grow linearly with the rows of a micro-batch, on top of what weights, gradients and optimizer take, and of few
+rows another part of a run may be the peak. Sizes are measured from the smallest upwards, and none that may not fit: so
+many times the rows take at most so many times the memory, and further than that a line is followed only once two of
+its pieces have the same slope.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MARGIN = 0.03  # of the limit, that is left free: peaks of equal steps differ by about 1 %
-_GROWTH = 4
+_GROWTH = 4  # at most, from one size to the next
+_ALIKE = 0.2  # of two slopes
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,18 @@ def to_measure(sizes: Sequence[int], peaks: Mapping[int, float], room: float, fa
     if peaks[largest] > room:  # between what fits and what does not
         wanted = [size for size in wanted if size < largest]
         return max(wanted, default=None)
-    near = [size for size in wanted if size <= _GROWTH * largest]
+    if failed < float("inf"):  # the line has promised too much
+        return wanted[len(wanted) // 2] if wanted else None
+    reach = min(_GROWTH, room / peaks[largest] if not _straight(peaks) else _GROWTH) * largest
+    near = [size for size in wanted if size <= reach] if len(peaks) > 1 else []
     return max(near, default=min(wanted, default=None))
+
+
+def _straight(peaks: Mapping[int, float]) -> bool:
+    """Whether the last three sizes lie on a line."""
+    sizes = sorted(peaks)[-3:]
+    slopes = [(peaks[b] - peaks[a]) / (b - a) for a, b in pairwise(sizes)]
+    return len(slopes) == 2 and min(slopes) > 0 and max(slopes) - min(slopes) <= _ALIKE * max(slopes)
 
 
 def largest(peaks: Mapping[int, float], room: float) -> int | None:

@@ -25,7 +25,7 @@ from unisono.files import cache_dir, write_whole
 from unisono.launch import code, folder, local, memory, probe
 from unisono.place import cores
 
-_STARTS = 4  # of processes: as often as that one may run out of memory
+_STARTS = 6  # of processes: as often as that one may run out of memory
 
 
 @dataclass(frozen=True)
