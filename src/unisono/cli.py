@@ -91,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
                 "configuration, the data, the versions, the device and the layout",
             )
         verb.set_defaults(run=run)
+    text = "find the largest micro-batch that fits the memory of every process"
+    verb = verbs.add_parser("autobatch", help=text, description=f"{text}; the global batch stays what it is")
+    verb.add_argument("recipe", metavar="RECIPE", help="as for train")
+    verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train; layout.max_memory_gb is a limit")
+    verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+    verb.set_defaults(run=_autobatch)
     text = "show, on your own model and data, that many processes compute what one computes"
     verb = verbs.add_parser("prove", help=text, description=text)
     verb.add_argument("recipe", metavar="RECIPE", help="as for train")
@@ -200,6 +206,17 @@ def _check(parsed: argparse.Namespace) -> int:
     for name, value in facts.items():
         print(f"  {name}: {value}")
     print(f"  run: {folder.path_of(config)}")
+    return 0
+
+
+def _autobatch(parsed: argparse.Namespace) -> int:
+    from unisono.launch import autobatch, start, worker
+
+    config = start.concrete(_load(parsed), None)
+    config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
+    start.preflight(worker.task_of(config), config)
+    found = autobatch.find(config)
+    print("\n".join(found.lines()))
     return 0
 
 

@@ -26,6 +26,7 @@ HARMLESS = {
     "layout.world_size": "4",
     "layout.shards": "2",
     "layout.micro_batch": "2",
+    "layout.max_memory_gb": "3",
     "layout.device": "cpu",
     "layout.reduction": "ordered",
     "layout.compile": "true",

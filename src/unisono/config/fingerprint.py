@@ -67,7 +67,7 @@ def normalised_together(config: RunConfig) -> tuple[int, int] | None:
         process has statistics of its own micro-batches.
     """
     layout = config.layout
-    if not layout.sync_batch_norm or layout.micro_batch is None or layout.world_size == "auto":
+    if not (layout.sync_batch_norm and isinstance(layout.micro_batch, int) and isinstance(layout.world_size, int)):
         return None
     whole = layout.world_size * layout.micro_batch == config.train.global_batch
     return None if whole else (layout.world_size, layout.micro_batch)

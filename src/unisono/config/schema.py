@@ -68,8 +68,13 @@ class Layout(Settings):
     shards: PositiveInt | None = Field(
         None, description="hsdp: processes that share one copy of the model; null: those of one node, of several"
     )
-    micro_batch: PositiveInt | None = Field(
-        None, description="rows in one forward pass; null: all rows of a process at once (kept when the run is resumed)"
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
+        None,
+        description="rows in one forward pass; null: all rows of a process at once; auto: as many as fit its memory "
+        "(kept when the run is resumed)",
+    )
+    max_memory_gb: Positive | None = Field(
+        None, description="memory of a process in GB, for micro_batch=auto; null: what device, cgroup or ulimit give it"
     )
     device: str = Field(
         "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"

@@ -26,11 +26,12 @@ class Split:
     micro_batch: int
 
     @classmethod
-    def of(cls, global_batch: int, world_size: int, micro_batch: int | None) -> Split:
+    def of(cls, global_batch: int, world_size: int, micro_batch: int | str | None) -> Split:
         """The split as asked, or an error that lists the numbers that can be asked for.
 
-        `micro_batch=None` gives each process its rows in one piece.
+        `micro_batch=None` gives each process its rows in one piece, and so does `auto` until it is a number.
         """
+        micro_batch = micro_batch if isinstance(micro_batch, int) else None
         if world_size > global_batch:
             raise ConfigError(
                 f"layout.world_size={world_size} is more than the {global_batch} rows of train.global_batch: some "

@@ -149,7 +149,7 @@ def _read(source: Any, row: int) -> str:
 def _fitting(config: RunConfig, world_size: int) -> int | None:
     """The run's micro-batch, if it has one that processes of this number can have."""
     micro_batch, share = config.layout.micro_batch, config.train.global_batch // world_size
-    return micro_batch if micro_batch is None or not share or share % micro_batch == 0 else None
+    return micro_batch if isinstance(micro_batch, int) and (not share or share % micro_batch == 0) else None
 
 
 def _cell(value: Any) -> str:

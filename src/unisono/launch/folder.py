@@ -76,7 +76,8 @@ def check(config: RunConfig) -> RunConfig:
     old = resolve.read(folder / "config.yaml", moved=config.recipe)
     random = any(commit.read(path).state["random"] for path in newest)
     whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
-    if config.layout.micro_batch is None and (random or (_divides(old.layout.micro_batch, config) and not whole)):
+    open_ = not isinstance(config.layout.micro_batch, int)
+    if open_ and (random or (_divides(old.layout.micro_batch, config) and not whole)):
         config = config.model_copy(
             update={"layout": config.layout.model_copy(update={"micro_batch": old.layout.micro_batch})}
         )
@@ -224,6 +225,8 @@ def _told(together: tuple[int, int] | None) -> str:
     return "the whole global batch" if together is None else f"{together[1]} of each of {together[0]} processes"
 
 
-def _divides(micro_batch: int | None, config: RunConfig) -> bool:
+def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
     world = config.layout.world_size
-    return micro_batch is not None and isinstance(world, int) and config.train.global_batch % (world * micro_batch) == 0
+    if not (isinstance(micro_batch, int) and isinstance(world, int)):
+        return False
+    return config.train.global_batch % (world * micro_batch) == 0

@@ -28,11 +28,16 @@ _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
 class WorkerError(UnisonoError):
-    """A fault of one process, told once for all of them."""
+    """A fault of one process, told once for all of them.
 
-    def __init__(self, text: str, code: int, fault: str = "") -> None:
+    Attributes:
+        memory: whether it ran out of memory, or was killed as one that does is.
+    """
+
+    def __init__(self, text: str, code: int, fault: str = "", memory: bool = False) -> None:
         super().__init__(text, fault)
         self.exit_code = code
+        self.memory = memory
 
 
 def launch(
@@ -170,13 +175,14 @@ def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
     if deaths and (not faults or faults[0]["kind"] == "DeadlineError"):
         rank, code = deaths[0]
-        return WorkerError(f"rank {rank} died without a message ({_death(code)}); see {logs}", 1)
+        return WorkerError(f"rank {rank} died without a message ({_death(code)}); see {logs}", 1, memory=code == -9)
     if not faults:
         return WorkerError(f"{error}; see {logs}", 1)
     fault = faults[0]
     if fault["text"].startswith("Traceback"):
         others = f" ({len(faults) - 1} other processes report a fault too; see {logs})" if len(faults) > 1 else ""
-        return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"])
+        memory = bool(fault.get("memory"))
+        return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"], memory=memory)
     ranks = ", ".join(map(str, sorted(silent)))
     stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")

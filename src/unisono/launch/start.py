@@ -312,6 +312,8 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
     config = folder.check(folder.named(config, job))
     if allow is not None:
         allow(config, None)
+    if config.layout.micro_batch == "auto":
+        config = _with_measured_micro_batch(config, task)
     facts, files = _examined(task, config)
     task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
@@ -368,6 +370,17 @@ def _refuse_state(task: Task, why: str) -> None:
             f"the {type(task).__name__} object has {', '.join(own)} besides its settings, but {why}, from its class "
             "and its settings alone. Make settings of what it needs, and a cached_property of what follows from them"
         )
+
+
+def _with_measured_micro_batch(config: RunConfig, task: Task) -> RunConfig:
+    """The configuration with the largest micro-batch that fits all processes."""
+    from unisono.launch import autobatch
+
+    _refuse_state(task, "the processes that measure memory make it anew")
+    place = environment.place()
+    found = autobatch.find(config, config.launch.nodes == 1 and (place is None or place.world_size == 1))
+    print("\n".join(found.lines()), flush=True)  # noqa: T201 - before there is a log
+    return autobatch.settled(config, found)
 
 
 def _with_micro_batch(config: RunConfig) -> RunConfig:
