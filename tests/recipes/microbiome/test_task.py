@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.recipes.microbiome.made import ALL, task
+from tests.runs import ADAMW, configuration, trace
 from unisono.errors import ConfigError
+from unisono.place import Alone, Place
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.task import Context, Everyone
 
@@ -149,6 +151,17 @@ def test_facts_and_assets_are_json(cache: Path, tmp_path: Path) -> None:
     assert told["shape"] == {"taxa": 24, "longest": made.shape.longest, "length": 17, "outputs": 1}
     assert told["taxa"] == made.library.taxa
     assert told["target"]["transform"]["kind"] == "zscore"
+
+
+def test_half_precision_trains_all_losses(cache: Path) -> None:
+    done = {}
+    for precision in ("fp32", "bf16"):
+        config = configuration(train={"steps": 2, "global_batch": 6, "precision": precision}, optim=ADAMW)
+        done[precision] = trace(Place(), Alone(), task(cache), config)
+    assert np.isfinite(done["bf16"].losses).all()
+    assert done["bf16"].losses[0] != done["fp32"].losses[0]
+    assert done["bf16"].losses == pytest.approx(done["fp32"].losses, rel=0.03)
+    assert all(np.any(gradient) for gradient in done["bf16"].gradients.values())
 
 
 def test_a_task_made_smaller_has_the_same_code_and_data(cache: Path) -> None:

@@ -17,6 +17,7 @@ from unisono.recipes.microbiome.model import Body, Network
 from unisono.recipes.microbiome.predict import Loaded, Predicted, Prediction, of_loaded, true_distances
 
 Array = NDArray[np.float64]
+_NAMED = 20  # groups in a legend
 
 
 def look(folder: Path, prediction: Prediction | None = None, changes: Mapping[str, Any] | None = None) -> list[Path]:
@@ -150,24 +151,29 @@ def _ordination(predicted: Predicted, truth: Array) -> Any:
         "PCoA of true distances": (found.samples.to_numpy()[:, :2], found.proportion_explained.to_numpy()[:2]),
         "PCA of embeddings": (left[:, :2] * values[:2], spread[:2]),
     }
-    colours, label = _colours(predicted)
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    values, names, label = _colours(predicted)
+    figure = Figure(figsize=(11, 5), layout="constrained")
     for axes, (title, (places, explained)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
-        drawn = axes.scatter(*places.T, c=colours, cmap="viridis" if label else "tab20", s=14)
+        for number, name in enumerate(names):
+            axes.scatter(*places[values == number].T, color=f"C{number % 10}", s=14, label=name)
+        if not names:
+            drawn = axes.scatter(*places.T, c=values, s=14)
         axes.set(title=title, xlabel=f"1 ({explained[0]:.0%})", ylabel=f"2 ({explained[1]:.0%})")
-    if label:
+    if not names:
         figure.colorbar(drawn, ax=figure.axes, label=label)
+    elif len(names) <= _NAMED:
+        figure.axes[-1].legend(title=label, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def _colours(predicted: Predicted) -> tuple[Array, str]:
-    """By the target where it is a number, else by the class or the group; and what it is, where it is a number."""
+def _colours(predicted: Predicted) -> tuple[Array, list[str], str]:
+    """The target, or the group, of each sample: values; their names, of which they are numbers; and what they are."""
     library = predicted.library
     if library.target is not None:
         values = np.asarray(library.target.values, dtype=np.float64)[predicted.numbers]
-        return values, "" if library.target.classes else library.target.name
-    _, numbers = np.unique(np.array(library.groups)[predicted.numbers], return_inverse=True)
-    return numbers.astype(np.float64), ""
+        return values, library.target.classes or [], library.target.name
+    names, numbers = np.unique(np.array(library.groups)[predicted.numbers], return_inverse=True)
+    return numbers.astype(np.float64), names.tolist(), library.config.group or "sample"
 
 
 def _target(predicted: Predicted) -> Any:
