@@ -72,6 +72,20 @@ class DeadlineError(UnisonoError):
     exit_code = 5
 
 
+class MemoryExhaustedError(UnisonoError):
+    """A step that ran out of memory before its update.
+
+    Attributes:
+        again: whether the same step can be made with smaller micro-batches: nothing but gradients was changed.
+    """
+
+    exit_code = 6
+
+    def __init__(self, text: str = "", again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
+
+
 def page(fault: str) -> str:
     """Where the docs explain a fault: GitHub makes the anchor of a heading so.
 

@@ -7,25 +7,28 @@ import logging
 import shlex
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import yaml
+
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
-from unisono.config.split import Split
+from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader, MicroBatch
 from unisono.data.plan import Plan
 from unisono.data.planning import facts_of, plan_of, source_of
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import CheckpointError, GuardError, RunError, page
+from unisono.errors import CheckpointError, GuardError, MemoryExhaustedError, RunError, page
 from unisono.evaluation.held_out import HeldOut
+from unisono.files import write_whole
 from unisono.observe import events, logs
 from unisono.observe.peaks import peak_flops
 from unisono.observe.profile import Profile
@@ -113,10 +116,16 @@ class Training:
         self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
         self._scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, place, self._split)
-        self._loader = Loader.of(task, source, self.plan, self._split, place, config, contents=writing)
+        self._task, self._source = task, source
+        self._loader = self._load()
         self._engine = engine_of(task, config, place, group, self._split)
         self._about = {**facts_of(source), **task.facts()}
         self.evaluated: dict[str, float] = {}
+
+    def _load(self) -> Loader:
+        return Loader.of(
+            self._task, self._source, self.plan, self._split, self._place, self._config, contents=self._writing
+        )
 
     def __enter__(self) -> Training:
         with ExitStack() as opened:
@@ -143,11 +152,20 @@ class Training:
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
         self._profile.between(self.first)
         watch = Stopwatch()
-        batches = engine.incoming(self._batches(watch))
+        made_ready = self._batches(watch, self.first)
+        batches = engine.incoming(made_ready)
         for step in range(self.first, total):
             with self._profile.step():
-                micro_batches = next(batches)
-                result = engine.step(micro_batches, step, self._scalars(step))
+                while True:
+                    micro_batches = next(batches)
+                    try:
+                        result = engine.step(micro_batches, step, self._scalars(step))
+                        break
+                    except MemoryExhaustedError as error:
+                        made_ready.close()
+                        self._cut_smaller(error)
+                    made_ready = self._batches(watch, step)
+                    batches = engine.incoming(made_ready)
             if self._ledger is not None:
                 self._ledger.step(step, micro_batches)
             made, last = step + 1, step + 1 == total
@@ -169,10 +187,43 @@ class Training:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
 
-    def _batches(self, watch: Stopwatch) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of every step that is left; waiting for them is watched, whoever asks for them and when."""
-        steps = self._loader.steps(self.first)
-        for _ in range(self.first, self.plan.steps):
+    def _cut_smaller(self, error: MemoryExhaustedError) -> None:
+        """Go on with the next smaller micro-batch after a step ran out of memory, or raise the error.
+
+        The step is made again as if it had never begun. With several processes it cannot be: some have reduced a part
+        of their gradients by then, and wait for the rest.
+        """
+        split, config = self._split, self._config
+        rows = split.passes * split.micro_batch
+        smaller = max((n for n in divisors(rows) if n < split.micro_batch), default=None)
+        if not error.again or smaller is None:
+            raise error
+        if self._engine.random and "layout.micro_batch" not in config.run.allow_change:
+            raise MemoryExhaustedError(
+                f"{error}. It was not made smaller by itself: the forward pass draws random numbers or normalises rows "
+                "together, so another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it"
+            )
+        layout = config.layout.model_copy(update={"micro_batch": smaller})
+        self._config = config.model_copy(update={"layout": layout})
+        self._split = Split.of(split.global_batch, split.world_size, smaller)
+        self._loader.close()
+        self._loader = self._load()
+        if self.held_out is not None:
+            self.held_out.close()
+            self.held_out = held_out_of(self._task, self._config, self._place, self._split)
+        self._engine.cut(self._split)
+        if self._writing:
+            frozen = self._folder / "config.yaml"
+            values = {**yaml.safe_load(frozen.read_text(encoding="utf-8")), "layout": layout.model_dump(mode="json")}
+            write_whole(frozen, yaml.safe_dump(values, sort_keys=False))
+        log.warning(
+            "out of memory with %d rows in a micro-batch; the step is made again with %d", split.micro_batch, smaller
+        )
+
+    def _batches(self, watch: Stopwatch, first: int) -> Generator[list[MicroBatch]]:
+        """The micro-batches of all steps from `first` on; waiting for them is watched, whoever asks and when."""
+        steps = self._loader.steps(first)
+        for _ in range(first, self.plan.steps):
             with watch.waiting(), self._engine.profiler.part("data"):
                 micro_batches = next(steps)
             yield micro_batches

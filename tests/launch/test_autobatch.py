@@ -15,6 +15,7 @@ import yaml
 
 from tests.launch import jobs
 from unisono.config import resolve
+from unisono.engines.torch.exhausted import ran_out
 from unisono.errors import ConfigError
 from unisono.launch import autobatch, memory
 
@@ -171,4 +172,4 @@ def test_the_peak_is_that_of_what_was_done_since_it_was_forgotten() -> None:
     ],
 )
 def test_an_error_about_memory_is_known(error: Exception, told: bool) -> None:
-    assert memory.ran_out(error) is told
+    assert ran_out(error) is told

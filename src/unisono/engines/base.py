@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.place import Group
 from unisono.state import Reader, Shard
@@ -107,7 +108,12 @@ class Engine(Protocol):
         Raises:
             NonFiniteError: on every rank, before the update, if the loss or the gradient is not finite.
             SpikeError: on every rank, if too many updates in a row would be left out.
+            MemoryExhaustedError: on a rank that ran out of memory before the update.
         """
+        ...
+
+    def cut(self, split: Split) -> None:
+        """Take micro-batches of another size from now on, between two steps, where rows have no state."""
         ...
 
     def evaluate(

@@ -186,7 +186,7 @@ def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
     ranks = ", ".join(map(str, sorted(silent)))
     stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
-    return WorkerError(text, fault["code"], fault["fault"])
+    return WorkerError(text, fault["code"], fault["fault"], memory=bool(fault.get("memory")))
 
 
 def _death(exitcode: int) -> str:

@@ -1,4 +1,4 @@
-"""How much memory a process may use, how much it has used, and what says that there is no more.
+"""How much memory a process may use, and how much it has used.
 
 On the CPU a process's peak is the resident set, as the kernel counts it; under a limit of the address space (`ulimit
 -v`) it is the address space. That can be asked on Linux only. An accelerator's peak is what torch's allocator reserved.
@@ -19,7 +19,6 @@ from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
-_CPU_FAULT = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory")
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,6 @@ def peak(kind: str) -> int:
     if kind == "device":
         return int(torch.accelerator.max_memory_reserved())
     return _status()["VmHWM" if kind == "resident" else "VmPeak"]
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_CPU_FAULT.search(str(error)))
 
 
 def _status(path: Path = Path("/proc/self/status")) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from unisono.config import fingerprint, resolve, secrets
 from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, NonFiniteError, RunError, UnisonoError
+from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError, RunError, UnisonoError
 from unisono.launch import environment
 from unisono.observe import logs
 from unisono.place import Alone, Group, Place
@@ -105,10 +105,10 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
         text = secrets.mask(str(error) if told else traceback.format_exc())
         code = error.exit_code if isinstance(error, UnisonoError) else 1
         if report is not None:
-            from unisono.launch import memory
+            from unisono.engines.torch.exhausted import ran_out
 
             told_as = {"kind": type(error).__name__, "text": text, "code": code, "fault": getattr(error, "fault", "")}
-            told_as["memory"] = memory.ran_out(error)
+            told_as["memory"] = isinstance(error, MemoryExhaustedError) or ran_out(error)
             report.write_text(json.dumps({"rank": place.rank, **told_as, "time": time.time()}), encoding="utf-8")
         elif place.is_first or not (told and _agreed(error)):
             print(f"unisono: error on rank {place.rank}: {text}", file=sys.stderr)

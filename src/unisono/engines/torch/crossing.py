@@ -123,6 +123,10 @@ class Crossing:
         self._is_repeated = True
         return total, part.loss
 
+    def forget(self) -> None:
+        """Let go of a step that was not finished."""
+        self._parts, self._settled = [], {}
+
     def not_finite(self, micro: MicroBatch) -> list[int]:
         """Rows of a settled micro-batch that have an output which is not finite."""
         part = self._settled[micro.number]

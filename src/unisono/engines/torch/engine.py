@@ -25,7 +25,7 @@ from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines import base
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import agreed, collective, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch import agreed, collective, exhausted, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
 from unisono.engines.torch.batch_norm import BatchStatistics
@@ -203,12 +203,7 @@ class TorchEngine:
         """One update; see `Engine.step`."""
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
             self._recompilations.settle()
-            with self.profiler.part("reduction"):
-                counts = self._count(batches)
-            scales = self._scales(counts)
-            context = self._first_pass(batches, Context(step, training=True, scalars=scalars), scales)
-            with unused.forgetting(self._step, self._layout, self._device):
-                sums = self._accumulate(batches, context, scales)
+            context, counts, scales, sums = self._passes(batches, step, scalars)
             if not wrap.every_gradient_came(self._wrapped):
                 raise ConfigError(
                     f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used, "
@@ -244,6 +239,39 @@ class TorchEngine:
             if sums.recompiled:
                 result = replace(result, recompiled=self._recompilations.tell(self.group, recompiled, step))
         return result
+
+    def _passes(
+        self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]
+    ) -> tuple[Context, dict[str, Tensor], dict[str, Tensor], Sums]:
+        """All of a step that comes before its update; only this may run out of memory and be made again."""
+        before, short = exhausted.versions(self._step.model), ""
+        try:
+            with self.profiler.part("reduction"):
+                counts = self._count(batches)
+            scales = self._scales(counts)
+            context = self._first_pass(batches, Context(step, training=True, scalars=scalars), scales)
+            with unused.forgetting(self._step, self._layout, self._device):
+                return context, counts, scales, self._accumulate(batches, context, scales)
+        except Exception as error:
+            if not exhausted.ran_out(error):
+                raise
+            short = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        # Here, since until now the error has held whatever the passes had made.
+        self._made_carry = []
+        if self._crossing:
+            self._crossing.forget()
+        self._optimizer.zero_grad(set_to_none=True)
+        exhausted.give_back(self._device)
+        whole = self._place.world_size == 1 and not self._carry and exhausted.versions(self._step.model) == before
+        raise exhausted.fault(self._place, step, self._split, short, again=whole)
+
+    def cut(self, split: Split) -> None:
+        """Make steps of other micro-batches from now on; see `Engine.cut`."""
+        self._split = split
+        self._carry = Carry(split, self._place.rank, self._device)
+        self._transfer.forget()
+        if self._ordered:
+            self._ordered = gradients.OrderedSum(self._trainable, split.passes, self._place.world_size)
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """See `Engine.incoming`."""

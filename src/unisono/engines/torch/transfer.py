@@ -152,6 +152,12 @@ class Transfer:
             with self._part("transfer"):
                 self._begin(batches[0])
 
+    def forget(self) -> None:
+        """Let go of what was begun to be copied, of steps that will not come."""
+        self._begun.clear()
+        self._used.clear()
+        self._coming = None
+
     def _begin(self, micro: MicroBatch) -> None:
         while self._used and self._finished(self._used[0]):
             self._used.popleft()
