@@ -148,10 +148,13 @@ def metric_learning(efficient: bool, rank: int) -> Way:
 
 
 def of_both_views() -> Any:
-    """pytorch-metric-learning's: each row of both views against all others of both, so four times the pairs."""
-    from pytorch_metric_learning.losses import NTXentLoss
+    """pytorch-metric-learning's: each row of both views against all others of both, so four times the pairs.
 
-    return NTXentLoss(temperature=TEMPERATURE)
+    Its `NTXentLoss` holds every positive pair against every negative one, which is B³; `SupConLoss` is the same here.
+    """
+    from pytorch_metric_learning.losses import SupConLoss
+
+    return SupConLoss(temperature=TEMPERATURE)
 
 
 def alone(name: str, way: str, rows: int) -> Way:
