@@ -197,7 +197,7 @@ def _check(parsed: argparse.Namespace) -> int:
 
     config = folder.check(folder.named(start.concrete(_load(parsed), None)))
     task = worker.task_of(config)
-    facts = start.preflight(task, config)
+    facts = start.preflight(task, config).facts
     facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
     layout = config.layout
     print(

@@ -278,7 +278,7 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
             return {"words": 61}
 
     told = start.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
-    assert start.preflight(Telling(), told) == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
+    assert start.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
 
 
 # train, from Python -------------------------------------------------------------------------------------------------

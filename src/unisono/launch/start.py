@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,13 +99,21 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
         return outcome(path)
 
 
-def preflight(task: Task, config: RunConfig) -> dict[str, Any]:
-    """Everything about numbers and data that can be refused before processes start; returns the task's facts."""
-    return _examined(task, config)[0]
+@dataclass(frozen=True)
+class Checked:
+    """What is known of a run's data before it starts.
+
+    Attributes:
+        facts: for the console and for the run's directory.
+        files: of each source that tells them.
+    """
+
+    facts: dict[str, Any]
+    files: dict[str, Any]
 
 
-def _examined(task: Task, config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `preflight`; returns the task's facts, and the files of its sources."""
+def preflight(task: Task, config: RunConfig) -> Checked:
+    """Refuse everything about numbers and data that can be refused before processes start."""
     from unisono import trainer
     from unisono.data.planning import facts_of, files_of, plan_of, source_of
     from unisono.engines.torch import adapter
@@ -122,7 +131,7 @@ def _examined(task: Task, config: RunConfig) -> tuple[dict[str, Any], dict[str, 
     ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
     rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
-    return secrets.hidden({**rows, **task.facts()}), secrets.hidden(files_of(source))
+    return Checked(secrets.hidden({**rows, **task.facts()}), secrets.hidden(files_of(source)))
 
 
 def concrete(config: RunConfig, place: Place | None) -> RunConfig:
@@ -275,7 +284,7 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
 
         def sees() -> dict[str, Any]:
             nodes.shared(path, token)
-            return preflight(task, config)  # with the files and caches of this host
+            return preflight(task, config).facts  # with the files and caches of this host
 
         told, token = all_nodes.everywhere(
             lambda: opens() if node.rank == 0 else None, "node 0 to check the run and prepare its data"
@@ -314,15 +323,15 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
         allow(config, None)
     if config.layout.micro_batch == "auto":
         config = _with_measured_micro_batch(config, task)
-    facts, files = _examined(task, config)
+    found = preflight(task, config)
     task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
-        allow(config, facts)
+        allow(config, found.facts)
     if new:
         config = folder.claim(config)
     with folder.held(folder.path_of(config)):
         config = folder.check(config)  # another start may have been here since
-        yield folder.make(_with_micro_batch(config), facts, task, files)
+        yield folder.make(_with_micro_batch(config), found.facts, task, found.files)
 
 
 def _job(place: Place | None) -> str | None:

@@ -45,7 +45,7 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
     every = cases(proof, config)
     layouts = {case.name: certificate.described(worker.configured(config, case, proof, None)) for case in every}
     digests, asked = code.digests(config.recipe), config
-    facts = start.preflight(_task(config), worker.configured(config, every[0], proof, None))
+    facts = start.preflight(_task(config), worker.configured(config, every[0], proof, None)).facts
     config, shrunk = _shrunk(config, proof)
     folder = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
     try:
