@@ -432,7 +432,7 @@ def _with_failures(place: Place, group: Group, folder: Path) -> dict[str, str]:
     save(1)
     failing("write on 1", 2, arrays, "write", 1, full)
     failing("write on 0", 2, arrays, "write", 0, full)
-    failing("flush on 1", 2, commit, "_flush", 1, full)
+    failing("flush on 1", 2, commit, "sync", 1, full)
     failing("sweep on 0", 2, shutil, "rmtree", 0, denied)
     failing("make on 0", 2, Path, "mkdir", 0, denied)
     failing("manifest on 0", 2, commit, "_write", 0, full)
