@@ -27,10 +27,6 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate()}
-
-
 def test_what_was_asked_for_comes_in_order_and_is_drawn_in_another_thread() -> None:
     drawn: list[str] = []
 
@@ -42,7 +38,7 @@ def test_what_was_asked_for_comes_in_order_and_is_drawn_in_another_thread() -> N
     with closing(Feed(requests(), done, lambda: 3)) as feed:
         assert [feed.next(5.0) for _ in range(100)] == list(range(100))
     assert set(drawn) == {"unisono-feed"}
-    assert "unisono-feed" not in threads()
+    assert not feed._thread.is_alive()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
@@ -100,4 +96,4 @@ def test_who_closes_it_cancels_what_was_not_begun() -> None:
     until(lambda: len(asked) == 3)
     feed.close()
     assert [future.cancelled() for future in asked] == [True] * 3
-    assert "unisono-feed" not in threads()
+    assert not feed._thread.is_alive()

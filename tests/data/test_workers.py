@@ -283,6 +283,18 @@ def test_a_process_that_ends_in_any_way_leaves_no_workers(act: str, sent: signal
     assert len(gone) == len(workers)
 
 
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_closed_loader_plans_no_more_though_its_steps_are_still_held(kind: str) -> None:
+    loader = Loader(Augmented(), np.arange(SIZE), made.plan(40.0), Split.of(BATCH, 1, 4), 0, worker_kind=kind)
+    held = loader.steps()
+    next(held)
+    feed = loader._feed
+    assert feed is not None
+    assert feed._thread.is_alive()
+    loader.close()
+    assert not feed._thread.is_alive()
+
+
 def test_a_task_of_a_script_is_found_in_worker_processes(tmp_path: Path) -> None:
     """The class is in `__main__`, whose guard is all that keeps a worker from starting the run again."""
     script = tmp_path / "train.py"

@@ -95,6 +95,7 @@ class Loader:
         self._largest = 0  # bytes of a micro-batch, as far as any was made
         self._masked, self._told, self._news = 0, -1, deque[str]()
         self._any: Request | None = None
+        self._feed: Feed[Request, MicroBatch] | None = None
         self._asked, self._asked_ahead, self._processes = workers, prefetch, processes
 
     @classmethod
@@ -118,6 +119,7 @@ class Loader:
         self.start()
         requests = self._requests(range(first, self._plan.steps))
         feed = Feed(requests, lambda request: self._workers.ask("make", request), lambda: self._ahead)
+        self._feed = feed
         try:
             for step in range(first, self._plan.steps):
                 batches: list[MicroBatch] = []
@@ -166,6 +168,9 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; what threads are busy with is finished first."""
+        if self._feed is not None:  # of steps that somebody may still hold
+            self._feed.close()
+            self._feed = None
         if "_workers" in vars(self):
             self._workers.close()
             del self._workers
