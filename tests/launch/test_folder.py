@@ -114,6 +114,13 @@ def test_a_run_is_described_with_its_mathematics_data_and_versions():
     assert {"unisono", "python", "torch", "numpy"} <= described["versions"].keys()
 
 
+def test_the_files_of_sources_are_kept_apart_from_what_trackers_are_given():
+    files = {"": [{"name": "a.npy", "rows": 3}]}
+    path = folder.make(config(), {"rows": 3}, tasks.LinearTask(), files)
+    assert json.loads((path / "files.json").read_text()) == files
+    assert "a.npy" not in (path / "fingerprint.json").read_text()
+
+
 def test_a_task_can_leave_its_assets_with_the_run():
     class Leaving(tasks.LinearTask):
         def save_assets(self, directory: Path) -> None:

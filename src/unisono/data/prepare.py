@@ -12,7 +12,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -39,7 +38,7 @@ from unisono.data.shards import (
 from unisono.data.shares import PLAN, Shard, Share, clean, difference, entry_of, merge, shards_of
 from unisono.data.sources import derived
 from unisono.errors import DataError
-from unisono.files import sync
+from unisono.files import sync, whole
 from unisono.place import cores
 
 SHARD_MB = 64.0  # of the source, per shard
@@ -264,18 +263,17 @@ def _make_all(maker: Maker, folder: Path, shards: list[Shard], workers: int, kin
 
 def _make(maker: Maker, folder: Path, shard: Shard, told: Told | None) -> dict[str, Any]:
     """Make one shard and the note beside it; each appears by one rename."""
-    temporary = folder / f"{shard.stem}.{platform.node()}-{os.getpid()}.writing"
     records = left_out = 0
     try:
-        with Writer(temporary, maker.column, maker.dtype) as writer:
-            for made in maker.make(shard.first, shard.last):
-                writer.add(made.values, made.lengths)
-                records, left_out = records + made.records, left_out + made.left_out
-                if told is not None:
-                    told(made.records, len(made.values))
-            entry = {**writer.close(), "left_out": left_out}
-        assert records == shard.last - shard.first, f"{records} records of {shard}"
-        temporary.replace(folder / shard.file)
+        with whole(folder / shard.file) as temporary:
+            with Writer(temporary, maker.column, maker.dtype) as writer:
+                for made in maker.make(shard.first, shard.last):
+                    writer.add(made.values, made.lengths)
+                    records, left_out = records + made.records, left_out + made.left_out
+                    if told is not None:
+                        told(made.records, len(made.values))
+                entry = {**writer.close(), "left_out": left_out}
+            assert records == shard.last - shard.first, f"{records} records of {shard}"
         note = _note(shard, maker, entry)
         write_json(folder / shard.note, note, lasting=False)  # a shard whose note is lost is made again
         return note
@@ -286,8 +284,6 @@ def _make(maker: Maker, folder: Path, shard: Shard, told: Told | None) -> dict[s
                 "there stays; make room and give the same command again, which goes on from there"
             ) from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _note(shard: Shard, maker: Maker, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from unisono.task import Task
 from unisono.version import __version__
 
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
+FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
 LOCK, HOLDER = "run.lock", "run.lock.json"  # who holds the lock stands beside it: older filelocks empty the lock's file
 
 
@@ -141,7 +142,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, Any] | None = None) -> Path:
-    """Make the directory and write what the run is: `config.yaml`, `fingerprint.json` and the task's `assets/`.
+    """Make the directory and write what the run is: its configuration, facts, the sources' files and the task's assets.
 
     Args:
         config: of the run.
@@ -153,7 +154,7 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, 
         RunError: if it cannot be written, or if the data are not those of the run that lies there.
     """
     folder = path_of(config)
-    _same_data(folder / "fingerprint.json", facts, files or {})
+    _same_data(folder, facts, files or {})
     try:
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
@@ -162,32 +163,32 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, 
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
-            "files": files or {},
             "versions": versions(),
             "host": platform.node(),
         }
+        write_whole(folder / FILES, json.dumps(files or {}, indent=1) + "\n")  # first, as the other one is looked for
         write_whole(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
 
 
-def _same_data(path: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-    from unisono.data.sources.changes import difference
+def _same_data(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
+    from unisono.data.sources.changes import what_changed
 
-    if path.is_file():
-        described = json.loads(path.read_text(encoding="utf-8"))
-        before, were = described["data"], described.get("files", {})
+    if (folder / "fingerprint.json").is_file():
+        before = json.loads((folder / "fingerprint.json").read_text(encoding="utf-8"))["data"]
         known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
         if any(before[name] != facts[name] for name in known):  # another number of rows is another order
             differing = {k: (before.get(k), v) for k, v in facts.items() if before.get(k) != v}
+            were = json.loads((folder / FILES).read_text(encoding="utf-8")) if (folder / FILES).is_file() else {}
             told = [
                 (f"of source '{name}', " if name else "") + what
                 for name in sorted(were.keys() & files.keys())
-                if (what := difference(were[name], files[name]))
+                if (what := what_changed(were[name], files[name]))
             ]
             raise RunError(
-                f"{path.parent} was trained on other data{': ' if told else ''}{'; '.join(told)}; what differs (there, "
+                f"{folder} was trained on other data{': ' if told else ''}{'; '.join(told)}; what differs (there, "
                 f"here): {differing}. Bring the data back as they were, or choose another run.name"
             )
 

@@ -8,10 +8,10 @@ from typing import Any
 Entry = Mapping[str, Any]  # of a file: its name, and whatever else of it must stay: rows, digest, size, stamp
 
 
-def difference(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:
+def what_changed(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:
     """What happened to the first file that is not what it was; None where all are.
 
-    >>> difference([{"name": "a.npy", "rows": 3}], [{"name": "a.npy", "rows": 2}])
+    >>> what_changed([{"name": "a.npy", "rows": 3}], [{"name": "a.npy", "rows": 2}])
     'a.npy has changed: it had 3 rows and has 2'
     """
     pairs = list(zip(before, now, strict=False))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from unisono.data.cache import Cache
 from unisono.data.sources import arrow, copies, index, lines, npy, parquet
-from unisono.data.sources.changes import difference
+from unisono.data.sources.changes import what_changed
 from unisono.data.sources.expect import Type, Wanted, alike, is_list, is_number, plain
 from unisono.data.sources.search import Found, Place, find
 from unisono.data.sources.storage import DEADLINE, File, Where, options
@@ -236,7 +236,7 @@ class Files:
             DataError: naming the first file that differs.
         """
         if before["fingerprint"] != self.fingerprint:
-            what = difference(before["files"], self.manifest["files"])
+            what = what_changed(before["files"], self.manifest["files"])
             raise DataError(
                 f"not the data of before: {what or 'their files are read otherwise'}. Bring the files back as they "
                 "were, or begin another run"

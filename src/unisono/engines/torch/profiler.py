@@ -13,6 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from unisono.engines.base import PREFIX
+from unisono.files import whole
 
 _OFF: AbstractContextManager[Any] = nullcontext()
 
@@ -52,9 +53,8 @@ class Profiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             plain = path.with_name(path.name + ".json")
             running.export_chrome_trace(str(plain))
-            with plain.open("rb") as trace, gzip.open(f"{path}.new", "wb") as packed:
+            with plain.open("rb") as trace, whole(path) as temporary, gzip.open(temporary, "wb") as packed:
                 shutil.copyfileobj(trace, packed)
-            Path(f"{path}.new").replace(path)
             plain.unlink()
 
     def _wait(self) -> None:

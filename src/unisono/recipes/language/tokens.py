@@ -49,9 +49,8 @@ class TokenStore:
                 f"{folder}: its tokenizer is not the one that its documents were tokenised with; copy the folder once "
                 "more from where it was prepared"
             )
-
-        of_shards = [{"name": s["file"], "rows": s["rows"], "digest": s["sha256"]} for s in self.manifest["shards"]]
-        self.files = of_shards if files is None else files
+        shards = self.manifest["shards"]
+        self.files = files or [{"name": s["file"], "rows": s["rows"], "digest": s["sha256"]} for s in shards]
 
     @property
     def documents(self) -> int:
