@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.shards import pytest_addoption, pytest_collection_modifyitems, pytest_report_header  # noqa: F401
+
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
     os.environ.pop(name, None)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
