@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from unisono.config import secrets
+from unisono.config import plain_yaml, secrets
 from unisono.errors import ConfigError, nearest
 
 GROUPS = Path(__file__).parent / "groups"
@@ -109,6 +109,9 @@ def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     own = [config_dir.resolve()] if config_dir else []
+    for folder in own:
+        for path in sorted(folder.rglob("*.yaml")):
+            plain_yaml.check(path)
     packaged = recipes()
     if ":" in recipe:
         _refuse_shadows(own[0] if own else None, [GROUPS])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from unisono.config import fingerprint, secrets
+from unisono.config import fingerprint, plain_yaml, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.data import Data
 from unisono.config.schema import RunConfig
@@ -51,6 +51,7 @@ def read(path: Path, moved: str | None = None) -> RunConfig:
         ConfigError: where the file is missing or is not a configuration.
     """
     try:
+        plain_yaml.check(path)
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error

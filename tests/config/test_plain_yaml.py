@@ -1,0 +1,36 @@
+"""YAML that would never end in memory is refused before anything reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unisono.config import plain_yaml
+from unisono.errors import ConfigError
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (BOMB, "stand for .*e\\+1[0-9] values"),
+        ("a: &a [1, *a]", "mine.yaml:1: an alias .* part of"),
+        ("[" * 80 + "]" * 80, "nested more than 64 deep"),
+        ("[" * 5000 + "]" * 5000, "nested more than 64 deep"),
+        ("a: " + "x" * (1 << 20), "has 1048579 bytes"),
+    ],
+)
+def test_it_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        plain_yaml.check(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "a: &a [1, 2]\nb: *a\nc: {d: *a}", "a: [1", "\x00"])
+def test_plain_values_and_what_is_no_yaml_are_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    plain_yaml.check(tmp_path / "mine.yaml")
