@@ -15,7 +15,7 @@ import unisono
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
     ("cli", "cli_data", "__main__"),
-    ("proof", "doctor"),
+    ("proof", "doctor", "faults"),
     ("launch",),
     ("trainer",),
     ("evaluation", "observe", "checkpoint"),

@@ -118,6 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--no-rates", action="store_true", help="measure nothing")
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_doctor)
+    text = "harm runs of a small task in every way that real runs were harmed, and say what came of each"
+    verb = verbs.add_parser("faults", help=text, description=f"{text}; exit code 1 if a promise was not kept")
+    verb.add_argument("keys", nargs="*", metavar="FAULT", help="numbers or groups, e.g. A1 C; default all")
+    verb.add_argument("--list", action="store_true", help="only say which there are")
+    verb.add_argument("--quick", action="store_true", help="a few of them")
+    verb.add_argument("--kills", type=int, metavar="N", help="random instants at which runs are killed (default 200)")
+    verb.add_argument("--report", type=Path, metavar="FILE", help="write the matrix into a page, e.g. docs/faults.md")
+    verb.set_defaults(run=_faults)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
@@ -275,6 +283,23 @@ def _doctor(parsed: argparse.Namespace) -> int:
     found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
     print(json.dumps(found.plain(), indent=1) if parsed.json else "\n".join(found.lines()))
     return found.exit_code
+
+
+def _faults(parsed: argparse.Namespace) -> int:
+    import os
+
+    from unisono.faults import kills, report
+
+    chosen = report.choose(parsed.keys, quick=parsed.quick)
+    if parsed.list:
+        print("\n".join(f"{fault.key:4} {fault.text}" for fault in chosen))
+        return 0
+    if parsed.kills is not None:
+        os.environ[kills.KILLS] = str(parsed.kills)
+    shown = report.show(chosen, lambda fault, outcome: print(report.line(fault, outcome), flush=True))
+    if parsed.report:
+        report.write(parsed.report, shown)
+    return int(any(outcome.verdict == "FAIL" for _, outcome in shown))
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

@@ -1,0 +1,264 @@
+"""Jobs of the small task, as a user starts them, and what is left of one: its end, its processes, its newest state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.faults import task
+
+RUN = "a"
+STEPS = 12
+EVERY = 3
+WORDS = (
+    f"run.name={RUN}", f"train.steps={STEPS}", "train.global_batch=8", "optim=adamw", "optim.lr=1e-2", "ema.decay=0.9",
+    f"checkpoint.every={EVERY}", "checkpoint.keep=3", "observe.progress=false", "layout.threads=1", "layout.device=cpu",
+)  # fmt: skip
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job ended.
+
+    Attributes:
+        code: of its command.
+        said: on stdout and stderr.
+        ended: seconds of the monotonic clock.
+        orphans: processes that were still there ten seconds later.
+    """
+
+    code: int
+    said: str
+    ended: float
+    orphans: tuple[int, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """What the command said at last, in one line."""
+        told = [line for line in self.said.splitlines() if line.startswith("unisono: error: ")]
+        return told[-1].removeprefix("unisono: error: ") if told else ""
+
+
+class Job:
+    """A running `unisono train`, in a process group of its own. Use as a context: whatever it started ends with it.
+
+    Args:
+        folder: to work in; the run lies in `runs/a`.
+        words: settings besides `WORDS`; later ones win.
+        misbehave: see `unisono.faults.task`.
+        command: of another verb, or a whole command that starts with a program.
+        variables: of the environment.
+        output: file for what it says.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        misbehave: str = "",
+        command: Sequence[str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        output: str = "output.txt",
+    ) -> None:
+        self.folder = folder
+        self.output = folder / output
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in _LAUNCHERS
+        }
+        told = {"OMP_NUM_THREADS": "1", **(variables or {}), **({task.VARIABLE: misbehave} if misbehave else {})}
+        self._output = self.output.open("w+", encoding="utf-8")
+        self.process = subprocess.Popen(
+            list(command or train(*words)), cwd=folder, env={**kept, **told}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in {self.process.pid, *self.processes()}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+        self._output.close()
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return self.folder / "runs" / RUN
+
+    def processes(self) -> list[int]:
+        """Processes of the job: those that work in its folder."""
+        return [pid for pid in pids() if _works_in(pid, self.folder)]
+
+    def workers(self, count: int, seconds: float = 60.0) -> list[int]:
+        """The process numbers of all ranks, once they are there."""
+        wait_for(lambda: len(self._ranks()) >= count, seconds, f"{count} ranks in {self.folder}")
+        return [pid for _, pid in sorted(self._ranks().items())]
+
+    def step(self) -> int:
+        """The last step that was recorded."""
+        return last_step(self.run)
+
+    def reaches(self, step: int, seconds: float = 90.0) -> None:
+        """Wait until a step was recorded."""
+        wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
+
+    def finish(self, seconds: float = 180.0) -> Done:
+        """Wait for its end; what is still there ten seconds after it is an orphan."""
+        try:
+            code = self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = 124
+        ended = time.monotonic()
+        with suppress(TimeoutError):
+            wait_for(lambda: not self.processes(), 10.0, "no process left")
+        self._output.flush()
+        said = self.output.read_text(encoding="utf-8", errors="replace")
+        return Done(code, said, ended, tuple(self.processes()))
+
+    def _ranks(self) -> dict[int, int]:
+        found = {}
+        for pid in self.processes():
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                variables = dict(
+                    v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in v
+                )
+                if b"RANK" in variables and any(b"unisono.launch.worker" in word for word in command):
+                    found[int(variables[b"RANK"])] = pid
+        return found
+
+
+def train(*words: str) -> list[str]:
+    """The command that trains the small task."""
+    own = {word.partition("=")[0] for word in words}
+    kept = [word for word in WORDS if word.partition("=")[0] not in own]
+    return [sys.executable, "-m", "unisono", "train", "unisono.faults.task:Small", *kept, *words]
+
+
+def verb(*words: str) -> list[str]:
+    """Any other command of `unisono`."""
+    return [sys.executable, "-m", "unisono", *words]
+
+
+def happened(folder: Path) -> float | None:
+    """When the fault happened, in seconds of the monotonic clock."""
+    path = folder / task.MARK
+    text = path.read_text() if path.exists() else ""
+    return float(text.split()[0]) if text else None
+
+
+def last_step(run: Path) -> int:
+    """The last step in a run's events."""
+    steps = [0]
+    with suppress(OSError):
+        for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                event = json.loads(line)
+                if "loss" in event and not event.get("eval"):
+                    steps.append(event["step"])
+    return max(steps)
+
+
+def newest(run: Path) -> int:
+    """The step of the newest commit whose content is what was written; -1 if there is none, or it is damaged."""
+    from unisono.checkpoint import commit
+    from unisono.errors import CheckpointError
+
+    found = commit.find(run / "checkpoints")
+    try:
+        return commit.open_(found[-1]).step if found else -1
+    except CheckpointError:
+        return -1
+
+
+def state(run: Path) -> dict[str, str]:
+    """Hashes of everything that a run's newest commit holds, and of the samples that each step took."""
+    from unisono.checkpoint import commit
+    from unisono.checkpoint.arrays import ArrayReader
+
+    checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
+    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    found = {}
+    for name, shape in reader.shapes.items():
+        value = reader.read(name, (0,) * len(shape), shape).contiguous()
+        found[name] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
+    found |= {name: json.dumps(checkpoint.state.get(name)) for name in ("step", "random", "micro_batch")}
+    return found | samples(run)
+
+
+def values(run: Path) -> dict[str, Any]:
+    """Everything that a run's newest commit holds."""
+    from unisono.checkpoint import commit
+    from unisono.checkpoint.arrays import ArrayReader
+
+    checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
+    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    return {name: reader.read(name, (0,) * len(shape), shape).double() for name, shape in reader.shapes.items()}
+
+
+def apart(run: Path, before: Mapping[str, Any]) -> float:
+    """The largest relative distance of an array of a run from what it was to be; infinite if one is missing."""
+    mine = values(run)
+    if mine.keys() != before.keys():
+        return float("inf")
+    return max(float((mine[name] - b).norm() / max(float(b.norm()), 1e-3)) for name, b in before.items())
+
+
+def samples(run: Path) -> dict[str, str]:
+    """What the ledger says each step took, as it was made last; by step and rows of the global batch."""
+    from unisono.data import ledger
+
+    found: dict[str, str] = {}
+    for path in sorted((run / ledger.FOLDER).glob("rank-*.jsonl")):
+        starts, faults = ledger.read(path)
+        found |= {f"fault of {path.name}": fault for fault in faults}
+        for start in starts:
+            for lines in start.lines.values():
+                for line in lines:
+                    where = f"step {line.step}, rows {line.rows.start} to {line.rows.stop}"
+                    found[where] = f"{line.ids} {line.content:x}"
+    return found
+
+
+def wait_for(true: Callable[[], Any], seconds: float, what: str) -> None:
+    """Return once something is true.
+
+    Raises:
+        TimeoutError: if it is not within so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.02)
+
+
+def pids() -> list[int]:
+    """All processes of this machine that are not only waiting to be collected."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if path.joinpath("stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found.append(int(path.name))
+    return found
+
+
+def _works_in(pid: int, folder: Path) -> bool:
+    try:
+        return pid != os.getpid() and Path(f"/proc/{pid}/cwd").resolve(strict=False) == folder.resolve()
+    except OSError:
+        return False

@@ -1,0 +1,119 @@
+"""What a hostile file or stranger can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+from unisono.faults import job
+from unisono.faults.matrix import Ground, Outcome, fault
+
+
+class _Payload:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.touched}",)
+
+
+@fault("S1", "a checkpoint with a pickle payload in place of each of its files", quick=True)
+def _payload(ground: Ground) -> Outcome:
+    outcome, touched = Outcome(), ground.own / "touched"
+    pickle.loads(pickle.dumps(_Payload(touched)))
+    assert touched.exists(), "the payload does nothing"
+    touched.unlink()
+    with ground.job() as run:
+        assert run.finish().code == 0
+    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    for file in sorted(newest.iterdir()):
+        kept = file.read_bytes()
+        file.write_bytes(pickle.dumps(_Payload(touched)))
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+            done = evaluation.finish()
+        outcome.promise(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
+        outcome.promise(not touched.exists(), f"{file.name} was unpickled")
+        outcome.said = outcome.said or done.sentence
+        file.write_bytes(kept)
+    return outcome
+
+
+@fault("S2", "names in a manifest that lead out of its folder")
+def _escape(ground: Ground) -> Outcome:
+    import hashlib
+
+    outcome = Outcome()
+    with ground.job() as run:
+        assert run.finish().code == 0
+    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    secret = ground.own / "secret.safetensors"
+    shard = next(newest.glob("*.safetensors"))
+    shutil.copy(shard, secret)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["sha256"]
+    for hostile in (f"../../../../{secret.name}", str(secret)):
+        changed = json.loads(json.dumps(manifest).replace(json.dumps(shard.name), json.dumps(hostile)))
+        changed["sha256"] = hashlib.sha256(json.dumps(changed).encode()).hexdigest()
+        (newest / "manifest.json").write_text(json.dumps(changed, indent=1))
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+            done = evaluation.finish()
+        outcome.promise(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
+        outcome.said = done.sentence
+    return outcome
+
+
+@fault("S3", "a link in a checkpoint that leads out of its folder")
+def _link(ground: Ground) -> Outcome:
+    outcome = Outcome()
+    with ground.job() as run:
+        assert run.finish().code == 0
+    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    shard = next(newest.glob("*.safetensors"))
+    elsewhere = ground.own / "elsewhere.safetensors"
+    shutil.move(shard, elsewhere)
+    shard.symlink_to(elsewhere)
+    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+        done = evaluation.finish()
+    outcome.promise(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
+    outcome.said = done.sentence
+    return outcome
+
+
+@fault("S4", "YAML with object tags, aliases without end, and `_target_`")
+def _yaml(ground: Ground) -> Outcome:
+    outcome, touched = Outcome(), ground.own / "touched"
+    configs = {
+        "tag": f"!!python/object/apply:os.system ['touch {touched}']",
+        "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
+            f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)
+        ),
+        "target": f"recipe: unisono.faults.task:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
+    }  # fmt: skip
+    for name, text in configs.items():
+        folder = ground.own / name
+        folder.mkdir()
+        (folder / "mine.yaml").write_text(text)
+        with ground.job(command=job.verb("check", "mine", f"--config-dir={folder}")) as run:
+            done = run.finish(60)
+        outcome.promise(done.code == 2, f"{name}: {done.code}: {done.said[-800:]}")
+        outcome.promise(not touched.exists(), f"{name} ran a command")
+        outcome.promise("Traceback" not in done.said, f"{name}: {done.said[-800:]}")
+        outcome.said = done.sentence
+    return outcome
+
+
+@fault("S5", "a secret in the configuration")
+def _secret(ground: Ground) -> Outcome:
+    canary = "hf_" + "Q7x" * 11
+    with ground.job(f"observe.project={canary}") as run:
+        done = run.finish()
+    outcome = Outcome(said=done.sentence)
+    outcome.promise(done.code == 2, f"it was not refused: {done.code}")
+    found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.promise(not found, f"{found} hold it")
+    return outcome

@@ -1,0 +1,353 @@
+"""Configurations, code and machines that are not the same everywhere, or not what they were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from unisono.faults import job, task
+from unisono.faults.death import DIED, in_full_run, kill
+from unisono.faults.job import Job
+from unisono.faults.matrix import Abstain, Ground, Outcome, fault
+
+REFUSED, UNREACHED, PREEMPTED = 2, 5, 75
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def by_hand(
+    ground: Ground, words: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]] = ({}, {}), **all_: str
+) -> list[job.Done]:
+    """Processes that were started one by one, with the variables of a launcher, each with words of its own."""
+    common = {
+        "WORLD_SIZE": str(len(words)), "LOCAL_WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **all_,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                Job(
+                    ground.own, command=job.train(*own), output=f"rank-{rank}.txt",
+                    variables={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **variables[rank]},
+                )
+            )
+            for rank, own in enumerate(words)
+        ]  # fmt: skip
+        return [each.finish(120) for each in jobs]
+
+
+def _refused(outcome: Outcome, ends: Sequence[job.Done], *says: str) -> Outcome:
+    told = "\n".join(done.said for done in ends)
+    outcome.said = next((done.sentence for done in ends if done.sentence), "")
+    outcome.promise(all(done.code == REFUSED for done in ends), f"{[done.code for done in ends]}: {told[-1500:]}")
+    for word in says:
+        outcome.promise(word in told, f"'{word}' is not said: {told[-1500:]}")
+    return outcome
+
+
+@fault("E36", "another learning rate on one rank")
+def _config(ground: Ground) -> Outcome:
+    return _refused(Outcome(), by_hand(ground, [("optim.lr=1e-2",), ("optim.lr=2e-2",)]), "optim.lr")
+
+
+@fault("E36b", "another environment on one rank")
+def _environment(ground: Ground) -> Outcome:
+    ends = by_hand(ground, [(), ()], [{}, {"OMP_NUM_THREADS": "2"}])
+    return _refused(Outcome(), ends, "OMP_NUM_THREADS")
+
+
+@fault("E37", "other code of the task on one rank")
+def _code(ground: Ground) -> Outcome:
+    text = Path(task.__file__).read_text(encoding="utf-8")
+    folders = []
+    for rank, own in enumerate((text, text.replace("0.1 * rng", "0.2 * rng"))):
+        folder = ground.own / f"host-{rank}"
+        folder.mkdir()
+        (folder / "mine.py").write_text(own)
+        folders.append(folder)
+    assert "0.2 * rng" in own
+    with ExitStack() as stack:
+        port = str(free_port())
+        jobs = [
+            stack.enter_context(
+                Job(
+                    folder, f"run.dir={ground.own}/runs",
+                    command=[*job.verb("train", "mine.py:Small"), *job.WORDS, f"run.dir={ground.own}/runs"],
+                    variables={
+                        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+                    },
+                )
+            )
+            for rank, folder in enumerate(folders)
+        ]  # fmt: skip
+        ends = [each.finish(120) for each in jobs]
+    return _refused(Outcome(), ends, "mine.py")
+
+
+@fault("E38", "other data than the commit was made from")
+def _data(ground: Ground) -> Outcome:
+    with ground.job() as run:
+        assert run.finish().code == 0
+    with ground.job("task.rows=41", "train.steps=20", "run.allow_change=[task.rows,train.steps]") as run:
+        return _refused(Outcome(), [run.finish()], "rows")
+
+
+@fault("E39", "resumed on another number of processes and another strategy")
+def _another_world(ground: Ground) -> Outcome:
+    words = ("train.precision=fp64", "optim=sgd", "optim.lr=1e-2", "layout.micro_batch=2")
+    before = ground.unharmed_values(*words)
+    outcome = ground.harmed("kill@forward:1:7", *words, code=DIED, goes_on=False)
+    for world, layout in ((4, "fsdp"), (1, "single")):
+        with ground.for_copy().job(*words, f"layout.strategy={layout}", world=world) as run:
+            done = run.finish()
+            outcome.promise(done.code == 0, f"{layout} × {world}: {done.code}: {done.said[-1500:]}")
+            apart = job.apart(run.run, before) if done.code == 0 else 1.0
+            outcome.promise(apart < 1e-12, f"{layout} × {world}: {apart:.1e} from the run that never failed")
+    with ground.for_copy().job(*words, world=3) as run:
+        done = run.finish()
+        outcome.promise(done.code == REFUSED and "8" in done.sentence, f"× 3: {done.code}: {done.said[-800:]}")
+    outcome.exact = not outcome.wrong
+    outcome.said = done.sentence
+    return outcome
+
+
+@fault("E40", "resumed with another learning rate")
+def _changed(ground: Ground) -> Outcome:
+    with ground.job() as run:
+        assert run.finish().code == 0
+    with ground.job("optim.lr=2e-2", "train.steps=14") as run:
+        outcome = _refused(Outcome(), [run.finish()], "optim.lr", "allow_change")
+    with ground.job("optim.lr=2e-2", "train.steps=14", "run.allow_change=[optim.lr,train.steps]") as run:
+        done = run.finish()
+        outcome.promise(done.code == 0 and run.step() == 14, f"not allowed: {done.code}: {done.said[-1500:]}")
+    return outcome
+
+
+@fault("E41", "a commit of another format, or with an array too few or too many")
+def _another_format(ground: Ground) -> Outcome:
+    outcome = Outcome()
+    with ground.job() as run:
+        assert run.finish().code == 0
+    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    text = (newest / "manifest.json").read_text()
+    for name in ("another format", "an array less", "an array more"):
+        manifest = json.loads(text)
+        del manifest["sha256"]
+        if name == "another format":
+            manifest["format"] += 1
+        elif name == "an array less":
+            del manifest["arrays"]["optimizer/0.bias/exp_avg"]
+        else:
+            manifest["arrays"]["model/new"] = manifest["arrays"]["model/0.bias"]
+        manifest["sha256"] = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+        (newest / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        with ground.job("train.steps=14", "run.allow_change=[train.steps]", "run.resume=exact") as run:
+            done = run.finish()
+        outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1000:]}")
+        outcome.said = done.sentence
+    return outcome
+
+
+@fault("F42", "an address where nobody is, a port that is taken")
+def _port(ground: Ground) -> Outcome:
+    outcome = Outcome()
+    began = time.monotonic()
+    ends = by_hand(ground, [("launch.start_timeout=10",)], [{}], MASTER_ADDR="192.0.2.1", WORLD_SIZE="2", RANK="1")
+    done = ends[0]
+    outcome.seconds = round(time.monotonic() - began, 1)
+    outcome.said = done.sentence or done.said.strip().splitlines()[-1]
+    outcome.promise(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
+    outcome.promise("192.0.2.1:" in done.said, f"the address is not named: {done.said[-1000:]}")
+    outcome.promise(outcome.seconds < 40, f"it took {outcome.seconds} s")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = str(taken.getsockname()[1])
+        done = by_hand(ground, [("launch.start_timeout=10",)], [{}], MASTER_PORT=number, WORLD_SIZE="2")[0]
+        outcome.promise(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
+        outcome.promise(number in done.said, f"the port is not named: {done.said[-1000:]}")
+    return outcome
+
+
+@fault("F43", "the kernel ends a rank that takes too much memory")
+def _memory(ground: Ground) -> Outcome:
+    words = ("task.sleep=0.05", "train.steps=100")
+    before = ground.unharmed(*words)
+    with _limited(100) as admit, ground.job(*words, misbehave="eat@forward:1:60") as run:
+        admit(in_full_run(run)[1])
+        done = run.finish()
+        outcome = ground.judge(run, done, job.happened(ground.own), DIED, ("rank 1", "memory"), 10.0)
+        outcome.lost = run.step() - max(job.newest(run.run), 0)
+    ground.go_on(outcome, before, *words)
+    return outcome
+
+
+@contextmanager
+def _limited(megabytes: int) -> Iterator[Callable[[int], None]]:
+    """A control group that may take so much memory, and how a process is put into it."""
+    root = Path("/sys/fs/cgroup")
+    first = root / "memory" if (root / "memory").is_dir() else root
+    limit = "memory.limit_in_bytes" if (root / "memory").is_dir() else "memory.max"
+    group = first / f"unisono-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(megabytes << 20))
+    except OSError as error:
+        raise Abstain(f"no control group can be made here ({error.strerror})") from error
+    try:
+        yield lambda pid: _write(group / "cgroup.procs", pid)
+    finally:
+        with suppress(OSError):
+            group.rmdir()
+
+
+@fault("F44", "SIGTERM with a deadline", quick=True)
+def _sigterm(ground: Ground) -> Outcome:
+    return _preempted(ground, signal.SIGTERM, 1)
+
+
+@fault("F44b", "SIGTERM twice")
+def _sigterm_twice(ground: Ground) -> Outcome:
+    return _preempted(ground, signal.SIGTERM, 2)
+
+
+@fault("F44c", "SIGUSR1, as Slurm sends it before it takes the machine")
+def _sigusr1(ground: Ground) -> Outcome:
+    return _preempted(ground, signal.SIGUSR1, 1)
+
+
+@fault("F44d", "SIGTERM to one rank only")
+def _sigterm_rank(ground: Ground) -> Outcome:
+    return _preempted(ground, signal.SIGTERM, 1, rank=1)
+
+
+@fault("F44e", "SIGTERM before the first step")
+def _sigterm_early(ground: Ground) -> Outcome:
+    before = ground.unharmed()
+    with ground.job() as run:
+        run.workers(2)
+        began = kill(run.process.pid, signal.SIGTERM)
+        outcome = ground.judge(run, run.finish(), began, PREEMPTED, (), 15.0)
+    ground.go_on(outcome, before)
+    return outcome
+
+
+def _write(path: Path, number: int) -> None:
+    path.write_text(str(number))
+
+
+def _preempted(ground: Ground, number: int, times: int, rank: int | None = None) -> Outcome:
+    words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=40")
+    before = ground.unharmed(*words)
+    with ground.job(*words) as run:
+        found = in_full_run(run)
+        target = run.process.pid if rank is None else found[rank]
+        began = kill(target, number)
+        for _ in range(times - 1):
+            time.sleep(0.05)
+            kill(target, number)
+        outcome = ground.judge(run, run.finish(), began, PREEMPTED, ("step",), 15.0)
+        outcome.lost = run.step() - max(job.newest(run.run), 0)
+        outcome.promise(outcome.lost == 0, f"{outcome.lost} steps are lost")
+        outcome.promise(run.step() < 100, "it had ended before")
+    ground.go_on(outcome, before, *words)
+    return outcome
+
+
+@fault("F45", "a device falls off the bus")
+def _device(ground: Ground) -> Outcome:
+    raise Abstain("needs several accelerators, one of which can be taken away")
+
+
+@fault("A8", "a node is cut off from the network")
+def _cut(ground: Ground) -> Outcome:
+    if not shutil.which("ip") or os.geteuid() != 0:
+        raise Abstain("hosts are made of network namespaces, which needs root and iproute2")
+    words = (
+        "launch.timeout=8",
+        "task.sleep=0.05",
+        "train.steps=200",
+        "layout.world_size=2",
+        "launch.nodes=2",
+        f"launch.rendezvous=10.97.0.1:{free_port()}",
+    )
+    before = ground.unharmed("task.sleep=0.05", "train.steps=200")
+    with _hosts() as names, ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                Job(
+                    ground.own, output=f"host-{number}.txt",
+                    command=["ip", "netns", "exec", name, *job.train(*words, f"launch.node_rank={number}")],
+                )
+            )
+            for number, name in enumerate(names)
+        ]  # fmt: skip
+        jobs[0].reaches(5)
+        began = time.monotonic()
+        subprocess.run(["ip", "-n", names[1], "link", "set", "v1", "down"], check=True)
+        ends = [each.finish(120) for each in jobs]
+        outcome = Outcome(said=ends[0].sentence, seconds=round(max(done.ended for done in ends) - began, 1))
+        outcome.promise(
+            all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.said[-800:]) for d in ends]}"
+        )
+        outcome.promise((outcome.seconds or 0) <= 30, f"it took {outcome.seconds} s")
+        outcome.promise(not ends[0].orphans, f"{ends[0].orphans} are left")
+        outcome.lost = jobs[0].step() - max(job.newest(jobs[0].run), 0)
+    ground.go_on(outcome, before, "task.sleep=0.05", "train.steps=200")
+    return outcome
+
+
+class _hosts:  # noqa: N801
+    """Two network namespaces with a cable between them."""
+
+    def __enter__(self) -> list[str]:
+        tag = os.getpid() % 100000
+        self.names = [f"ufa{tag}", f"ufb{tag}"]
+        try:
+            for name in self.names:
+                _ip("netns", "add", name)
+            _ip(
+                "link",
+                "add",
+                "v0",
+                "netns",
+                self.names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "v1",
+                "netns",
+                self.names[1],
+            )
+            for number, name in enumerate(self.names):
+                _ip("-n", name, "addr", "add", f"10.97.0.{number + 1}/24", "dev", f"v{number}")
+                for link in ("lo", f"v{number}"):
+                    _ip("-n", name, "link", "set", link, "up")
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise Abstain(f"network namespaces cannot be made here: {error.stderr}") from error
+        return self.names
+
+    def __exit__(self, *error: object) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

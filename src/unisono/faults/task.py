@@ -1,0 +1,287 @@
+"""The task whose runs are harmed: small, with everything that a resumed run can get wrong, and faults on demand.
+
+A fault is asked for in the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, and not in the configuration, which
+has to be the same when the run goes on. It happens once in a run's life: the moment before, its time is written down.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from unisono.config.base import Settings
+from unisono.task import Context, Loss, Task
+
+VARIABLE = "UNISONO_MISBEHAVE"
+MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
+FOREVER = 3600.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to go wrong, where and when.
+
+    Attributes:
+        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, or one of the task's own.
+        where: `data`, `forward`, `backward`, `update`, `loss`, `evaluate`, or a call of the operating system: `fsync`,
+            `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
+        rank: of the process.
+        step: from 0; for calls of the operating system, the how manieth, from 0.
+    """
+
+    act: str
+    where: str
+    rank: int
+    step: int
+
+    @classmethod
+    def asked(cls) -> Fault | None:
+        """The fault of this process's environment."""
+        words = os.environ.get(VARIABLE, "")
+        if not words:
+            return None
+        act, rest = words.split("@")
+        where, rank, step = rest.split(":")
+        return cls(act, where, int(rank), int(step))
+
+    def here(self, where: str, step: int) -> bool:
+        """Whether it is this fault's place and time, in this process, and it has not been before."""
+        if self.where != where or self.rank != _rank():
+            return False
+        if self.act == "slow":
+            return step >= self.step
+        return step == self.step and (self.act == "nan" or not MARK.exists())
+
+    def happen(self) -> None:
+        """Do it, if it is something that a process does to itself."""
+        self.mark()
+        match self.act:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "sleep":
+                time.sleep(FOREVER)
+            case "gil":  # a call that does not let go of the interpreter
+                ctypes.PyDLL(None).sleep(int(FOREVER))
+            case "raise":
+                raise RuntimeError("the sky fell")
+            case "eat":
+                held = []
+                while True:
+                    held.append(b"x" * (1 << 24))
+            case "exit":
+                os._exit(0)
+            case "slow":
+                time.sleep(0.3)
+
+    def mark(self) -> None:
+        """Write down when it happened, the first time."""
+        if not MARK.exists():
+            MARK.write_text(f"{time.monotonic()} {os.getpid()}")
+
+
+class Rows:
+    """Rows of numbers whose sum is to be learnt."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.values = np.random.default_rng(seed).normal(size=(count, 5)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, row: int) -> tuple[int, np.ndarray]:
+        return row, self.values[row]
+
+
+class Small(Task):
+    """Least squares by a small network with dropout, on noisy rows."""
+
+    class Config(Settings):
+        """How large it is and how long a step takes."""
+
+        rows: int = 40
+        seed: int = 1
+        width: int = 16
+        sleep: float = 0.0
+
+    config: Config
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fault = Fault.asked()
+        if self.fault is not None and self.fault.where in _CALLS:
+            _harm_calls(self.fault)
+
+    def data(self) -> Rows:
+        """Rows to train on."""
+        return Rows(self.config.seed, self.config.rows)
+
+    def held_out(self) -> Rows:
+        """Rows to evaluate on."""
+        return Rows(self.config.seed + 1, 9)
+
+    def sample(self, record: tuple[int, np.ndarray], rng: np.random.Generator) -> tuple[int, np.ndarray]:
+        """A row with noise; or whatever the fault is."""
+        row, values = record
+        if self.fault is not None and self.fault.here("data", row):
+            self.fault.happen()
+        return row, values + 0.1 * rng.normal(size=values.shape).astype(np.float32)
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        """Rows as arrays."""
+        rows, values = zip(*samples, strict=True)
+        return {"x": np.stack(values), "y": np.stack(values).sum(1, keepdims=True), "row": np.array(rows)}
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Rows."""
+        return {"square": float(len(batch["x"]))}
+
+    def build(self) -> nn.Module:
+        """The network."""
+        width = self.config.width
+        return nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1))
+
+    def outputs(self, model: nn.Module, batch: Mapping[str, Any], context: Context) -> torch.Tensor:
+        """What the network makes of the rows; faults of the forward and backward pass and of the update begin here."""
+        time.sleep(self.config.sleep)
+        fault, step = self.fault, context.step
+        if fault is None or step < fault.step:
+            return torch.as_tensor(model(batch["x"]))
+        if fault.here("forward" if context.training else "evaluate", step):
+            if fault.act in _COLLECTIVES:
+                fault.mark()
+            elif fault.act != "unused":
+                fault.happen()
+        if fault.act in _COLLECTIVES and context.training == (fault.where == "forward") and step == fault.step:
+            _COLLECTIVES[fault.act](fault.rank == _rank())
+        result = torch.as_tensor(model(batch["x"]))
+        if not context.training:
+            return result
+        if fault.act == "unused" and fault.rank == _rank() and step == fault.step:
+            fault.mark()
+            result = model[-1](torch.zeros(len(batch["x"]), self.config.width))  # type: ignore[index]
+        if fault.here("backward", step):
+            result.register_hook(functools.partial(_in_backward, fault))
+        if fault.here("update", step):
+            register_optimizer_step_pre_hook(functools.partial(_in_update, fault, model))
+        return result
+
+    def loss(self, outputs: torch.Tensor, batch: Mapping[str, Any], context: Context) -> Loss:
+        """The sum of squares."""
+        total = (outputs - batch["y"]).square().sum()
+        if self.fault is not None and context.training and self.fault.here("loss", context.step):
+            self.fault.mark()
+            total = total * float("nan")
+        return Loss({"square": total}, metrics={"bias": ((outputs - batch["y"]).sum(), len(outputs))})
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _in_backward(fault: Fault, gradient: torch.Tensor) -> torch.Tensor:
+    if fault.act in ("nan", "flip"):
+        fault.mark()
+        return gradient * float("nan") if fault.act == "nan" else gradient * 2.0
+    fault.happen()
+    return gradient
+
+
+def _in_update(fault: Fault, model: nn.Module, *_: Any) -> None:
+    if MARK.exists():
+        return
+    if fault.act == "drift":  # a replica that leaves the others
+        fault.mark()
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-6)
+        return
+    fault.happen()
+
+
+def _harm_calls(fault: Fault) -> None:
+    """Have the n-th such call of the operating system end this process, before or after it was made."""
+    module, name, after = _CALLS[fault.where]
+    call = getattr(module, name)
+    made = 0
+
+    @functools.wraps(call)
+    def harmed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        due = fault.here(fault.where, made)
+        made += 1
+        result = call(*args, **kwargs) if after or not due else None
+        if due:
+            fault.happen()
+        return result if after or not due else call(*args, **kwargs)
+
+    setattr(module, name, harmed)
+
+
+_CALLS: dict[str, tuple[Any, str, bool]] = {
+    "fsync": (os, "fsync", False),
+    "fsynced": (os, "fsync", True),
+    "rename": (os, "rename", False),
+    "renamed": (os, "rename", True),
+    "rmtree": (shutil, "rmtree", False),
+}
+
+
+def _sum(values: list[float], op: Any = None, dtype: torch.dtype = torch.float32) -> None:
+    dist.all_reduce(torch.tensor(values, dtype=dtype), op=op or dist.ReduceOp.SUM)
+
+
+def _swapped(harmed: bool) -> None:
+    first, second = ([1.0, 2.0], [3.0, 4.0])
+    if harmed:
+        _sum(second)
+        _sum(first)
+    else:
+        _sum(first)
+        _sum(second)
+
+
+def _other_op(harmed: bool) -> None:
+    _sum([1.0], dist.ReduceOp.MAX if harmed else dist.ReduceOp.SUM)
+
+
+def _other_dtype(harmed: bool) -> None:
+    _sum([1.0] if harmed else [1.0, 2.0], dtype=torch.float64 if harmed else torch.float32)
+
+
+def _skipped(harmed: bool) -> None:
+    if not harmed:
+        _sum([1.0])
+
+
+def _lonely(harmed: bool) -> None:
+    if harmed:
+        _sum([1.0])
+
+
+def _other_shape(harmed: bool) -> None:
+    _sum([1.0] * (3 if harmed else 5))
+
+
+_COLLECTIVES: dict[str, Callable[[bool], None]] = {
+    "swap": _swapped,
+    "op": _other_op,
+    "dtype": _other_dtype,
+    "skip": _skipped,
+    "lonely": _lonely,
+    "shape": _other_shape,
+}

@@ -1,0 +1,1 @@
+"""The fault matrix, run with real processes."""
