@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from unisono.config.schema import Checkpoint as Settings
+from unisono.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,17 @@ class Retention:
     def _value(self, checkpoint: Known) -> float | None:
         value = (checkpoint.metric or {}).get(self.best) if self.best else None
         return value if value is not None and math.isfinite(value) else None
+
+
+def check(settings: Settings, metrics: Iterable[str]) -> None:
+    """Refuse a best checkpoint by a metric that evaluations do not have.
+
+    Raises:
+        ConfigError: naming those they have.
+    """
+    best, names = settings.keep_best, list(metrics)
+    if best is not None and best.metric not in names:
+        raise ConfigError(
+            f"checkpoint.keep_best.metric={best.metric}: no evaluation of this task has it; "
+            f"{nearest(best.metric, names)}"
+        )

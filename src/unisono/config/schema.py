@@ -29,6 +29,7 @@ EVENT_NAMES = frozenset(
         "skipped_rows",
         "masked",
         "recompiled",
+        "unsaved_since",
     }
 )
 
