@@ -18,6 +18,7 @@ import yaml
 
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
+from unisono.checkpoint.upload import Uploads
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split, divisors
@@ -72,6 +73,7 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
     try:
         with _pointing_to_a_proof(config.recipe), Training(task, config, place, group, folder) as training:
             results = deque(training.steps(), maxlen=1)
+            training.uploads.finish()
             training.record.say(f"run: {folder}")
             made = max(training.first, training.plan.steps)
             return Result(folder, made, results[0].loss if results else None, training.evaluated)
@@ -138,6 +140,9 @@ class Training:
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
             record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
             self.record = opened.enter_context(record)
+            uploading = self._writing and self._place.is_first
+            self.uploads = Uploads(self._config, self._folder, uploading, self.record.say, self.record.note)
+            opened.callback(self.uploads.close)
             self._introduce()
             profile = Profile(observe.profile, self._engine, self._folder, self.first, total, self.record.say)
             self._profile = opened.enter_context(profile)
@@ -180,6 +185,7 @@ class Training:
                 self.evaluate(made)
             if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
                 self._save(made)
+            self.uploads.check()
             self._profile.between(made)
             yield result
             watch.lap()  # evaluation, saving and the caller are no part of a step's time
@@ -258,7 +264,8 @@ class Training:
             "micro_batch": self._split.micro_batch,
             "plan": None if all(plan is None for plan in plans) else plans,
         }
-        commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
+        path = commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
+        self.uploads.finished(path)
 
     def _introduce(self) -> None:
         """Say what is about to be trained, on what."""

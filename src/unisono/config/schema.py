@@ -271,6 +271,29 @@ class Checkpoint(Settings):
     every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
     keep: PositiveInt = Field(2, description="newest checkpoints to keep")
     at_end: bool = True
+    upload: str | None = Field(
+        None,
+        min_length=1,
+        description="URL below which finished checkpoints go in the background, to <upload>/<run.name>/, e.g. "
+        "s3://bucket/runs; and from which a run is restored whose folder has none",
+    )
+    upload_keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
+    upload_options: dict[str, Any] = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
+    upload_deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
+    upload_timeout: Positive = Field(
+        600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
+    )
+    upload_required: bool = Field(
+        False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
+    )
+
+    @model_validator(mode="after")
+    def _another_process_sees_it(self) -> Checkpoint:
+        if self.upload is not None and self.upload.startswith("memory:"):
+            raise ValueError(
+                f"checkpoint.upload={self.upload} lies in the memory of one process; use a store or file://"
+            )
+        return self
 
 
 class Observe(Settings):
