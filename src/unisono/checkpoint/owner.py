@@ -55,14 +55,14 @@ def kept(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def refuse(store: Store, folder: Path, fresh: bool, patience: float = PATIENCE) -> dict[str, Any] | None:
+def refuse(store: Store, folder: Path, fresh: bool, patience: float | None = None) -> dict[str, Any] | None:
     """Refuse a place of another run, or of this run where it is still trained elsewhere; nothing is written.
 
     Args:
         store: of the run.
         folder: of the run, which must be held by this process.
         fresh: whether the folder holds nothing of a run, so that it may become a copy of the one in the store.
-        patience: seconds to wait for a sign of life of a process elsewhere.
+        patience: seconds to wait for a sign of life of a process elsewhere, if not `PATIENCE`.
 
     Returns:
         The owner so far, or None.
@@ -78,7 +78,7 @@ def refuse(store: Store, folder: Path, fresh: bool, patience: float = PATIENCE) 
             f"{store.url} belongs to another run: {_told(there)}. Choose another run.name or checkpoint.upload"
         )
     # The folder is locked, so a start that was named in it has ended.
-    if here.get("start") != there["start"] and _lives(store, patience):
+    if here.get("start") != there["start"] and _lives(store, PATIENCE if patience is None else patience):
         raise RunError(
             f"{store.url} is being written by a run that is still trained elsewhere: {_told(there)}. End it there, or "
             "choose another run.name or checkpoint.upload"

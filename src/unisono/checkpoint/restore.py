@@ -220,7 +220,10 @@ def begun(folder: Path) -> list[Path]:
 
 
 def _missing(store: Store, name: str, checkpoint: Checkpoint) -> str | None:
-    """What is wrong with the sizes of a checkpoint's objects, if anything is."""
+    """What is wrong with the names and sizes of a checkpoint's objects, if anything is."""
+    for file in checkpoint.files:
+        if Path(file).name != file or file == MANIFEST:  # it would be written elsewhere
+            return f"{store.at(CHECKPOINTS)}/{name}/{MANIFEST} has a file {file!r}, which is no name of a file"
 
     def look(file: str) -> str | None:
         at, size = f"{CHECKPOINTS}/{name}/{file}", checkpoint.files[file]["size"]
