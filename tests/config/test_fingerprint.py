@@ -51,7 +51,6 @@ HARMLESS = {
     "checkpoint.at_end": "false",
     "checkpoint.upload": "s3://bucket/runs",
     "checkpoint.upload_keep": "3",
-    "checkpoint.upload_options": "{anon: true}",
     "checkpoint.upload_deadline": "30",
     "checkpoint.upload_timeout": "30",
     "checkpoint.upload_required": "true",
@@ -134,7 +133,9 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
 }
-NOT_TO_BE_CHANGED = {"recipe", "layout.engine", "model", "adapter", "schedules.lr.peak"}  # one value alone, or none
+NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
+    "recipe", "layout.engine", "model", "adapter", "schedules.lr.peak", "checkpoint.upload_options",
+}  # fmt: skip
 
 
 def config(*overrides: str) -> RunConfig:
