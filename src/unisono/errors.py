@@ -92,6 +92,12 @@ class MemoryExhaustedError(UnisonoError):
         self.again = again
 
 
+class UploadError(UnisonoError):
+    """A checkpoint that is whole on the disk, and had to be in the store as well."""
+
+    exit_code = 7
+
+
 def page(fault: str) -> str:
     """Where the docs explain a fault: GitHub makes the anchor of a heading so.
 

@@ -19,6 +19,7 @@ import yaml
 from unisono.checkpoint import commit, retention
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.checkpoint.saver import Saver
+from unisono.checkpoint.upload import Uploads
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split, divisors
@@ -73,6 +74,7 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
     try:
         with _pointing_to_a_proof(config.recipe), Training(task, config, place, group, folder) as training:
             results = deque(training.steps(), maxlen=1)
+            training.uploads.finish()
             training.record.say(f"run: {folder}")
             made = max(training.first, training.plan.steps)
             return Result(folder, made, results[0].loss if results else None, training.evaluated)
@@ -140,11 +142,14 @@ class Training:
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
             record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
             self.record = opened.enter_context(record)
+            uploading = self._writing and self._place.is_first
+            self.uploads = Uploads(self._config, self._folder, uploading, self.record.say, self.record.note)
+            opened.callback(self.uploads.close)
             if self._writing:
                 self._check_best()
                 saver = Saver(
                     self._folder / "checkpoints", self._engine.group, self._config.checkpoint,
-                    first=self.first, say=self.record.say,
+                    first=self.first, finished=self.uploads.finished, say=self.record.say,
                 )  # fmt: skip
                 self._saver = opened.enter_context(saver)
             self._introduce()
@@ -190,6 +195,7 @@ class Training:
                 self.evaluate(made)
             if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
                 self._save(made)
+            self.uploads.check()
             self._profile.between(made)
             yield result
             watch.lap()  # evaluation, saving and the caller are no part of a step's time

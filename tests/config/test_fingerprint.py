@@ -52,6 +52,11 @@ HARMLESS = {
     "checkpoint.background": "false",
     "checkpoint.on_failure": "continue",
     "checkpoint.at_end": "false",
+    "checkpoint.upload": "s3://bucket/runs",
+    "checkpoint.upload_keep": "3",
+    "checkpoint.upload_deadline": "30",
+    "checkpoint.upload_timeout": "30",
+    "checkpoint.upload_required": "true",
     "observe.log_every": "3",
     "observe.progress": "false",
     "observe.trackers": "[tensorboard]",
@@ -131,14 +136,10 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
 }
-NOT_TO_BE_CHANGED = {
-    "recipe",
-    "layout.engine",
-    "model",
-    "adapter",
-    "schedules.lr.peak",
-    "checkpoint.keep_best",
-}  # one value alone, or none
+NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
+    "recipe", "layout.engine", "model", "adapter", "schedules.lr.peak", "checkpoint.keep_best",
+    "checkpoint.upload_options",
+}  # fmt: skip
 
 
 def config(*overrides: str) -> RunConfig:

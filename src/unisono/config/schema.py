@@ -285,6 +285,21 @@ class Checkpoint(Settings):
     on_failure: Literal["stop", "continue"] = Field(
         "stop", description="continue: go on when a checkpoint could not be written, say so, and try again when due"
     )
+    upload: str | None = Field(
+        None,
+        min_length=1,
+        description="URL below which finished checkpoints go in the background, to <upload>/<run.name>/, e.g. "
+        "s3://bucket/runs; and from which a run is restored whose folder has none",
+    )
+    upload_keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
+    upload_options: dict[str, Any] = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
+    upload_deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
+    upload_timeout: Positive = Field(
+        600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
+    )
+    upload_required: bool = Field(
+        False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
+    )
 
     @model_validator(mode="after")
     def _some_are_kept(self) -> Checkpoint:
@@ -292,6 +307,14 @@ class Checkpoint(Settings):
             raise ValueError(
                 f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}, so that few "
                 "checkpoints or none would be kept by it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _another_process_sees_it(self) -> Checkpoint:
+        if self.upload is not None and self.upload.startswith("memory:"):
+            raise ValueError(
+                f"checkpoint.upload={self.upload} lies in the memory of one process; use a store or file://"
             )
         return self
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from unisono.checkpoint import commit
+from unisono.checkpoint import commit, owner, restore
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
@@ -60,12 +60,14 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
-    harmless = {LOCK, HOLDER, CERTIFICATE}
+    harmless = {LOCK, HOLDER, CERTIFICATE, owner.KEPT}
     there = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
     others = set(there) - harmless
     if others and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
     newest = commit.find(folder / "checkpoints")[-1:]
+    if config.checkpoint.upload is not None:
+        newest = restore.begun(folder) or newest  # it is newer, and about to be there
     if config.run.resume == "must" and not newest:
         raise RunError(f"{folder} has no checkpoint to resume from, and run.resume=must; start it with run.resume=auto")
     if not (folder / "config.yaml").is_file():

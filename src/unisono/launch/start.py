@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.restore import Restore
 from unisono.config import resolve, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema import RunConfig
@@ -198,7 +199,7 @@ def outcome(path: Path) -> Any:
     from unisono.trainer import Result
 
     seen = events.read(path / "events.jsonl")
-    steps = [event for event in seen if not event.get("eval")]
+    steps = [event for event in seen if "loss" in event and not event.get("eval")]
     last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
     return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
 
@@ -318,7 +319,10 @@ def _allowed_everywhere(config: RunConfig, place: Place, group: Group, allow: Al
 def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None) -> Iterator[Path]:
     """Refuse what can be refused without touching anything, then make the run's directory and hold it."""
     new = config.run.name is None and job is None
-    config = folder.check(folder.named(config, job))
+    config = folder.named(config, job)
+    restore = Restore.of(config, folder.path_of(config))
+    restore.begin(new, lambda: folder.held(folder.path_of(config)))
+    config = folder.check(config)
     if allow is not None:
         allow(config, None)
     if config.layout.micro_batch == "auto":
@@ -329,9 +333,13 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
         allow(config, found.facts)
     if new:
         config = folder.claim(config)
+        restore = Restore.of(config, folder.path_of(config))
     with folder.held(folder.path_of(config)):
+        restore.finish()
         config = folder.check(config)  # another start may have been here since
-        yield folder.make(_with_micro_batch(config), found.facts, task, found.files)
+        path = folder.make(_with_micro_batch(config), found.facts, task, found.files)
+        restore.claim()
+        yield path
 
 
 def _job(place: Place | None) -> str | None:

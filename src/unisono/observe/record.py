@@ -109,6 +109,11 @@ class Record:
         told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
 
+    def note(self, step: int, values: Mapping[str, Any]) -> None:
+        """What happened to a checkpoint, in `events.jsonl` alone."""
+        if self._events is not None:
+            self._events.write({"step": step, **values})
+
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         if self._events is not None:
             self._events.write({"step": step, **values})

@@ -167,10 +167,11 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def asked(url: str, where: Where, ask: Callable[[Any, str], T]) -> T:
+def asked(url: str, where: Where, ask: Callable[[Any, str], T], done: str = "read") -> T:
     """What a remote file system answers, within the deadline.
 
-    The thread of an answer that never comes is left behind; it is a daemon, so it holds up no exit.
+    The thread of an answer that never comes is left behind; it is a daemon, so it holds up no exit. An error says what
+    cannot be `done`.
 
     Raises:
         DataError: naming the URL, for an answer that is an error or does not come in time.
@@ -194,7 +195,7 @@ def asked(url: str, where: Where, ask: Callable[[Any, str], T]) -> T:
     error = errors[0]
     if isinstance(error, DataError | FileNotFoundError) or not isinstance(error, Exception):
         raise error
-    raise DataError(f"{url} cannot be read: {type(error).__name__}: {told(error)}") from error
+    raise DataError(f"{url} cannot be {done}: {type(error).__name__}: {told(error)}") from error
 
 
 def options(given: Mapping[str, Any] | None) -> Options:

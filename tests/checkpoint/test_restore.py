@@ -1,0 +1,299 @@
+"""A run comes back from its store whole, or the start is refused; what is damaged there is never loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.checkpoint import stores
+from tests.checkpoint.test_commit import is_of, load, save
+from tests.launch import jobs
+from unisono import cli
+from unisono.checkpoint import commit, owner, restore
+from unisono.checkpoint.restore import Restore
+from unisono.checkpoint.store import Store
+from unisono.checkpoint.uploader import Upload
+from unisono.errors import CheckpointError, DataError
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """A run elsewhere, whose checkpoints of steps 4, 6 and 8 are in the store."""
+    folder = tmp_path / "there"
+    for step in (4, 6, 8):
+        save(folder / "checkpoints", step)
+    (folder / "assets").mkdir()
+    (folder / "assets" / "vocabulary").write_text("a b c")
+    (folder / "config.yaml").write_text("recipe: test\n")
+    (folder / "fingerprint.json").write_text("{}")
+    store = Store(f"file://{tmp_path}/store/run")
+    owner.claim(store, folder)
+    sender = Upload(store, folder, None, 9)
+    for path in commit.find(folder / "checkpoints"):
+        sender.commit(path, path.name, commit.read(path).files)
+    return folder
+
+
+@pytest.fixture
+def store(there: Path) -> Store:
+    return Store(f"file://{there.parent}/store/run")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "here"
+
+
+def begun(store: Store, here: Path, exact: bool = False) -> Restore:
+    found = Restore(store, here, exact)
+    here.mkdir(exist_ok=True)
+    found.begin(False, nullcontext)
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    return [commit.read(path).step for path in commit.find(folder / "checkpoints")]
+
+
+def damage(store: Store, step: int, fault: str, name: str = "rank-00000.safetensors") -> None:
+    at = f"checkpoints/step-{step:08d}/{name}"
+    content = bytearray(store.get(at) or b"")
+    content[-1] ^= 1
+    store.remove(at)
+    if fault != "missing":
+        store.put(at, bytes(content[:-1] if fault == "shorter" else content))
+
+
+def test_the_newest_checkpoint_comes_with_what_describes_the_run(store: Store, here: Path, there: Path) -> None:
+    found = begun(store, here)
+    assert (here / "config.yaml").read_text() == "recipe: test\n"
+    assert (here / "assets" / "vocabulary").read_text() == "a b c"
+    assert [commit.read(path).step for path in restore.begun(here)] == [8]
+    assert steps(here) == [], "its files are not there yet, so it has no name"
+    found.finish()
+    assert is_of(commit.find(here / "checkpoints")[-1], 8)
+    assert restore.begun(here) == []
+    assert owner.kept(here)["run"] == owner.kept(there)["run"]
+    (line,) = [json.loads(line) for line in (here / "events.jsonl").read_text().splitlines() if line]
+    assert (line["step"], line["restored"], line["passed_over"]) == (8, "step-00000008", {})
+
+
+def test_a_folder_that_is_as_far_as_the_store_is_left_alone(store: Store, there: Path) -> None:
+    before = sorted(path.name for path in there.rglob("*"))
+    with mock.patch.object(Store, "fetch", side_effect=AssertionError):
+        begun(store, there).finish()
+    assert sorted(path.name for path in there.rglob("*")) == before
+
+
+def test_a_folder_that_is_behind_the_store_gets_the_newer_one(store: Store, there: Path) -> None:
+    shutil.rmtree(there / "checkpoints" / "step-00000008")
+    begun(store, there).finish()
+    assert steps(there) == [4, 6, 8]
+
+
+@pytest.mark.parametrize("fault", ["missing", "shorter", "a bit"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    store: Store, here: Path, capfd: pytest.CaptureFixture[str], fault: str, name: str
+) -> None:
+    damage(store, 8, fault, name)
+    begun(store, here).finish()
+    assert steps(here) == [6]
+    assert is_of(commit.find(here / "checkpoints")[-1], 6)
+    told = capfd.readouterr().err
+    if (name, fault) == ("manifest.json", "missing"):
+        assert told == "", "a checkpoint without a manifest is none"
+        return
+    assert "WARNING: step-00000008 is passed over: " in told
+    assert f"checkpoints/step-00000008/{name}" in told
+    assert json.loads((here / "events.jsonl").read_text())["passed_over"].keys() == {"step-00000008"}
+
+
+def test_a_manifest_with_the_files_of_another_step_is_passed_over(store: Store, here: Path) -> None:
+    at = "checkpoints/step-0000000{}/rank-00000.safetensors"
+    content = store.get(at.format(6)) or b""
+    assert len(content) == store.size(at.format(8)), "or its size would tell"
+    store.put(at.format(8), content)
+    begun(store, here).finish()
+    assert steps(here) == [6]
+
+
+def test_a_manifest_under_the_name_of_another_step_is_passed_over(store: Store, here: Path) -> None:
+    for name in ("rank-00000.safetensors", "manifest.json"):
+        store.put(f"checkpoints/step-00000008/{name}", store.get(f"checkpoints/step-00000006/{name}") or b"")
+    begun(store, here).finish()
+    assert steps(here) == [6]
+
+
+def test_exact_passes_over_nothing(store: Store, here: Path) -> None:
+    damage(store, 8, "shorter")
+    with pytest.raises(CheckpointError, match=r"step-00000008/rank.* and \d+ were written.*run\.resume=exact"):
+        begun(store, here, exact=True)
+    damage(store, 8, "a bit")
+    with pytest.raises(CheckpointError, match=r"run\.resume=exact"):
+        begun(store, here, exact=True).finish()
+    assert steps(here) == []
+
+
+def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: Store, here: Path) -> None:
+    for step in (4, 6, 8):
+        damage(store, step, "a bit")
+    found = begun(store, here)
+    with pytest.raises(CheckpointError, match=r"has checkpoints, and none is whole: step-00000008.*step-00000004"):
+        found.finish()
+    assert steps(here) == []
+
+
+@pytest.mark.parametrize("late", ["the list", "the index", "the index says more"])
+def test_neither_a_late_list_nor_a_late_index_decides(store: Store, here: Path, late: str) -> None:
+    if late == "the index":
+        store.put("checkpoints.json", b'["step-00000004"]')
+    if late == "the index says more":
+        store.put("checkpoints.json", b'["step-00000004", "step-00000099", "../../elsewhere", 7]')
+    with mock.patch.object(Store, "names", return_value=[]) if late == "the list" else nullcontext():
+        begun(store, here).finish()
+    assert steps(here) == [8]
+
+
+def test_what_was_brought_before_an_interruption_is_not_brought_again(store: Store, here: Path) -> None:
+    found = begun(store, here)
+    assert found.begun is not None
+    original = Store.fetch
+
+    def interrupted(store: Store, name: str, file: Path, size: int, sha256: str) -> None:
+        original(store, name, file, size, sha256)
+        raise DataError(f"{store.at(name)}: no answer for 60 s")
+
+    with mock.patch.object(Store, "fetch", interrupted), pytest.raises(DataError, match="no answer"):
+        found.finish()
+    assert (steps(here), found.passed) == ([], {}), "a store that does not answer damages nothing"
+    again = begun(store, here)
+    with mock.patch.object(Store, "read", side_effect=AssertionError("it was read again")):
+        again.finish()
+    assert steps(here) == [8]
+
+
+def test_a_description_that_leads_out_of_the_folder_is_refused(store: Store, here: Path) -> None:
+    described = json.loads(store.get("run.json") or b"")
+    store.put("run.json", json.dumps({"../outside": described["config.yaml"]}).encode())
+    with pytest.raises(DataError, match="lies outside of a run's folder"):
+        begun(store, here)
+    assert not (here.parent / "outside").exists()
+
+
+def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: Store, here: Path) -> None:
+    at = "checkpoints/step-00000008/manifest.json"
+    manifest = json.loads(store.get(at) or b"")
+    manifest["files"] = {"../../outside": next(iter(manifest["files"].values()))}
+    manifest.pop("sha256")
+    manifest["sha256"] = commit._digest(manifest)
+    store.put(at, json.dumps(manifest).encode())
+    begun(store, here).finish()
+    assert steps(here) == [6]
+
+
+# a whole run --------------------------------------------------------------------------------------------------------
+
+STEPS = 6
+WORDS = (
+    "train", "small.py:Small", "train.global_batch=8", "run.name=a", f"train.steps={STEPS}", "layout.world_size=2",
+    "checkpoint.every=2", "task.dropout=0.2", "layout.threads=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[stores.Server]:
+    with stores.serving() as server:
+        yield server
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Train in a folder, which stands for a host of its own."""
+    folder.mkdir(exist_ok=True)
+    jobs.task_file(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return cli.main([*WORDS, *words])
+
+
+def final(folder: Path) -> dict[str, str]:
+    """A hash of every array of a run's last checkpoint: which rank has written it may differ."""
+    path = commit.find(folder / "runs" / "a" / "checkpoints")[-1]
+    assert commit.open_(path).step == STEPS
+    return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load(path).items()}
+
+
+def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
+    server: stores.Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(owner, "PATIENCE", 1.0)
+    assert trained(tmp_path / "never stopped", monkeypatch) == 0
+    upload = f"checkpoint.upload=s3://{stores.BUCKET}/runs"
+    first, second, store = tmp_path / "first", tmp_path / "second", server.store("runs/a")
+    first.mkdir()
+    jobs.task_file(first)
+    with jobs.started([jobs.UNISONO, *WORDS, upload, "task.hangs=1"], first) as running:  # in the third step
+        jobs.wait_for(lambda: store.get("checkpoints/step-00000002/manifest.json") is not None, 120)
+        os.kill(running.pid, signal.SIGKILL)
+        assert jobs.all_gone(first, 10), "what uploads ends with its run"
+    shutil.rmtree(first)
+    capfd.readouterr()
+
+    assert trained(second, monkeypatch, upload, "run.allow_change=[task.hangs]") == 0
+    told = capfd.readouterr().out
+    assert f"restored step-00000002 from {store.url}\n" in told and "continuing after step 2\n" in told
+    assert f"step {STEPS} is in {store.url}" in told
+    made = [event["step"] for event in jobs.events(second / "runs" / "a") if "loss" in event and not event.get("eval")]
+    assert made == list(range(3, STEPS + 1))
+    assert final(second) == final(tmp_path / "never stopped")
+    assert any(name.startswith("optimizer/") for name in final(second)) and len({*final(second).values()}) > 4
+    assert server.parts() == []
+    assert f"step-{STEPS:08d}" in store.names("checkpoints")
+    for name in store.names("checkpoints"):  # every one that has a manifest is whole
+        at = f"checkpoints/{name}"
+        if (manifest := store.get(f"{at}/manifest.json")) is not None:
+            for file, written in json.loads(manifest)["files"].items():
+                assert store.sha256(f"{at}/{file}", written["size"]) == written["sha256"]
+
+    # The same name on other hosts: another run, and one that must not be continued.
+    assert trained(tmp_path / "third", monkeypatch, upload, "optim.lr=0.5") == 2
+    assert "already holds another run:\n  optim.lr: " in capfd.readouterr().err
+    assert trained(tmp_path / "fourth", monkeypatch, upload, "run.resume=never") == 2
+    assert "already holds a run, and run.resume=never" in capfd.readouterr().err
+    assert store.get(f"checkpoints/step-{STEPS:08d}/manifest.json") is not None
+
+
+def test_a_store_that_cannot_be_used_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, monkeypatch, "checkpoint.upload=dropbox://runs") == 2
+    assert "dropbox:// needs a package that is not installed" in capfd.readouterr().err
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as closed:  # nobody listens
+        closed.bind(("127.0.0.1", 0))
+        words = (f"checkpoint.upload_options={{endpoint_url: 'http://127.0.0.1:{closed.getsockname()[1]}'}}",)
+        words += ("checkpoint.upload_deadline=2", "checkpoint.upload=s3://bucket/runs")
+        assert trained(tmp_path, monkeypatch, *words) == 2
+    told = capfd.readouterr().err
+    assert "checkpoint.upload: s3://bucket/runs/a/" in told and "Nothing was started" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.py"]

@@ -1,0 +1,461 @@
+"""Checkpoints in a store are whole or absent, whatever fails on their way there, and nothing waits for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.checkpoint import stores
+from tests.checkpoint.test_commit import save
+from tests.runs import configuration
+from unisono.checkpoint import commit, owner, upload, uploader
+from unisono.checkpoint.store import Store
+from unisono.checkpoint.upload import Uploads
+from unisono.checkpoint.uploader import TakenOverError, Upload, Worker
+from unisono.errors import ConfigError, DataError, RunError, UploadError
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+
+MANIFEST = "checkpoints/step-00000004/manifest.json"
+SHARD = "checkpoints/step-00000004/rank-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[stores.Server]:
+    with stores.serving() as server:
+        yield server
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(f"file://{tmp_path}/store/run")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with one checkpoint, of step 4."""
+    folder = tmp_path / "run"
+    save(folder / "checkpoints", 4)
+    (folder / "assets").mkdir()
+    (folder / "assets" / "vocabulary").write_text("a b c")
+    (folder / "config.yaml").write_text("recipe: test\n")
+    (folder / "events.jsonl").write_text("{}\n")
+    return folder
+
+
+def order(path: Path) -> dict[str, Any]:
+    checkpoint = commit.read(path)
+    return {"path": str(path), "name": path.name, "step": checkpoint.step, "files": checkpoint.files}
+
+
+def bring(upload: Upload, run: Path, step: int = 4) -> None:
+    path = run / "checkpoints" / f"step-{step:08d}"
+    upload.commit(path, path.name, commit.read(path).files)
+
+
+def there(store: Store) -> list[str]:
+    """Names of checkpoints whose manifest is in the store."""
+    names = store.names("checkpoints")
+    return [name for name in names if store.get(f"checkpoints/{name}/manifest.json") is not None]
+
+
+class Asked:
+    """What a store is asked to write and remove, in order; it can be made to fail."""
+
+    def __init__(self, fail: str = "") -> None:
+        self.asked: list[str] = []
+        self.fail = fail
+        self._patches = [mock.patch.object(Store, name, self._noted(name)) for name in ("put", "send", "remove")]
+
+    def _noted(self, what: str) -> Callable[..., Any]:
+        original = getattr(Store, what)
+
+        def act(store: Store, name: str, *arguments: Any) -> Any:
+            if self.fail and name.endswith(self.fail):
+                raise DataError(f"{store.at(name)} cannot be written: the line is cut")
+            self.asked.append(f"{what} {name}")
+            return original(store, name, *arguments)
+
+        return act
+
+    def __enter__(self) -> Asked:
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+# one checkpoint -----------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_goes_last_and_before_it_everything_that_a_restore_needs(store: Store, run: Path) -> None:
+    with Asked() as asked:
+        bring(Upload(store, run, None, 2), run)
+    assert [line.rpartition("/")[2] for line in asked.asked] == [
+        "config.yaml", "vocabulary", "put run.json", "rank-00000.safetensors", "manifest.json", "put checkpoints.json",
+    ]  # fmt: skip
+    assert store.get(MANIFEST) == (run / MANIFEST).read_bytes()
+    assert store.get(SHARD) == (run / SHARD).read_bytes()
+    assert "events.jsonl" not in json.loads(store.get("run.json") or b"{}")
+
+
+def test_a_checkpoint_whose_upload_was_interrupted_is_not_there_and_only_the_rest_is_sent(
+    store: Store, run: Path
+) -> None:
+    with Asked(fail="manifest.json"), pytest.raises(DataError, match="line is cut"):
+        bring(Upload(store, run, None, 2), run)
+    assert (there(store), store.get(SHARD)) == ([], (run / SHARD).read_bytes())
+    again = Upload(store, run, None, 2)  # of another process
+    bring(again, run)
+    assert (there(store), again.sent) == (["step-00000004"], 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "manifest"),  # where the manifest is there, content is not read back but by a restore
+    [("missing", True), ("shorter", True), ("missing", False), ("shorter", False), ("a bit", False)],
+)
+def test_an_object_that_is_not_what_was_written_is_sent_again(
+    store: Store, run: Path, fault: str, manifest: bool
+) -> None:
+    bring(Upload(store, run, None, 2), run)
+    content = bytearray(store.get(SHARD) or b"")
+    store.remove(SHARD)
+    content[-1] ^= 1
+    if fault != "missing":
+        store.put(SHARD, bytes(content[:-1] if fault == "shorter" else content))
+    if not manifest:
+        store.remove(MANIFEST)
+    again = Upload(store, run, None, 2)
+    bring(again, run)
+    assert again.sent == len(content)
+    assert store.get(SHARD) == (run / SHARD).read_bytes()
+
+
+def test_what_arrives_as_something_else_has_no_manifest(store: Store, run: Path) -> None:
+    def damaging(store: Store, name: str, file: Path, sent: Any = None) -> None:
+        store.put(name, file.read_bytes()[:-1] + b"!")
+
+    with (
+        mock.patch.object(Store, "send", damaging),
+        pytest.raises(DataError, match=r"config\.yaml is damaged: its content is not what was written"),
+    ):
+        bring(Upload(store, run, None, 2), run)
+    assert there(store) == []
+
+
+def test_a_file_that_is_damaged_here_is_told_as_that_and_never_gets_a_manifest(store: Store, run: Path) -> None:
+    content = bytearray((run / SHARD).read_bytes())
+    content[-1] ^= 1
+    (run / SHARD).write_bytes(content)
+    with pytest.raises(
+        uploader.DamagedError, match=r"run/checkpoints/step-00000004/rank-00000\.safetensors is damaged"
+    ):
+        bring(Upload(store, run, None, 2), run)
+    assert there(store) == []
+
+
+def test_a_checkpoint_of_another_past_is_taken_back_before_its_files_change(store: Store, run: Path) -> None:
+    bring(Upload(store, run, None, 2), run)
+    shutil.rmtree(run / "checkpoints")
+    save(run / "checkpoints", 4, state={"another": "past"})
+    with Asked(fail="checkpoints.json") as asked, pytest.raises(DataError):
+        bring(Upload(store, run, None, 2), run)
+    assert asked.asked[0] == f"remove {MANIFEST}"
+    assert asked.asked[-1] == f"put {MANIFEST}"
+
+
+def test_older_checkpoints_go_from_the_store_manifest_first_when_the_new_one_is_there(store: Store, run: Path) -> None:
+    sender = Upload(store, run, None, 2)
+    for step in (4, 6, 8):
+        if step > 4:
+            save(run / "checkpoints", step)
+        with Asked() as asked:
+            bring(sender, run, step)
+    assert there(store) == ["step-00000006", "step-00000008"]
+    removed = [line for line in asked.asked if line.startswith("remove")]
+    assert removed == [f"remove {MANIFEST}", f"remove {SHARD}"]
+    assert asked.asked.index("put checkpoints/step-00000008/manifest.json") < asked.asked.index(removed[0])
+
+
+def test_a_changed_configuration_is_described_anew_and_the_old_one_goes(store: Store, run: Path) -> None:
+    sender = Upload(store, run, None, 2)
+    bring(sender, run)
+    (run / "config.yaml").write_text("recipe: other\n")
+    save(run / "checkpoints", 6)
+    bring(sender, run, 6)
+    described = json.loads(store.get("run.json") or b"")
+    assert store.get(uploader.described_as("config.yaml", described["config.yaml"]["sha256"])) == b"recipe: other\n"
+    assert len(store.names("description")) == 2
+
+
+# whose it is --------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_belongs_to_one_run(store: Store, tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        folder.mkdir()
+    owner.claim(store, mine)
+    owner.refuse(store, mine, fresh=False)
+    owner.claim(store, mine)  # the next start of the same run
+    assert owner.kept(mine)["start"] == (owner.read(store) or {})["start"]
+    told = rf"belongs to another run: process {os.getpid()} on .* wrote it from .*mine"
+    with pytest.raises(RunError, match=told):
+        owner.refuse(store, other, fresh=False)
+    (other / owner.KEPT).write_text(json.dumps({"run": "another"}))
+    with pytest.raises(RunError, match=told):
+        owner.refuse(store, other, fresh=True)
+    with pytest.raises(RunError, match="was taken by another run in this moment"):
+        owner.claim(store, other)
+
+
+def test_an_owner_of_another_form_is_refused(store: Store, tmp_path: Path) -> None:
+    for content in (b"", b"[]", b'{"run": "x"}'):
+        store.put(owner.OWNER, content)
+        with pytest.raises(RunError, match=r"owner\.json is no owner of a run"):
+            owner.refuse(store, tmp_path, fresh=True)
+
+
+def test_a_run_that_lives_elsewhere_is_not_taken_over_and_one_that_is_gone_is(store: Store, tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    owner.claim(store, there)
+    start = owner.kept(there)["start"]
+    owner.beat(store, start, 1)
+    number = iter(range(2, 100))
+    original = Store.get
+
+    def beating(store: Store, name: str) -> bytes | None:
+        if name == owner.ALIVE:
+            owner.beat(store, start, next(number))
+        return original(store, name)
+
+    with mock.patch.object(Store, "get", beating), pytest.raises(RunError, match="still trained elsewhere: process"):
+        owner.refuse(store, here, fresh=True, patience=1.0)
+    assert owner.refuse(store, here, fresh=True, patience=0.2) is not None  # no sign of life
+    owner.beat(store, start, None)
+    began = time.monotonic()
+    assert owner.refuse(store, here, fresh=True, patience=60.0) is not None  # it has said its last
+    assert time.monotonic() - began < 30
+    owner.adopt(here, owner.read(store) or {})
+    owner.claim(store, here)
+    assert owner.taken_over(store, start) is not None
+
+
+def test_a_start_that_was_taken_over_finishes_no_checkpoint(store: Store, run: Path) -> None:
+    owner.claim(store, run)
+    first = Upload(store, run, owner.kept(run)["start"], 2)
+    bring(first, run)
+    owner.claim(store, run)
+    save(run / "checkpoints", 6)
+    with pytest.raises(TakenOverError, match=r"process \d+ on"):
+        bring(first, run, 6)
+    assert there(store) == ["step-00000004"]
+    bring(Upload(store, run, owner.kept(run)["start"], 2), run, 6)
+    assert there(store) == ["step-00000004", "step-00000006"]
+
+
+# one after the other ------------------------------------------------------------------------------------------------
+
+
+def worked(store: Store, run: Path, orders: list[dict[str, Any]], failures: int = 0) -> list[dict[str, Any]]:
+    """Reports of a worker that has these orders, and whose first attempts fail."""
+    reports: list[dict[str, Any]] = []
+    sender = Upload(store, run, None, 9)
+    original = sender.commit
+    attempts = iter(range(1000))
+
+    def commit(*arguments: Any) -> None:
+        if next(attempts) < failures:
+            raise DataError("the line is cut, as key sk-aaaaaaaaaaaaaaaaaaaaaaaa knows")
+        original(*arguments)
+
+    with mock.patch.object(sender, "commit", commit):
+        worker = Worker(sender, store, reports.append, pause=0.01)
+        for each in orders:
+            worker.order(each)
+        worker.order({"end": True})
+        worker.run()
+    return reports
+
+
+def test_of_those_that_wait_the_newest_is_uploaded(store: Store, run: Path) -> None:
+    orders = [order(run / "checkpoints" / "step-00000004")]
+    orders += [order(save(run / "checkpoints", step)) for step in (6, 8)]
+    reports = worked(store, run, orders)
+    assert [(key, report[key]) for report in reports for key in ("left", "uploaded") if key in report] == [
+        ("left", "step-00000004"), ("left", "step-00000006"), ("uploaded", "step-00000008"),
+    ]  # fmt: skip
+
+
+def test_what_fails_is_tried_again_after_longer_and_longer_pauses_and_tells_no_secret(store: Store, run: Path) -> None:
+    reports = worked(store, run, [order(run / "checkpoints" / "step-00000004")], failures=3)
+    assert [report.get("again") for report in reports] == [0.01, 0.02, 0.04, None]
+    assert "line is cut" in reports[0]["why"] and "sk-aaaa" not in reports[0]["why"]
+    assert (reports[-1]["uploaded"], there(store)) == ("step-00000004", ["step-00000004"])
+
+
+def test_a_damaged_file_is_told_once_and_holds_nothing_up(store: Store, run: Path) -> None:
+    (run / SHARD).write_bytes(bytes((run / SHARD).stat().st_size))
+    first = order(run / "checkpoints" / "step-00000004")
+    reports = worked(store, run, [first])
+    assert [next(iter(report)) for report in reports] == ["failed", "left"]
+
+
+# beside a run -------------------------------------------------------------------------------------------------------
+
+
+class Beside:
+    """The uploads of a run, with a process of their own; `lines` and `notes` are what they said."""
+
+    def __init__(self, folder: Path, server: stores.Server, name: str, **settings: Any) -> None:
+        given = {"upload": f"s3://{stores.BUCKET}", "upload_deadline": 3.0, "upload_timeout": 60.0, **settings}
+        self.config = configuration(checkpoint=given, run={"name": name})
+        self.folder, self.lines, self.notes = folder, list[str](), list[tuple[int, dict[str, Any]]]()
+        store = upload.store_of(self.config)
+        assert store is not None
+        if not owner.kept(folder):
+            owner.claim(store, folder)
+        self.uploads = Uploads(self.config, folder, True, self.lines.append, lambda *note: self.notes.append(note))
+
+    def until(self, text: str, seconds: float = 60.0) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.uploads.check()
+            if found := [line for line in self.lines if text in line]:
+                return found[0]
+            time.sleep(0.02)
+        raise AssertionError(f"{text!r} is not among {self.lines}")
+
+
+@pytest.fixture
+def environment(server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
+    server: stores.Server, tmp_path: Path
+) -> None:
+    name, folder = uuid.uuid4().hex, tmp_path / "run"
+    folder.mkdir()
+    beside = Beside(folder, server, name)
+    store = server.store(name)
+    try:
+        beside.uploads.finished(save(folder / "checkpoints", 4, keep=1))
+        assert "MB sent" in beside.until("step 4 is in s3://")
+        server.stop()
+        beside.uploads.finished(save(folder / "checkpoints", 6, keep=1))
+        line = beside.until("step 6 is not uploaded", 90)
+        assert line.startswith("WARNING") and "not uploaded since step 4" in line and "tried again in 1 s" in line
+        save(folder / "checkpoints", 8, keep=1)  # retention takes step 6 away, here
+        assert not (folder / "checkpoints" / "step-00000006").exists()
+        server.start()
+        beside.until("step 6 is in s3://", 90)
+        beside.uploads.finish()
+    finally:
+        beside.uploads.close()
+    assert there(store) == ["step-00000004", "step-00000006"]
+    assert [path.name for path in (folder / "uploading").iterdir()] == []
+    notes = [(step, note["upload"]) for step, note in beside.notes]
+    assert (notes[0], notes[-1]) == ((4, "there"), (6, "there"))
+    assert (6, "failed") in notes
+    assert json.loads(store.get(owner.ALIVE) or b"")["number"] is None, "it has said its last"
+
+
+@pytest.mark.usefixtures("environment")
+def test_an_upload_that_is_killed_is_taken_up_by_the_next_start(server: stores.Server, tmp_path: Path) -> None:
+    name, folder = uuid.uuid4().hex, tmp_path / "run"
+    folder.mkdir()
+    first = Beside(folder, server, name)
+    server.stop()
+    try:
+        first.uploads.finished(save(folder / "checkpoints", 4, keep=1))
+        process = first.uploads._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)  # it is taken up once by the run itself
+        first.until("has ended with code -9")
+        assert first.uploads._process is not process
+    finally:
+        first.uploads.close()  # as a killed run leaves it
+        server.start()
+    assert there(server.store(name)) == []
+    shutil.rmtree(folder / "checkpoints")  # the links alone are left
+    second = Beside(folder, server, name)
+    try:
+        second.until("step 4 is in s3://")
+    finally:
+        second.uploads.close()
+    assert there(server.store(name)) == ["step-00000004"]
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("required", [False, True])
+def test_a_run_whose_last_checkpoint_is_not_there_in_the_end_says_so(
+    server: stores.Server, tmp_path: Path, required: bool
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    beside = Beside(folder, server, uuid.uuid4().hex, upload_timeout=1.0, upload_required=required)
+    told = r"the checkpoint of step 4 is not in s3://.* \(nothing uploaded yet\); it is whole in "
+    server.stop()
+    try:
+        beside.uploads.finished(save(folder / "checkpoints", 4))
+        began = time.monotonic()
+        if required:
+            with pytest.raises(UploadError, match=told):
+                beside.uploads.finish()
+        else:
+            beside.uploads.finish()
+            beside.until("WARNING: the checkpoint of step 4 is not in s3://")
+        assert time.monotonic() - began < 30
+        assert (4, {"upload": "missing"}) in beside.notes
+    finally:
+        beside.uploads.close()
+        server.start()
+
+
+# before the start ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_is_tried_before_the_start_and_nothing_is_left_in_it(server: stores.Server, store: Store) -> None:
+    remote = server.store(uuid.uuid4().hex)
+    for each in (store, remote):
+        upload.check(each)
+        assert each.names("") == []
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("s3://no-such-bucket/run", r"s3://no-such-bucket/run does not exist .* make the bucket first"),
+        ("nothing://bucket/run", r"nothing://.*known are s3, gs"),
+        ("dropbox://bucket/run", r"dropbox:// needs a package that is not installed"),
+        ("file:///proc/nothing/run", r"file:///proc/nothing/run.* (cannot be written|does not exist)"),
+    ],
+)
+def test_a_store_that_cannot_be_written_is_refused(server: stores.Server, url: str, told: str) -> None:
+    where = server.store("x").where if url.startswith("s3") else Store("x").where
+    with pytest.raises(ConfigError, match=told):
+        upload.check(Store(url, where))
+
+
+def test_memory_is_no_store() -> None:
+    with pytest.raises(ValueError, match="lies in the memory of one process"):
+        configuration(checkpoint={"upload": "memory://runs"})
