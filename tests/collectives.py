@@ -1,13 +1,10 @@
-"""A task that talks to other ranks by itself, and makes on rank 1 what `wrong` says in one step.
-
-Run as a module it is one process of a job: `python -m tests.collectives RANK WORLD PORT FOLDER WRONG STRATEGY`.
-"""
+"""A task that talks to other ranks by itself, and makes on rank 1 what `wrong` says in one step."""
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.runs import configuration
-from unisono import trainer
+from unisono import calls, trainer
+from unisono.engines.torch import collective
+from unisono.engines.torch.desync import Desync
+from unisono.errors import UnisonoError
+from unisono.launch.worker import guarded
 from unisono.place import Group, Place
 from unisono.task import Context, Loss, Task
 
@@ -32,6 +33,7 @@ class Talking(Task):
         self.rank, self.wrong = place.rank, wrong
         self.seen: list[float] = []
         self.groups: list[Any] = []
+        self.before: list[torch.Tensor] = []
 
     def data(self) -> list[dict[str, np.ndarray]]:
         inputs = np.random.default_rng(3).normal(size=(24, 3)).astype(np.float32)
@@ -44,10 +46,14 @@ class Talking(Task):
         return {"square": float(len(batch["x"]))}
 
     def build(self) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        return self.model
 
     def outputs(self, model: torch.nn.Module, batch: dict[str, Any], context: Context) -> torch.Tensor:
-        made = model(batch["x"])
+        unused = self.wrong == "unused" and self.rank == 1 and context.training and context.step == STEP
+        if context.training and context.step == STEP:
+            self.before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        made = model[:2](batch["x"]).sum(1, keepdim=True) if unused else model(batch["x"])
         if self.wrong == "well":
             self.talk_well()
         else:
@@ -60,9 +66,7 @@ class Talking(Task):
         return Loss(sums={"square": square}, metrics={"square": (square.detach(), float(len(outputs)))})
 
     def talk(self, wrong: str) -> None:
-        ones, threes = torch.full((4,), 1.0 + self.rank), torch.full((4,), 10.0 + 10 * self.rank)
-        if wrong == "order":
-            ones, threes = threes, ones
+        ones, tens = torch.full((4,), 1.0 + self.rank), torch.full((4,), 10.0 + 10 * self.rank)
         op = dist.ReduceOp.MAX if wrong == "reduce" else dist.ReduceOp.SUM
         if wrong == "dtype":
             ones = ones.to(torch.int32)
@@ -74,21 +78,21 @@ class Talking(Task):
             dist.all_reduce(ones)  # another line
         elif wrong != "skip":
             dist.all_reduce(ones, op=op)  # the usual line
-        if wrong == "order":  # of equal shape, so nobody notices, but made from the lines of each other
-            self.of_threes(ones)
-            self.of_ones(threes)
+        if wrong == "order":
+            self.of_tens(tens)
+            self.of_ones()
         else:
-            self.of_ones(ones)
-            self.of_threes(threes)
+            self.of_ones()
+            self.of_tens(tens)
         if wrong == "evaluation":
             dist.all_reduce(torch.zeros(2))
 
-    def of_ones(self, ones: torch.Tensor) -> None:
-        dist.all_reduce(ones.float().view(-1)[:4].clone())
+    def of_ones(self) -> None:
+        dist.all_reduce(torch.full((4,), 1.0 + self.rank))
 
-    def of_threes(self, threes: torch.Tensor) -> None:
-        dist.all_reduce(threes)
-        self.seen.append(threes[0].item())
+    def of_tens(self, tens: torch.Tensor) -> None:
+        dist.all_reduce(tens)
+        self.seen.append(tens[0].item())
 
     def talk_well(self) -> None:
         """Everything that may look different and is right."""
@@ -129,35 +133,63 @@ def config_of(strategy: str = "ddp", **layout: Any) -> Any:
     )
 
 
-def train(place: Place, group: Group, folder: Path, wrong: str, strategy: str = "ddp", **layout: Any) -> Any:
-    """Train and return the result and what the task has seen, or the error."""
-    task = Talking(place, wrong)
-    folder = folder / f"{wrong or 'clean'}-{strategy}-{len(layout)}"
+@dataclass
+class Outcome:
+    """What came of a run on one rank."""
+
+    error: str = ""
+    kind: str = "none"
+    code: int = 0
+    seen: list[float] = field(default_factory=list)
+    loss: float | None = None
+    updated: bool = False
+    digests: dict[str, tuple[int, int]] = field(default_factory=dict)
+    calls: list[calls.Call] = field(default_factory=list)
+
+
+def train(
+    place: Place, group: Group, folder: Path, wrong: str, strategy: str = "ddp", number: int = 0, **layout: Any
+) -> Outcome:
+    """Train, and tell what came of it."""
+    task, outcome = Talking(place, wrong), Outcome()
+    folder = folder / f"{wrong or 'clean'}-{strategy}-{number}"
     folder.mkdir(parents=True, exist_ok=True)
     group.barrier("the folder")
+    closed = Desync.close
+
+    def close(desync: Desync) -> None:
+        if desync._seen is not None:
+            members = desync._log.groups.values()
+            outcome.digests = {m.name: (m.turn, m.digest) for m in members if len(m.ranks) > 1}
+            outcome.calls = desync._log.calls()
+        closed(desync)
+
+    Desync.close = close  # type: ignore[method-assign]
     try:
-        return trainer.run(task, config_of(strategy, **layout), place, group, folder), task.seen
-    except Exception as error:
-        return error
+        outcome.loss = trainer.run(task, config_of(strategy, **layout), place, group, folder).loss
+    except UnisonoError as error:
+        outcome.kind, outcome.error, outcome.code = type(error).__name__, str(error), error.exit_code
+    finally:
+        Desync.close = closed  # type: ignore[method-assign]
+    outcome.seen = task.seen
+    now = [parameter.detach() for parameter in task.model.parameters()]
+    if strategy == "ddp":
+        outcome.updated = any(not torch.equal(a, b) for a, b in zip(task.before, now, strict=True))
+    return outcome
 
 
-def main() -> None:
-    from unisono.engines.torch import collective
-    from unisono.launch.worker import guarded
-
-    rank, world, port, folder, wrong, strategy = sys.argv[1:]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
+def process(rank: int, port: int, folder: Path, wrong: str) -> None:
+    """One process of two that train: its ring and what it prints lie in the folder, its exit code is that of a run."""
+    printed = os.open(folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ[calls.FOLDER] = str(folder)
     torch.set_num_threads(1)
-    place = Place(int(rank), int(world), int(rank), int(world), "test")
+    place = Place(rank, 2, rank, 2, "test")
 
     def work() -> None:
         group = collective.start(place, torch.device("cpu"), timeout=20, start_timeout=60)
-        result = train(place, group, Path(folder), wrong, strategy)
-        if isinstance(result, Exception):
-            raise result
+        trainer.run(Talking(place, wrong), config_of(), place, group, folder)
 
     guarded(work, place)
-
-
-if __name__ == "__main__":
-    main()

@@ -28,6 +28,7 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
         (errors.SpikeError, 3),
         (errors.GuardError, 4),
         (errors.DeadlineError, 5),
+        (errors.DesyncError, 8),
         (errors.MemoryExhaustedError, 6),
     ],
 )

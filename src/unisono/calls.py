@@ -15,13 +15,15 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 LAST = 1024  # calls that a ring holds
+COMPARISON = "the comparison of collectives"  # the site of the calls that compare
 FOLDER = "UNISONO_PULSE"  # names the folder of rings, where there is one
 
 _SLOT = 512  # bytes of a call
@@ -259,12 +261,15 @@ class Difference:
     calls: tuple[Call | None, Call | None]
 
     def __str__(self) -> str:
-        number = f"call {self.turn} of the group" if self.turn else "their last call"
-        did = [
-            f"rank {rank} did {call.what}" if call else f"rank {rank} made no such call"
-            for rank, call in zip(self.ranks, self.calls, strict=True)
-        ]
-        return f"{number}: {did[0]}, {did[1]}"
+        number = f"call {self.turn}" if self.turn else "their last call"
+        one, other = (f"rank {rank} {_did(call)}" for rank, call in zip(self.ranks, self.calls, strict=True))
+        return f"{number}: {one}, {other}"
+
+
+def _did(call: Call | None) -> str:
+    if call is None:
+        return "made no such call"
+    return f"came to {COMPARISON}" if call.what.site == COMPARISON else f"did {call.what}"
 
 
 def difference(
@@ -300,6 +305,18 @@ def crossing(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]
         return None
     if _made(theirs, here.what.group) < here.turn and _made(mine, there.what.group) < there.turn:
         return Difference(0, (rank, other), (here, there))
+    return None
+
+
+def explained(rings: Mapping[int, Sequence[Call]]) -> Difference | None:
+    """Of processes that stand still or are gone: two that made different calls, or that wait for each other.
+
+    One that is only further ahead than another has waited for it, or the other has died, and is no difference.
+    """
+    for look in (difference, crossing):
+        for one, other in combinations(sorted(rings), 2):
+            if found := look(one, rings[one], other, rings[other]):
+                return found
     return None
 
 

@@ -6,7 +6,6 @@ when sizes differ, has left nothing but its ring.
 
 from __future__ import annotations
 
-from itertools import combinations
 from pathlib import Path
 
 from unisono import calls
@@ -21,14 +20,8 @@ def explain(folder: Path) -> str | None:
     Args:
         folder: of the rings, `$UNISONO_PULSE` of the processes.
     """
-    rings = calls.read_all(folder)
-    pairs = list(combinations(sorted(rings), 2))
-    for look in (calls.difference, calls.crossing):
-        for one, other in pairs:
-            found = look(one, rings[one], other, rings[other])
-            if found is not None:
-                return f"ranks made different collectives. {found}"
-    return None
+    found = calls.explained(calls.read_all(folder))
+    return None if found is None else f"ranks made different collectives. {found}"
 
 
 def last(folder: Path) -> dict[int, str]:

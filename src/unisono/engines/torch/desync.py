@@ -9,8 +9,8 @@ itself be mistaken for one of the calls that are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -22,11 +22,10 @@ from torch._C._distributed_c10d import GradBucket
 from unisono import calls
 from unisono.engines.torch.collective import TorchGroup, waiting
 from unisono.engines.torch.intercept import Interception
-from unisono.errors import DesyncError
+from unisono.errors import DeadlineError, DesyncError
 from unisono.place import Place
 
 _LOOK = 1.0  # seconds of waiting for the others until their rings are looked at
-_ASKED = "the comparison of collectives"
 _REMEDY = (
     "Every rank has to make the same collectives in the same order, from the same lines: move them out of branches "
     "that not every rank takes (`if rank == 0`), and make a call that may come from several places in one function"
@@ -67,7 +66,7 @@ class Desync:
             return
         value = self._log.check()
         self._sum.fill_(value - 2**64 if value >= 2**63 else value)
-        with self._seen.at(_ASKED), waiting(self._place, _ASKED, self._timeout):
+        with self._seen.at(calls.COMPARISON), waiting(self._place, calls.COMPARISON, self._timeout):
             self._asked = dist.all_reduce(self._sum, group=self._group.channel, async_op=True)
 
     def check(self, when: str) -> None:
@@ -89,6 +88,19 @@ class Desync:
         if int(self._sum):  # torch's sum of int64 wraps around
             raise self._differs(when)
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Turn a backend's error about a peer into a sentence, about their collectives if the rings know better."""
+        try:
+            with waiting(self._place, what, self._timeout):
+                yield
+        except DeadlineError as error:
+            folder = self._log.path.parent if self._seen is not None and self._log.path is not None else None
+            found = folder and calls.explained(calls.read_all(folder))
+            if not found:
+                raise
+            raise DesyncError(self._sentence(found, f"waiting for {what}")) from error
+
     def of_bucket(self, hook: Callable[[GradBucket], Any], bucket: GradBucket) -> Any:
         """What DDP's communication hook makes of a bucket; its collectives are known by the number of the bucket."""
         with nullcontext() if self._seen is None else self._seen.at(f"gradient bucket {bucket.index()}"):
@@ -106,7 +118,7 @@ class Desync:
         """Wait, and look meanwhile whether somebody of this node cannot come, since it waits for this process."""
         while True:
             try:
-                with waiting(self._place, f"{_ASKED} in {when}", self._timeout):
+                with waiting(self._place, f"{calls.COMPARISON} in {when}", self._timeout):
                     work.wait(timedelta(seconds=_LOOK))
                 return
             except RuntimeError as error:  # the group's own deadline is another error

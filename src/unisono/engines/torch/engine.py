@@ -25,7 +25,7 @@ from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines import base
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import agreed, collective, exhausted, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch import agreed, exhausted, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
 from unisono.engines.torch.batch_norm import BatchStatistics
@@ -209,13 +209,14 @@ class TorchEngine:
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
             self._recompilations.settle()
             context, counts, scales, sums = self._passes(batches, step, scalars)
-            self._desync.ask()
-            if not wrap.every_gradient_came(self._wrapped):
+            if left_out := wrap.left_out(self._wrapped):
                 raise ConfigError(
-                    f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used, "
-                    "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
+                    f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used "
+                    f"({', '.join(left_out[:4])}), so DDP did not reduce all gradients. Set "
+                    "layout.find_unused_parameters=true.",
                     fault="Parameters are left out",
                 )
+            self._desync.ask()
             whole = self._layout.strategy not in ("fsdp", "hsdp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
@@ -542,7 +543,7 @@ class TorchEngine:
             self._ordered.begin(self._split.passes - passes_left)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return collective.waiting(self._place, what, self._config.launch.timeout)
+        return self._desync.waiting(what)
 
     def _here(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
         """A micro-batch on the device, and the context with the carry of its rows."""

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.library import Library
 
-import unisono
 from unisono import calls
 
 # As users call them; where several names end in one operator, the oldest.
@@ -215,7 +214,7 @@ def _nothing(given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 # where a call comes from --------------------------------------------------------------------------------------------
 
-_OWN = str(Path(unisono.__file__).parent) + os.sep
+_OWN = str(Path(calls.__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PLUMBING = ("distributed_c10d.py", "c10d_logger.py")  # through which all calls go
 _LIBRARIES = tuple(sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")}))
