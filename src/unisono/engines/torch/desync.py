@@ -53,10 +53,11 @@ class Desync:
         """From now on see this process's collectives; collective."""
         if not self._wanted or not dist.is_initialized():
             return
+        # Before the group, which all make together: who is in it reads nobody's ring of an earlier engine.
+        self._log = calls.Log(self._place.rank, calls.folder())
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         assert isinstance(channel, dist.ProcessGroup)
         self._group = TorchGroup(self._place, self._timeout, channel)
-        self._log = calls.Log(self._place.rank, calls.folder())
         self._seen = Interception(self._log, "gradient bucket" if self._ddp else "collective of the backward pass")
         self._members = self._seen.members(channel)
 
@@ -127,11 +128,7 @@ class Desync:
             self._look(when)
 
     def _look(self, when: str) -> None:
-        """Whether a rank has made a call that this one would have to make before it comes here.
-
-        Nobody goes past a comparison before all have come to it. So who has made more calls of a group than this rank,
-        or others, has made them in place of coming.
-        """
+        """Whether a rank of this node has made a call that this one has not, in place of coming to the comparison."""
         if self._log.path is None:
             return
         own = self._log.calls()
@@ -143,7 +140,12 @@ class Desync:
                 raise DesyncError(self._sentence(found, when))
 
     def _ahead(self, rank: int, theirs: list[calls.Call]) -> calls.Difference | None:
-        for call in theirs:
+        """A call more than this rank has made, by one that has not come to the comparison this rank is in.
+
+        Whoever has come to it may go on while this rank is still being told, so who is only ahead proves nothing.
+        """
+        came = max((call.turn for call in theirs if call.what.group == self._members.name), default=0)
+        for call in theirs if came < self._members.turn else ():
             members = self._log.groups.get(call.what.group)
             if call.turn and members is not None and rank in members.ranks and call.turn > members.turn:
                 return calls.Difference(call.turn, (self._place.rank, rank), (None, call))
