@@ -98,6 +98,21 @@ class UploadError(UnisonoError):
     exit_code = 7
 
 
+class DesyncError(UnisonoError):
+    """Ranks that made different collectives: what they computed from them is wrong, and was not used for an update.
+
+    Attributes:
+        agreed: whether every rank says so, and not only one that found it in the others' rings.
+    """
+
+    exit_code = 8
+    fault = "Ranks made different collectives"
+
+    def __init__(self, text: str = "", agreed: bool = False) -> None:
+        super().__init__(text)
+        self.agreed = agreed
+
+
 def page(fault: str) -> str:
     """Where the docs explain a fault: GitHub makes the anchor of a heading so.
 

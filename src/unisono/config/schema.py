@@ -356,6 +356,9 @@ class Launch(Settings):
     )
     node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
     rendezvous: str | None = Field(None, description="host:port of node 0, where the nodes meet; a free port of it")
+    desync: bool = Field(
+        True, description="compare before each update which collectives the processes have made, and from which lines"
+    )
     interface: str | None = Field(
         None, description="network interface of this host for talking to the others; null: the one that leads to them"
     )

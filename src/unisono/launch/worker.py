@@ -127,7 +127,7 @@ def leave_now(code: int) -> NoReturn:
 
 def _agreed(error: BaseException) -> bool:
     """Whether rank 0 says the same: it told this rank so, or the ranks found out together."""
-    return isinstance(error, RunError | NonFiniteError | SaveError)
+    return isinstance(error, RunError | NonFiniteError | SaveError) or getattr(error, "agreed", False)
 
 
 def die_with_parent() -> None:

@@ -70,6 +70,7 @@ REMEDIES = {
     "Numbers that are not finite": "look at the rows that are named",
     "Single precision meets double": "make inputs of torch.get_default_dtype(), or compare with precision='fp32'",
     "Processes wait for each other": "let all ranks call the same collectives, equally often and in the same order",
+    "Ranks made different collectives": "let all ranks make them in the same order and from the same lines",
     "The run ended with an error": "mend it first",
 }
 

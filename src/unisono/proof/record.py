@@ -195,7 +195,8 @@ def record(task: Task, config: RunConfig, place: Place, group: Group, case: Case
         # Every rank raises guards, numbers that are not finite, and what is refused before the first step; anything
         # else may be one rank's alone, and only a single process can go on after it.
         refused = isinstance(error, UnisonoError) and not (facts.trainable or facts.frozen)
-        if place.world_size > 1 and not (refused or isinstance(error, GuardError | NonFiniteError)):
+        told = isinstance(error, GuardError | NonFiniteError) or getattr(error, "agreed", False)
+        if place.world_size > 1 and not (refused or told):
             raise
         facts.fault = f"{type(error).__name__}: {error}"
         facts.called = getattr(error, "fault", "")

@@ -25,7 +25,7 @@ from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines import base
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import agreed, collective, exhausted, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch import agreed, exhausted, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
 from unisono.engines.torch.batch_norm import BatchStatistics
@@ -33,6 +33,7 @@ from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.crossing import Crossing
+from unisono.engines.torch.desync import Desync
 from unisono.engines.torch.devices import device_of, name_of
 from unisono.engines.torch.profiler import Profiler
 from unisono.engines.torch.randomness import Randomness
@@ -71,6 +72,7 @@ class TorchEngine:
         self._randomness = Randomness(config.run.seed, self._device)
         self._spikes = Spikes(config.optim.skip_spikes, group)
         self._recompilations = Recompilations()
+        self._desync = Desync(place, config.launch.timeout, config.launch.desync, ddp=config.layout.strategy == "ddp")
         self.profiler: base.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
         crosses = task.cross_sample is not None
@@ -88,6 +90,7 @@ class TorchEngine:
 
     def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
         """Build, lay out, check and warm up; see `Engine.setup`."""
+        self._desync.start()
         model = self._build()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         wrap.prepare(model, self._layout, self._precision)
@@ -111,6 +114,7 @@ class TorchEngine:
                 if isinstance(self._wrapped, DistributedDataParallel):
                     self._lay_out()
                     self._warm_up(batches, context)
+        self._desync.check("the warm-up")
         updates = optimizers.told(self._config.optim, self._optimizer, model)
         return Facts(size, name_of(self._device), self._kernels, tuple(updates), self.devices)
 
@@ -133,7 +137,8 @@ class TorchEngine:
         if self._layout.reduction == "ordered":
             self._ordered = gradients.OrderedSum(self._trainable, self._split.passes, self._place.world_size)
             if isinstance(self._wrapped, DistributedDataParallel):
-                self._wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: ordered.hook(bucket))
+                hooked = self._desync.of_bucket  # not through the engine, which holds the wrapper
+                self._wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: hooked(ordered.hook, bucket))
 
     def _build(self) -> nn.Module:
         self._kernels = agreed.kernels(self._task, self.group, self._device.type, self._precision)
@@ -204,12 +209,14 @@ class TorchEngine:
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
             self._recompilations.settle()
             context, counts, scales, sums = self._passes(batches, step, scalars)
-            if not wrap.every_gradient_came(self._wrapped):
+            if left_out := wrap.left_out(self._wrapped):
                 raise ConfigError(
-                    f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used, "
-                    "so DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
+                    f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used "
+                    f"({', '.join(left_out[:4])}), so DDP did not reduce all gradients. Set "
+                    "layout.find_unused_parameters=true.",
                     fault="Parameters are left out",
                 )
+            self._desync.ask()
             whole = self._layout.strategy not in ("fsdp", "hsdp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
@@ -219,6 +226,7 @@ class TorchEngine:
             recompiled = self._recompilations.fresh()
             self._transfer.look_ahead()
             with self.profiler.part("reduction"):
+                self._desync.check(f"step {step + 1}")
                 squares = squares if whole else squares / copies
                 result = sums.reduce(counts, self._place.world_size, squares, whole, alive, len(recompiled))
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
@@ -476,6 +484,7 @@ class TorchEngine:
                 wrap.shard_again(self._wrapped)
                 for part, mode in training.items():
                     part.training = mode
+            self._desync.check(f"the evaluation after step {step}")
             told = self.group.gather(sums.names, "the names of what is evaluated")
             if any(names != told[0] for names in told):
                 raise ConfigError(f"in evaluation ranks report other names: {told}. They may not depend on the rows.")
@@ -511,6 +520,7 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
+        self._desync.close()
         parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers _crossing _statistics"
         for name in parts.split():
             self.__dict__.pop(name, None)
@@ -533,7 +543,7 @@ class TorchEngine:
             self._ordered.begin(self._split.passes - passes_left)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return collective.waiting(self._place, what, self._config.launch.timeout)
+        return self._desync.waiting(what)
 
     def _here(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
         """A micro-batch on the device, and the context with the carry of its rows."""

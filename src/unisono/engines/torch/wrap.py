@@ -173,18 +173,19 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
                 module.set_reduce_scatter_unused_params(True)
 
 
-def every_gradient_came(wrapped: Wrapped) -> bool:
-    """Whether DDP has reduced all gradients of the pass that was to synchronise them.
+def left_out(wrapped: Wrapped) -> list[str]:
+    """Parameters without a gradient, if DDP has not reduced all gradients of the pass that was to synchronise them.
 
     It has not if the pass left out a parameter that DDP counts on: what it then leaves in `.grad` is not reduced.
     """
     if not isinstance(wrapped, DistributedDataParallel):
-        return True
+        return []
     try:
         wrapped._check_reducer_finalized()
     except RuntimeError:
-        return False
-    return True
+        named = unwrapped(wrapped).model.named_parameters()
+        return [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
+    return []
 
 
 def _has_vectors_only(module: nn.Module) -> bool:

@@ -1,0 +1,369 @@
+"""What each process asked of the others, in order: a ring of its last collectives, and a digest of all of them.
+
+Every collective has a fingerprint: operation, ReduceOp, dtype, shape, root, and the line that made it. Within a
+process group all members make the same ones in the same order, so their digests are equal; where they are not, the
+rings tell the first call in which two ranks differ. A ring is a file in shared memory where `$UNISONO_PULSE` names a
+folder: it can be read while its process hangs, and after it has died. This module knows no torch; who calls it does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+LAST = 1024  # calls that a ring holds
+COMPARISON = "the comparison of collectives"  # the site of the calls that compare
+FOLDER = "UNISONO_PULSE"  # names the folder of rings, where there is one
+
+_SLOT = 512  # bytes of a call
+_HEAD = struct.Struct("<8sIII")  # magic, rank, slots, bytes of a slot
+_MAGIC = b"calls-1\n"
+# Number, number in its group, fingerprint, digest of the group after it, length and checksum of what follows.
+_CALL = struct.Struct("<QQQQHI")
+_MASK = 2**64 - 1
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that no call is ever multiplied away
+
+
+@dataclass(frozen=True)
+class What:
+    """One kind of call, as often as it is made.
+
+    Attributes:
+        group: name of the process group, the same on all its members.
+        ranks: its members, as `0-3` or `0,2`; empty if they are too many to be written down.
+        operation: as users call it, e.g. `all_reduce`.
+        reduce: the ReduceOp, e.g. `SUM`; empty where nothing is reduced.
+        root: rank in the group that sends to, or takes from, all others; -1 where there is none.
+        dtype: of the tensors, e.g. `float32`.
+        shape: that has to be the same on all members, as text.
+        site: `path:line` that made the call, for people.
+        key: what of the site has to be the same on all members and hosts; empty where it may differ.
+        aside: whether its place in the order means nothing: between two processes alone, or from another thread.
+    """
+
+    group: str
+    ranks: str
+    operation: str
+    reduce: str = ""
+    root: int = -1
+    dtype: str = ""
+    shape: str = ""
+    site: str = ""
+    key: str = ""
+    aside: bool = False
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits that are equal on two members if they make the same call."""
+        told = [self.operation, self.reduce, self.root, self.dtype, self.shape, self.key]
+        return int.from_bytes(hashlib.blake2b(json.dumps(told).encode(), digest_size=8).digest(), "little")
+
+    def __str__(self) -> str:
+        parts = [self.reduce, self.dtype, self.shape, f"root {self.root}" if self.root >= 0 else ""]
+        return f"{self.operation}({', '.join(filter(None, parts))}) at {self.site or 'an unknown line'}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a ring.
+
+    Attributes:
+        number: among all of this process, from 1.
+        turn: among those of its group, from 1; 0 for calls that stand aside.
+        fingerprint: see `What`.
+        digest: of the group's calls up to this one.
+        what: it was.
+    """
+
+    number: int
+    turn: int
+    fingerprint: int
+    digest: int
+    what: What
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Call:
+        """What `dataclasses.asdict` has made of one, back again."""
+        return cls(**{**values, "what": What(**values["what"])})
+
+
+@dataclass
+class Members:
+    """What a process did in one group so far.
+
+    Attributes:
+        name: of the group.
+        ranks: of the whole job, in the order of the group.
+        own: place of this process among them.
+        turn: calls made.
+        digest: of them, in their order.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    own: int
+    turn: int = 0
+    digest: int = 0
+    told: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.told = ranges(self.ranks)
+
+
+class Log:
+    """The calls of this process: `add` each; `check` is zero, summed over all processes, as long as nobody differs.
+
+    Args:
+        rank: of this process.
+        folder: where the ring lies; None keeps it in memory, where only this process sees it.
+    """
+
+    def __init__(self, rank: int, folder: Path | None = None) -> None:
+        size = _HEAD.size + LAST * _SLOT
+        self.path = None if folder is None else folder / f"rank-{rank:05d}.calls"
+        self._ring: mmap.mmap | bytearray = bytearray(size)
+        if self.path is not None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.ftruncate(descriptor, 0)  # what an earlier attempt has left is no call of this one
+                os.ftruncate(descriptor, size)
+                self._ring = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        self._ring[: _HEAD.size] = _HEAD.pack(_MAGIC, rank, LAST, _SLOT)
+        self._made = 0
+        self._lock = threading.Lock()
+        self.groups: dict[str, Members] = {}
+
+    def add(self, members: Members, fingerprint: int, text: bytes, aside: bool = False) -> None:
+        """Note a call before it is made.
+
+        Args:
+            members: of its group.
+            fingerprint: of what it is.
+            text: what it is, as `written` makes it.
+            aside: whether its place in the order means nothing.
+        """
+        with self._lock:
+            made = self._made = self._made + 1
+            if aside:
+                turn = 0
+            else:
+                turn = members.turn = members.turn + 1
+                members.digest = (members.digest * _FACTOR + fingerprint) & _MASK
+            head = _CALL.pack(made, turn, fingerprint, members.digest, len(text), 0)
+            # A reader in another process may come in the middle: what does not fit its checksum was not whole.
+            checksum = zlib.crc32(text, zlib.crc32(head))
+            at = _HEAD.size + (made - 1) % LAST * _SLOT
+            whole = head[:-4] + checksum.to_bytes(4, "little") + text
+            self._ring[at : at + len(whole)] = whole
+
+    def check(self) -> int:
+        """A number whose sum over all processes is 0 modulo 2**64, if in each group all members made the same calls.
+
+        In each group every member multiplies its digest with a factor of its own, and the factors add up to zero. So
+        one sum of one number compares all groups, whoever is in them.
+        """
+        with self._lock:
+            return sum(_share(g.name, g.own, len(g.ranks)) * g.digest for g in self.groups.values()) & _MASK
+
+    def calls(self) -> list[Call]:
+        """Those that the ring holds, in their order."""
+        with self._lock:
+            return _parsed(bytes(self._ring))
+
+    def close(self) -> None:
+        """Let go of the ring; its file stays."""
+        if isinstance(self._ring, mmap.mmap):
+            self._ring.close()
+        self._ring = bytearray(_HEAD.size + LAST * _SLOT)
+
+
+def folder() -> Path | None:
+    """Where the rings of this node lie, if whoever started this process reads them."""
+    named = os.environ.get(FOLDER)
+    return Path(named) if named and Path(named).is_dir() else None
+
+
+def written(what: What) -> bytes:
+    """A call as a ring holds it; a long path loses its beginning, a long shape its end."""
+    shape = what.shape if len(what.shape) <= 80 else what.shape[:79] + "…"
+    about = [what.group[:64], what.ranks, what.operation[:40], what.reduce, what.root, what.dtype, shape, what.aside]
+    site = what.site
+    while len(text := json.dumps([*about, site], ensure_ascii=False).encode()) > _SLOT - _CALL.size:
+        site = "…" + site[len(site) // 4 + 1 :]
+    return text
+
+
+def read(path: Path) -> list[Call]:
+    """The calls of a ring's file, in their order; a call that is just being written is left out.
+
+    Raises:
+        ValueError: if it is no ring.
+    """
+    content = path.read_bytes()
+    if len(content) < _HEAD.size or _HEAD.unpack_from(content)[0] != _MAGIC:
+        raise ValueError(f"{path} is no ring of calls, or its process has only begun to make it")
+    return _parsed(content)
+
+
+def read_all(folder: Path) -> dict[int, list[Call]]:
+    """The rings in a folder, by rank; those that cannot be read are left out."""
+    rings = {}
+    for path in sorted(folder.glob("rank-*.calls")):
+        try:
+            rings[int(path.stem.removeprefix("rank-"))] = read(path)
+        except (OSError, ValueError):
+            continue
+    return rings
+
+
+def _parsed(content: bytes) -> list[Call]:
+    _, _, slots, size = _HEAD.unpack_from(content)
+    found = []
+    for at in range(_HEAD.size, min(len(content), _HEAD.size + slots * size), size):
+        number, turn, fingerprint, digest, length, checksum = _CALL.unpack_from(content, at)
+        text = content[at + _CALL.size : at + _CALL.size + length]
+        head = _CALL.pack(number, turn, fingerprint, digest, length, 0)
+        if number and zlib.crc32(text, zlib.crc32(head)) == checksum:
+            group, ranks, operation, reduce, root, dtype, shape, aside, site = json.loads(text)
+            what = What(group, ranks, operation, reduce, root, dtype, shape, site, aside=aside)
+            found.append(Call(number, turn, fingerprint, digest, what))
+    return sorted(found, key=lambda call: call.number)
+
+
+# which two calls differ ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first calls in which two ranks differ; None for a rank that did not make it.
+
+    Attributes:
+        turn: of the calls in their group; 0 where they are of two groups.
+        ranks: the two.
+        calls: what they did.
+    """
+
+    turn: int
+    ranks: tuple[int, int]
+    calls: tuple[Call | None, Call | None]
+
+    def __str__(self) -> str:
+        number = f"call {self.turn}" if self.turn else "their last call"
+        one, other = (f"rank {rank} {_did(call)}" for rank, call in zip(self.ranks, self.calls, strict=True))
+        return f"{number}: {one}, {other}"
+
+
+def _did(call: Call | None) -> str:
+    if call is None:
+        return "made no such call"
+    return f"came to {COMPARISON}" if call.what.site == COMPARISON else f"did {call.what}"
+
+
+def difference(
+    rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call], *, ended: bool = False
+) -> Difference | None:
+    """Where two ranks differ, as far as both rings reach: another call at the same place.
+
+    Args:
+        rank: one of the two.
+        mine: its ring, or what is left of it.
+        other: the other.
+        theirs: likewise.
+        ended: whether both have come to the same place of the program, so that one call more is a difference too; else
+            one of them is only further ahead.
+    """
+    for name in _shared(rank, mine, other, theirs):
+        here, there = ({c.turn: c for c in ring if c.turn and c.what.group == name} for ring in (mine, theirs))
+        first = max((min(turns) for turns in (here, there) if turns), default=0)
+        last = (max if ended else min)(max(here, default=0), max(there, default=0))
+        for turn in range(first, last + 1):
+            one, two = here.get(turn), there.get(turn)
+            if one is None or two is None or one.fingerprint != two.fingerprint:
+                return Difference(turn, (rank, other), (one, two))
+    return None
+
+
+def crossing(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> Difference | None:
+    """Whether two ranks that stand still wait for each other: in calls of two groups, neither made by the other."""
+    shared = _shared(rank, mine, other, theirs)
+    last = [next((c for c in reversed(ring) if c.turn and c.what.group in shared), None) for ring in (mine, theirs)]
+    here, there = last
+    if here is None or there is None or here.what.group == there.what.group:
+        return None
+    if _made(theirs, here.what.group) < here.turn and _made(mine, there.what.group) < there.turn:
+        return Difference(0, (rank, other), (here, there))
+    return None
+
+
+def explained(rings: Mapping[int, Sequence[Call]]) -> Difference | None:
+    """Of processes that stand still or are gone: two that made different calls, or that wait for each other.
+
+    One that is only further ahead than another has waited for it, or the other has died, and is no difference.
+    """
+    for look in (difference, crossing):
+        for one, other in combinations(sorted(rings), 2):
+            if found := look(one, rings[one], other, rings[other]):
+                return found
+    return None
+
+
+def _shared(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> list[str]:
+    """Groups in which both are, the one used first before the others."""
+    names: dict[str, None] = {}
+    for call in [*mine, *theirs]:
+        if call.what.group not in names and {rank, other} <= _members(call.what.ranks):
+            names[call.what.group] = None
+    return list(names)
+
+
+def _made(ring: Sequence[Call], group: str) -> int:
+    """How many calls of a group a ring tells of; of what has left it nothing is said, so as many as can be."""
+    turns = [call.turn for call in ring if call.turn and call.what.group == group]
+    return turns[-1] if turns else 0 if ring and ring[0].number == 1 else _MASK
+
+
+@cache
+def _members(told: str) -> frozenset[int]:
+    members: set[int] = set()
+    for part in filter(None, told.split(",")):
+        first, _, last = part.partition("-")
+        members |= set(range(int(first), int(last or first) + 1))
+    return frozenset(members)
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Members of a group as short text, or nothing if it would be long.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    stretches: list[list[int]] = []
+    for rank in sorted(ranks):
+        if stretches and rank == stretches[-1][1] + 1:
+            stretches[-1][1] = rank
+        else:
+            stretches.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in stretches)
+    return text if len(text) <= 80 else ""
+
+
+@cache
+def _share(name: str, own: int, size: int) -> int:
+    """A member's factor; those of a group add up to zero."""
+    if own < size - 1:
+        digest = hashlib.blake2b(f"{name}/{own}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") | 1
+    return -sum(_share(name, other, size) for other in range(size - 1))
