@@ -18,11 +18,11 @@ FLOORS = (
     ("proof", "doctor"),
     ("launch",),
     ("trainer",),
-    ("evaluation", "observe", "checkpoint"),
+    ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
     ("task", "optim", "config"),
-    ("state", "place", "files", "keys", "errors", "version"),
+    ("state", "place", "pulse", "files", "keys", "errors", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono import pulse
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
@@ -28,6 +29,7 @@ from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, collective, exhausted, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
+from unisono.engines.torch.backward import backward_told
 from unisono.engines.torch.batch_norm import BatchStatistics
 from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
@@ -218,7 +220,7 @@ class TorchEngine:
                 alive = unused.alive(self._trainable, self._wide, self._device)
             recompiled = self._recompilations.fresh()
             self._transfer.look_ahead()
-            with self.profiler.part("reduction"):
+            with self.profiler.part("reduction"), pulse.phase("wait", f"the sums of step {step + 1}"):
                 squares = squares if whole else squares / copies
                 result = sums.reduce(counts, self._place.world_size, squares, whole, alive, len(recompiled))
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
@@ -246,7 +248,7 @@ class TorchEngine:
         """All of a step that comes before its update; only this may run out of memory and be made again."""
         before, short = exhausted.versions(self._step.model), ""
         try:
-            with self.profiler.part("reduction"):
+            with self.profiler.part("reduction"), pulse.phase("wait", f"the counts of step {step + 1}"):
                 counts = self._count(batches)
             scales = self._scales(counts)
             context = self._first_pass(batches, Context(step, training=True, scalars=scalars), scales)
@@ -289,7 +291,7 @@ class TorchEngine:
                 seed = self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales, batch)
                 self.random = self.random or self._randomness.drew(seed)
-                with self.profiler.part("backward"):
+                with self.profiler.part("backward"), backward_told(total, self._place, last, context.step):
                     total.backward()
             if self._ordered and not (last and self._place.world_size > 1):
                 self._ordered.take()
@@ -479,7 +481,8 @@ class TorchEngine:
             told = self.group.gather(sums.names, "the names of what is evaluated")
             if any(names != told[0] for names in told):
                 raise ConfigError(f"in evaluation ranks report other names: {told}. They may not depend on the rows.")
-            return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
+            with pulse.phase("wait", "the sums of the evaluation"):
+                return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
 
     # state ------------------------------------------------------------------------------------------------------
 
@@ -533,7 +536,7 @@ class TorchEngine:
             self._ordered.begin(self._split.passes - passes_left)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return collective.waiting(self._place, what, self._config.launch.timeout)
+        return collective.waiting(self._place, what, self._config.launch.timeout, blocking=False)
 
     def _here(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
         """A micro-batch on the device, and the context with the carry of its rows."""
