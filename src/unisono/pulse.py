@@ -28,6 +28,7 @@ from typing import Any
 
 VARIABLE = "UNISONO_PULSE"  # the environment variable that names the directory; without it nothing is told
 PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "left")
+NEW_SHAPE = "a new shape"  # detail of a phase in which something is compiled that was not seen before
 STACKS = getattr(signal, "SIGRTMIN", 0) + 9  # asks for all stacks; neither torch, Slurm nor glibc use it
 
 _MAGIC = b"unisono pulse 1\n"
@@ -55,13 +56,13 @@ class Record:
         number: of updates of this record so far; one that does not grow tells of no progress.
         made: steps made, counted from the beginning of the run; -1 before that is known.
         phase: one of `PHASES`.
-        outer: the phase around it: a wait is part of something.
-        detail: what for, by name.
+        outer: the phase around it, since a wait is part of something; of a process that has left, the one it was at.
+        detail: what for, by name; of a process that has left, its exit code and that.
         since: when this was written, in ns.
         began: when the process began to tell, in ns.
         ended: when the last step ended, in ns; 0 before.
         totals: per phase the ns spent in it so far, without what was spent in phases inside it.
-        durations: of the last steps, in seconds, the oldest first.
+        durations: of the last steps, with the wait for their data, in seconds, the oldest first.
     """
 
     rank: int
@@ -81,6 +82,18 @@ class Record:
     def step(self) -> int:
         """The step that it is at, from 1: the last one, while that is recorded, evaluated or saved, else the next."""
         return _at(self.made, self.phase, self.outer)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code with which it left; None if it has not."""
+        return int(self.detail.partition(" ")[0]) if self.phase == "left" else None
+
+    @property
+    def awaited(self) -> str:
+        """What it waits for, or has waited for until it left; empty if for nothing."""
+        if self.phase == "left" and self.outer == "wait":
+            return self.detail.partition(" ")[2]
+        return self.detail if self.phase == "wait" else ""
 
 
 class Pulse:
@@ -142,6 +155,22 @@ class Pulse:
         self._map[_BEGIN:_SECOND] = zlib.crc32(packed).to_bytes(4, "little") + packed
 
 
+class _Unchanged:
+    """A context at whose end what is told is what it was at its begin."""
+
+    __slots__ = ("_before", "_pulse")
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+
+    def __enter__(self) -> None:
+        self._before = self._pulse.now()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self._pulse is _pulse and self._pulse.now() != self._before:
+            self._pulse.turn(*self._before)
+
+
 class _Phase:
     """The context of a phase."""
 
@@ -159,8 +188,10 @@ class _Phase:
         if hook is not None:
             hook(self._name, self._detail, making())
 
-    def __exit__(self, *error: object) -> None:
-        if self._pulse is _pulse:  # else it was stopped inside
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # After an error it stays at what failed, for whoever asks when this process is gone; `stop` may have been
+        # called inside.
+        if kind is None and self._pulse is _pulse:
             self._pulse.turn(*self._before)
 
 
@@ -180,7 +211,8 @@ def stop(code: int | None = None) -> None:
     """Tell that this process leaves the run, with the exit code it will have, or 0 if it lives on; and no more."""
     global _pulse
     if _pulse is not None:
-        _pulse.turn(_NUMBER["left"], 0, str(code or 0).encode())
+        last, _, detail = _pulse.now()
+        _pulse.turn(_NUMBER["left"], last, b"%d %s" % (code or 0, detail[: _DETAIL - 8]))
         _pulse.close()
         _pulse = None
 
@@ -198,6 +230,12 @@ def phase(name: str, detail: str = "") -> AbstractContextManager[Any]:
     return _Phase(pulse, name, detail)
 
 
+def unchanged() -> AbstractContextManager[Any]:
+    """The context after which this process is again at what it is at now, though it `waits` meanwhile."""
+    pulse = _pulse
+    return _OFF if pulse is None or threading.get_ident() != pulse.thread else _Unchanged(pulse)
+
+
 def step(made: int, seconds: float | None = None) -> None:
     """Tell how many steps are made, and how long the last one took, if this process has made it."""
     if _pulse is not None and threading.get_ident() == _pulse.thread:
@@ -205,7 +243,7 @@ def step(made: int, seconds: float | None = None) -> None:
 
 
 def waits(detail: str) -> None:
-    """Tell, from inside of a phase, that from here to its end it is a wait for others."""
+    """Tell that from here to the end of the context around it this is a wait for others."""
     pulse = _pulse
     if pulse is not None and threading.get_ident() == pulse.thread and pulse.now()[0] != _WAIT:
         pulse.turn(_WAIT, pulse.now()[0], detail.encode(errors="replace")[:_DETAIL])

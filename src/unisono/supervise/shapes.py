@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.data.making import MicroBatch
-
-NEW = "a new shape"
+from unisono.pulse import NEW_SHAPE
 
 
 class Shapes:
@@ -22,12 +21,12 @@ class Shapes:
         self._known: set[Any] = set()
 
     def told(self, batches: Sequence[MicroBatch]) -> str:
-        """`NEW` if a micro-batch has a shape that none had before, else nothing."""
+        """`pulse.NEW_SHAPE` if a micro-batch has a shape that none had before, else nothing."""
         if not self._watching:
             return ""
         before = len(self._known)
         self._known.update(shape(micro.arrays) for micro in batches)
-        return NEW if len(self._known) > before else ""
+        return NEW_SHAPE if len(self._known) > before else ""
 
 
 def shape(arrays: Any) -> Any:
