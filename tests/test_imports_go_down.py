@@ -22,7 +22,7 @@ FLOORS = (
     ("engines",),
     ("data",),
     ("task", "optim", "config"),
-    ("state", "place", "files", "keys", "errors", "version", "calls"),
+    ("state", "place", "pulse", "calls", "files", "keys", "errors", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (

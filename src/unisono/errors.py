@@ -113,6 +113,18 @@ class DesyncError(UnisonoError):
         self.agreed = agreed
 
 
+class LostError(UnisonoError):
+    """A process of the run that is gone without having said why."""
+
+    exit_code = 9
+
+
+class StuckError(UnisonoError):
+    """A process of the run that is there and does not go on, or all of them in wait for each other."""
+
+    exit_code = 10
+
+
 def page(fault: str) -> str:
     """Where the docs explain a fault: GitHub makes the anchor of a heading so.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from unisono import pulse
 from unisono.checkpoint import commit, retention
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.checkpoint.saver import Saver
@@ -38,6 +39,7 @@ from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
+from unisono.supervise.shapes import Shapes
 from unisono.task import Task
 
 log = logging.getLogger(__name__)
@@ -73,8 +75,9 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
     logs.start(folder, place)
     try:
         with _pointing_to_a_proof(config.recipe), Training(task, config, place, group, folder) as training:
-            results = deque(training.steps(), maxlen=1)
-            training.uploads.finish()
+            with pulse.phase("record"):
+                results = deque(training.steps(), maxlen=1)
+                training.uploads.finish()
             training.record.say(f"run: {folder}")
             made = max(training.first, training.plan.steps)
             return Result(folder, made, results[0].loss if results else None, training.evaluated)
@@ -125,6 +128,7 @@ class Training:
         self._about = {**facts_of(source), **task.facts()}
         self.evaluated: dict[str, float] = {}
         self._evaluated_after: int | None = None
+        self._shapes = Shapes(watching=config.layout.compile)
 
     def _load(self) -> Loader:
         return Loader.of(
@@ -135,8 +139,9 @@ class Training:
         with ExitStack() as opened:
             opened.callback(self._close)
             self._loader.start()  # beside the model's making
-            self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
-            self.first = _resume(self._engine, self.plan, self._folder)
+            with pulse.phase("setup"):
+                self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
+                self.first = _resume(self._engine, self.plan, self._folder)
             self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
@@ -165,6 +170,7 @@ class Training:
         """Make every step that is left: data, update, record, evaluation, checkpoint."""
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
         self._profile.between(self.first)
+        pulse.step(self.first)
         watch = Stopwatch()
         made_ready = self._batches(watch, self.first)
         batches = engine.incoming(made_ready)
@@ -173,7 +179,8 @@ class Training:
                 while True:
                     micro_batches = next(batches)
                     try:
-                        result = engine.step(micro_batches, step, self._scalars(step))
+                        with pulse.phase("compute", self._shapes.told(micro_batches)):
+                            result = engine.step(micro_batches, step, self._scalars(step))
                         break
                     except MemoryExhaustedError as error:
                         made_ready.close()
@@ -186,6 +193,7 @@ class Training:
             made, last = step + 1, step + 1 == total
             rows = self._rows_of(micro_batches) if result.skipped else []
             speed = self._speed(result, *watch.lap())
+            pulse.step(made, speed.seconds)
             record.step(made, result, self._scalars(step), speed, rows, self._saver.unsaved_since)
             for line in self._loader.news(speed.wait):
                 log.warning("%s", line)
@@ -194,7 +202,8 @@ class Training:
             if _due(made, config.eval.every) or (last and config.eval.at_end):
                 self.evaluate(made)
             if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
-                self._save(made)
+                with pulse.phase("save"):
+                    self._save(made)
             self.uploads.check()
             self._profile.between(made)
             yield result
@@ -249,8 +258,9 @@ class Training:
         """Evaluate on the held-out rows, if there are any, after `made` updates."""
         if self.held_out is not None:
             began = perf_counter()
-            self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
-            self._evaluated_after = made
+            with pulse.phase("evaluate"):
+                self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
+                self._evaluated_after = made
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
     def _rows_of(self, batches: list[MicroBatch]) -> list[int]:

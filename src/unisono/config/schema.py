@@ -344,8 +344,18 @@ class Observe(Settings):
         return self
 
 
+class Deadlines(Settings):
+    """Seconds without progress after which a run is ended, where that may take longer than in a step."""
+
+    setup: Positive = Field(1800.0, description="before the first step: the model's making and its first compilation")
+    shape: Positive = Field(300.0, description="the first step, and one with a new shape where models are compiled")
+    data: Positive = Field(300.0, description="the next micro-batch")
+    save: Positive = Field(1800.0, description="writing a checkpoint or a step's records")
+    evaluate: Positive = Field(600.0, description="between two batches of an evaluation")
+
+
 class Launch(Settings):
-    """How processes are started and how long they may wait for each other."""
+    """How processes are started, how long they may wait for each other, and what happens when one does not go on."""
 
     timeout: Positive = Field(
         600.0, description="seconds a process waits for another before the run ends with an error"
@@ -362,6 +372,27 @@ class Launch(Settings):
     interface: str | None = Field(
         None, description="network interface of this host for talking to the others; null: the one that leads to them"
     )
+    monitor: bool = Field(True, description="a process per node that ends the run when one dies, freezes or is stuck")
+    stuck_after: Positive = Field(
+        20.0, description="seconds without progress in a step after which the monitor ends the run, at least"
+    )
+    stuck_factor: Positive = Field(5.0, description="and at least as many times the median step")
+    deadlines: Deadlines = Deadlines()
+    straggler_factor: Annotated[float, Field(gt=1.0)] = Field(
+        2.0, description="a rank that takes as many times longer than the others by itself is named, not ended"
+    )
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="times that all processes are started again from the newest checkpoint after one died or stuck"
+    )
+
+    @model_validator(mode="after")
+    def _nodes_do_not_restart(self) -> Launch:
+        if self.nodes > 1 and self.max_restarts:
+            raise ValueError(
+                f"launch.max_restarts={self.max_restarts} with launch.nodes={self.nodes}: a run on several nodes is "
+                "not started again by itself; give the command again on all nodes, as a scheduler does"
+            )
+        return self
 
     @model_validator(mode="after")
     def _nodes_are_numbered(self) -> Launch:

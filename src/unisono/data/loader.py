@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono import pulse
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data import content, tune, workers
@@ -124,7 +125,8 @@ class Loader:
             for step in range(first, self._plan.steps):
                 batches: list[MicroBatch] = []
                 while len(batches) < self._split.passes:
-                    batches.append(self._in_time(feed.next))
+                    with pulse.phase("data"):
+                        batches.append(self._in_time(feed.next))
                     self._largest = max(self._largest, content.size(batches[-1].arrays))
                 self._tell(step, batches)
                 yield batches

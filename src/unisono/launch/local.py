@@ -13,17 +13,22 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unisono import pulse
 from unisono.config.schema import RunConfig
-from unisono.errors import UnisonoError
+from unisono.errors import LostError, StuckError, UnisonoError
 from unisono.launch import environment, network
 from unisono.launch.environment import OURS
+from unisono.launch.watch import Watch, watching
 from unisono.place import Node
+from unisono.supervise import inject
+from unisono.supervise.judge import death
 
+TRAINS = "unisono.launch.worker"
 _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
@@ -40,8 +45,21 @@ class WorkerError(UnisonoError):
         self.memory = memory
 
 
+class LostWorkerError(WorkerError, LostError):
+    """A process died without a word."""
+
+
+class StuckWorkerError(WorkerError, StuckError):
+    """A process did not go on."""
+
+
 def launch(
-    config: RunConfig, folder: Path, threads: int, module: str = "unisono.launch.worker", node: Node | None = None
+    config: RunConfig,
+    folder: Path,
+    threads: int,
+    module: str = TRAINS,
+    node: Node | None = None,
+    attempt: int = 0,
 ) -> None:
     """Start the processes of a run, this node's share of `layout.world_size`, and wait for them.
 
@@ -51,6 +69,7 @@ def launch(
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
         node: which one this is, where there are several.
+        attempt: how often these processes were started before.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -59,11 +78,22 @@ def launch(
     assert isinstance(config.layout.world_size, int)
     loopback = config.layout.device == "cpu"
     count = config.layout.world_size // (node.count if node else 1)
-    processes(module, folder, count, threads, config.recipe, loopback, node)
+    first = node.rank * count if node else 0
+    ranks = range(first, first + count)
+    watch = watching(config, folder, ranks, node.rank if node else 0) if module == TRAINS else None
+    with watch or nullcontext(), _environment({inject.ATTEMPT: str(attempt)}):
+        processes(module, folder, count, threads, config.recipe, loopback, node, watch)
 
 
 def processes(
-    module: str, folder: Path, count: int, threads: int, reference: str, loopback: bool, node: Node | None = None
+    module: str,
+    folder: Path,
+    count: int,
+    threads: int,
+    reference: str,
+    loopback: bool,
+    node: Node | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
@@ -75,6 +105,7 @@ def processes(
         reference: to the user's code that they import, as `path/to/file.py:name` or `module:name`.
         loopback: whether gloo, if the processes use it, is to stay inside of this host; of one node only.
         node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
+        watch: the monitor to which the processes tell what they are at.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -104,7 +135,10 @@ def processes(
         forget(folder)
     else:
         variables |= {environment.NODE: json.dumps(asdict(node)), network.GLOO: node.interface}
+    if watch is not None:
+        variables |= {pulse.VARIABLE: str(watch.directory)}
     logs = folder / "logs"
+    first = node.rank * count if node else 0
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -122,14 +156,17 @@ def processes(
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
-        raise _headline(logs, error, node.rank * count if node else 0) from None
+        raise _headline(logs, error, first, watch) from None
+    if watch is not None and (untold := watch.untold()):
+        raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
 
 
 def forget(folder: Path) -> None:
     """Remove what the faults of an earlier start have left in a run's folder."""
     (folder / "logs").mkdir(exist_ok=True)
-    for old in (folder / "logs").glob("*.fault.json"):
-        old.unlink()
+    for pattern in ("*.fault.json", "monitor-node-*.json"):
+        for old in (folder / "logs").glob(pattern):
+            old.unlink()
 
 
 def _import_path(reference: str) -> str:
@@ -155,17 +192,19 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
-    """The fault to show: a process that died, or the first fault that is not somebody waiting in vain for another.
+def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None) -> WorkerError:
+    """The fault to show: a process that died or was stuck, or the first fault that is not a wait in vain for another.
 
     Args:
-        logs: of the run, with the faults of all nodes.
+        logs: of the run, with the faults and what the monitors found of all nodes.
         error: torch's, whose ranks are those of this node.
         first: rank of this node's first process.
+        watch: the monitor of this node.
     """
     ended = time.time()
     faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
     faults.sort(key=lambda fault: (fault["kind"] == "DeadlineError", fault["time"]))
+    found = _found(logs, watch)
     told = {fault["rank"] for fault in faults}
     ended_with = {first + rank: failure.exitcode for rank, failure in error.failures.items()}
     silent = {rank: code for rank, code in ended_with.items() if rank not in told}
@@ -173,9 +212,20 @@ def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= _GRACE
     by_launcher = {-signal.SIGTERM, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
-    if deaths and (not faults or faults[0]["kind"] == "DeadlineError"):
-        rank, code = deaths[0]
-        return WorkerError(f"rank {rank} died without a message ({_death(code)}); see {logs}", 1, memory=code == -9)
+    if not faults or faults[0]["kind"] == "DeadlineError":
+        if found is not None and found["kind"] == StuckError.__name__:
+            return StuckWorkerError(found["text"], StuckError.exit_code)
+        # Processes that the monitor ended because another one was gone did not die by themselves.
+        lost = found["rank"] if found is not None else _earliest(deaths)
+        if lost is not None and watch is not None and lost in range(first, first + watch.count):
+            code = ended_with.get(lost, 0)
+            return LostWorkerError(watch.lost(lost, code).text, LostError.exit_code, memory=code == -9)
+        if found is not None:
+            return LostWorkerError(found["text"], LostError.exit_code)
+        if lost is not None:
+            code = ended_with[lost]
+            text = f"rank {lost} died without a message ({death(code)}); see {logs}"
+            return LostWorkerError(text, LostError.exit_code, memory=code == -9)
     if not faults:
         return WorkerError(f"{error}; see {logs}", 1)
     fault = faults[0]
@@ -189,7 +239,15 @@ def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
     return WorkerError(text, fault["code"], fault["fault"], memory=bool(fault.get("memory")))
 
 
-def _death(exitcode: int) -> str:
-    if exitcode == -9:
-        return "killed by signal 9; out of memory?"
-    return f"killed by signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
+def _found(logs: Path, watch: Watch | None) -> dict[str, Any] | None:
+    """What the monitor of this node has found, else that of another one."""
+    found = watch.finding() if watch is not None else None
+    for path in sorted(logs.glob("monitor-node-*.json")):
+        with suppress(OSError, ValueError):
+            found = found or json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _earliest(deaths: list[tuple[int, int]]) -> int | None:
+    """Of processes that died, the one to name: not one that the launcher has ended after another had died."""
+    return min(deaths, key=lambda death: death[1] == -signal.SIGTERM)[0] if deaths else None

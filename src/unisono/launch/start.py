@@ -22,7 +22,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
-from unisono.launch import environment, folder, local, meeting, nodes, worker
+from unisono.launch import environment, folder, local, meeting, nodes, restart, watch, worker
 from unisono.place import Group, Place, cores
 from unisono.task import Task
 
@@ -96,7 +96,7 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
         if alone:
             return trainer.run(task, config, Place(), worker.join(config, Place()), path)
         assert isinstance(config.layout.world_size, int)
-        local.launch(config, path, threads_per_process(config.layout.world_size))
+        restart.launch(config, path, threads_per_process(config.layout.world_size))
         return outcome(path)
 
 
@@ -156,6 +156,12 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
             raise ConfigError(
                 f"launch.nodes={config.launch.nodes}, but {place.launcher} has started this process, and it says which "
                 "nodes there are: leave launch.nodes out, or start one plain process on each node"
+            )
+        if config.launch.max_restarts and place.launcher != "unisono":
+            raise ConfigError(
+                f"launch.max_restarts={config.launch.max_restarts}, but {place.launcher} has started this process, and "
+                "only it can start all of them again: leave launch.max_restarts out, and use its own way (torchrun "
+                "--max-restarts, sbatch --requeue)"
             )
     elif layout.world_size == "auto":
         here = max(1, devices.accelerators()[1]) if layout.device != "cpu" and not alone else 1
@@ -259,8 +265,8 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             worker.part()
             raise RunError(told)
         path = Path(path)
-        with worker.logged(path, place):
-            config = resolve.read(path / "config.yaml")
+        config = resolve.read(path / "config.yaml")
+        with worker.logged(path, place), watch.joined(config, path, place, group):
             result = trainer.run(task or worker.task_of(config), config, place, group, path)
     worker.part()
     return result

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unisono import pulse
 from unisono.config import fingerprint, resolve, secrets
 from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError, RunError, SaveError, UnisonoError
 from unisono.launch import environment
 from unisono.observe import logs
 from unisono.place import Alone, Group, Place
+from unisono.supervise import inject
 from unisono.task import Task
 
 _HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
@@ -67,9 +69,7 @@ def leave(code: int) -> NoReturn:
     """
     if code == 0 and "torch.distributed" in sys.modules:
         part()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave_now(code)
 
 
 def part() -> None:
@@ -120,6 +120,7 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
 
 def leave_now(code: int) -> NoReturn:
     """End this process without waiting for anybody."""
+    pulse.stop(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -142,6 +143,9 @@ def main(folder: Path) -> NoReturn:
     environment.across_nodes()
     place = environment.place()
     assert place is not None
+    if directory := os.environ.get(pulse.VARIABLE):
+        pulse.start(directory, place.rank)
+    inject.install(place.rank)
 
     def work() -> None:
         from unisono import trainer

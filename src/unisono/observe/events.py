@@ -43,6 +43,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step(line) is not None]
 
 
+def append(path: Path, event: Mapping[str, Any]) -> None:
+    """Append an event to a file that no process of the run has open, after whatever a process left half written."""
+    text = path.read_bytes() if path.exists() else b""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * (not text.endswith(b"\n") and bool(text)) + json.dumps(dict(event)) + "\n")
+
+
 def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Loss and metrics of the newest evaluation among events, or nothing."""
     newest: Mapping[str, Any] = next((event for event in reversed(events) if event.get("eval")), {})

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from unisono import pulse
 from unisono.errors import DeadlineError
 from unisono.place import Json, Place
 
@@ -109,10 +110,18 @@ def _appears(store: Store, rank: int, deadline: float) -> bool:
 
 
 @contextmanager
-def waiting(place: Place, what: str, timeout: float) -> Iterator[None]:
-    """Turn a backend's error about a peer into a sentence about what this process waited for."""
+def waiting(place: Place, what: str, timeout: float, blocking: bool = True) -> Iterator[None]:
+    """Turn a backend's error about a peer into a sentence about what this process waited for.
+
+    Args:
+        place: of this process.
+        what: it waits for.
+        timeout: seconds that it may take.
+        blocking: it does nothing else meanwhile, so that a monitor is to see it wait.
+    """
     try:
-        yield
+        with pulse.phase("wait", what) if blocking and place.world_size > 1 else nullcontext():
+            yield
     except RuntimeError as error:
         if place.world_size == 1 or not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
             raise

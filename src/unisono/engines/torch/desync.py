@@ -93,7 +93,7 @@ class Desync:
     def waiting(self, what: str) -> Iterator[None]:
         """Turn a backend's error about a peer into a sentence, about their collectives if the rings know better."""
         try:
-            with waiting(self._place, what, self._timeout):
+            with waiting(self._place, what, self._timeout, blocking=False):
                 yield
         except DeadlineError as error:
             folder = self._log.path.parent if self._seen is not None and self._log.path is not None else None

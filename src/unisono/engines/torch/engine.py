@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono import pulse
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
@@ -28,6 +29,7 @@ from unisono.engines.base import Facts, StepResult
 from unisono.engines.torch import agreed, exhausted, gradients, guards, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
+from unisono.engines.torch.backward import backward_told
 from unisono.engines.torch.batch_norm import BatchStatistics
 from unisono.engines.torch.buffers import Buffers
 from unisono.engines.torch.build import built
@@ -225,7 +227,7 @@ class TorchEngine:
                 alive = unused.alive(self._trainable, self._wide, self._device)
             recompiled = self._recompilations.fresh()
             self._transfer.look_ahead()
-            with self.profiler.part("reduction"):
+            with self.profiler.part("reduction"), pulse.phase("wait", f"the sums of step {step + 1}"):
                 self._desync.check(f"step {step + 1}")
                 squares = squares if whole else squares / copies
                 result = sums.reduce(counts, self._place.world_size, squares, whole, alive, len(recompiled))
@@ -254,7 +256,7 @@ class TorchEngine:
         """All of a step that comes before its update; only this may run out of memory and be made again."""
         before, short = exhausted.versions(self._step.model), ""
         try:
-            with self.profiler.part("reduction"):
+            with self.profiler.part("reduction"), pulse.phase("wait", f"the counts of step {step + 1}"):
                 counts = self._count(batches)
             scales = self._scales(counts)
             context = self._first_pass(batches, Context(step, training=True, scalars=scalars), scales)
@@ -297,7 +299,7 @@ class TorchEngine:
                 seed = self._randomness.begin("dropout", context.step, micro.number)
                 total, loss = self._forward(micro, context, scales, batch)
                 self.random = self.random or self._randomness.drew(seed)
-                with self.profiler.part("backward"):
+                with self.profiler.part("backward"), backward_told(total, self._place, last, context.step):
                     total.backward()
             if self._ordered and not (last and self._place.world_size > 1):
                 self._ordered.take()
@@ -488,7 +490,8 @@ class TorchEngine:
             told = self.group.gather(sums.names, "the names of what is evaluated")
             if any(names != told[0] for names in told):
                 raise ConfigError(f"in evaluation ranks report other names: {told}. They may not depend on the rows.")
-            return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
+            with pulse.phase("wait", "the sums of the evaluation"):
+                return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
 
     # state ------------------------------------------------------------------------------------------------------
 

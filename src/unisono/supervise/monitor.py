@@ -1,0 +1,295 @@
+"""The monitor of a node: a process outside of those that train, which sees them die, freeze and stand still.
+
+It reads what they tell (`unisono.pulse`) and what the kernel says of them, five times a second. It ends the run of its
+node where that is needed: with one sentence, all stacks in the run's directory, and SIGKILL for every process and all
+that they started. It imports next to nothing, so that it is there before they are.
+
+    python -m unisono.supervise.monitor SPECIFICATION
+
+The specification is JSON, see `Specification`. Whoever starts it holds its standard input open, and writes a line when
+all is over; if that input ends without a line, the launcher has died, and what it has started must not live on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from unisono import pulse
+from unisono.errors import DeadlineError
+from unisono.files import write_whole
+from unisono.pulse import Record
+from unisono.supervise import judge, procs, stacks
+from unisono.supervise.judge import Finding, Limits, Seen
+from unisono.supervise.procs import Process
+from unisono.supervise.stacks import Stack
+from unisono.supervise.stragglers import Stragglers
+
+FINDING = "finding.json"  # in the directory of the pulses
+_TICK = 0.2  # seconds between two looks
+_GRACE_LOST = 1.0  # seconds for the others to end after one has died, before they are ended
+_GRACE_FAULT = 8.0  # the same after one has told why it leaves
+_PATIENCE = 5.0  # seconds for a file system to take what is written
+_GAP = 5.0  # seconds between two looks that say that this host slept
+_QUIET = (0, 75, 130)  # exit codes of a rank whose leaving ends nobody else: finished, preempted, interrupted
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What a monitor is told when it is started.
+
+    Attributes:
+        directory: of the pulses.
+        folder: of the run.
+        ranks: of this node.
+        node: number of this node.
+        nodes: how many there are.
+        limits: fields of `Limits`.
+        factor: of `Stragglers`.
+        held: whether the end of the standard input is the end of the launcher, which also tells what is found here.
+        agent: process number of a launcher of somebody else, without which its processes must not live on.
+    """
+
+    directory: str
+    folder: str
+    ranks: list[int]
+    node: int = 0
+    nodes: int = 1
+    limits: dict[str, float] = field(default_factory=dict)
+    factor: float = 2.0
+    held: bool = True
+    agent: int | None = None
+
+
+class Monitor:
+    """Watches the ranks of one node until they are gone."""
+
+    def __init__(self, told: Specification) -> None:
+        self._told = told
+        self._directory, self._folder = Path(told.directory), Path(told.folder)
+        self._limits = Limits(**told.limits)
+        self._stragglers = Stragglers(told.factor)
+        self._host = platform.node()
+        self._roots: dict[int, Process] = {}
+        self._records: dict[int, Record] = {}
+        self._stopped: dict[int, float] = {}  # since when a rank's process is seen stopped
+        self._troubled: dict[int, float] = {}  # since when a rank is known to be lost or to have failed
+        self._agent = procs.look(told.agent) if told.agent else None
+        self._survivors: dict[int, Seen] = {}  # what all were at when the first one died
+        self._looked = time.monotonic()
+        self._forgiven = 0.0  # what was still before then was so because this host slept
+
+    def run(self) -> int:
+        """Watch to the end; returns 0, or the code of the error by which the run was ended."""
+        descriptors: dict[int, int] = {}
+        poll = select.poll()
+        if self._told.held:
+            poll.register(0, select.POLLIN)
+        while True:
+            for rank, root in self._roots.items():
+                if rank not in descriptors and hasattr(os, "pidfd_open"):
+                    with suppress(OSError):
+                        descriptors[rank] = os.pidfd_open(root.pid)
+                        poll.register(descriptors[rank], select.POLLIN)
+            for descriptor, _ in poll.poll(1000 * _TICK):
+                if descriptor == 0:
+                    return self._released()
+                poll.unregister(descriptor)
+            if not self._directory.is_dir():
+                return 0
+            seen = self._look()
+            if self._agent is not None and procs.same(self._agent) is None:
+                time.sleep(_GRACE_LOST)
+                self._end()
+                return 0
+            if (code := self._judge(seen)) is not None:
+                return code
+            over = len(seen) == len(self._told.ranks) and not any(one.here and one.state for one in seen.values())
+            if over and not self._told.held:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                return 0
+            self._tell_stragglers(seen)
+
+    def _released(self) -> int:
+        """The launcher said that all is over, or is gone."""
+        if not os.read(0, 1):
+            time.sleep(_GRACE_LOST / 2)  # the kernel ends them with their parent
+            self._end()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return 0
+
+    def _look(self) -> dict[int, Seen]:
+        now = time.monotonic()
+        if now - self._looked > _GAP:
+            self._forgiven = now
+        self._looked = now
+        seen = {}
+        for rank in self._told.ranks:
+            record = pulse.read(pulse.file_of(self._directory, rank)) or self._records.get(rank)
+            if record is None:
+                continue
+            self._records[rank] = record
+            if rank not in self._roots and (process := procs.look(record.pid)):
+                self._roots[rank] = process
+            root = self._roots.get(rank)
+            process = procs.same(root) if root else None
+            state = process.state if process else ""
+            if state != "T":
+                self._stopped.pop(rank, None)
+            stopped = now - max(self._stopped.setdefault(rank, now), self._forgiven) if state == "T" else 0.0
+            still = now - max(record.since / 1e9, self._forgiven)
+            seen[rank] = Seen(record, state, still, stopped)
+        return seen
+
+    def _judge(self, seen: Mapping[int, Seen]) -> int | None:
+        """End the run if there is a reason to; returns the code of the error, or None to go on."""
+        now = time.monotonic()
+        failed = [rank for rank, one in seen.items() if not one.here and one.record.code not in _QUIET]
+        gone = [rank for rank, one in seen.items() if one.here and not one.state]
+        for rank in sorted({*failed, *gone}, key=lambda rank: _rank_of_blame(seen[rank])):
+            self._troubled.setdefault(rank, now)
+        if self._troubled and not self._survivors:
+            self._survivors = dict(seen)
+        if self._troubled:
+            alive = any(one.state for one in seen.values())
+            started, since = next(iter(self._troubled)), now - min(self._troubled.values())
+            lost = started in gone
+            if since < (_GRACE_LOST if lost else _GRACE_FAULT):
+                return None
+            if lost and (alive or not self._told.held):
+                return self._conclude(judge.lost(started, self._records[started], self._survivors, self._host, None))
+            if alive:  # one that has told its fault may live on, as a script that goes on to something else
+                self._end([rank for rank, one in seen.items() if one.here])
+            return None
+        if self._limits.stuck_after and (
+            judge.frozen(seen, self._limits) or judge.stalled(seen, self._limits, self._told.nodes > 1)
+        ):
+            return self._stuck(seen)
+        return None
+
+    def _stuck(self, seen: Mapping[int, Seen]) -> int | None:
+        """Ask for all stacks, and see whether nobody has gone on meanwhile; one that is stopped answers once it may."""
+        answers = stacks.ask(self._directory, {rank: one.record.pid for rank, one in seen.items() if one.state != "T"})
+        again = self._look()
+        if not (judge.frozen(again, self._limits) or judge.stalled(again, self._limits, self._told.nodes > 1)):
+            return None
+        described = {rank: procs.described(one.record.pid) for rank, one in seen.items()}
+        if stopped := {rank: one.record.pid for rank, one in again.items() if one.state == "T"}:
+            for pid in stopped.values():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+            answers |= stacks.ask(self._directory, stopped, patience=1.0)
+        return self._conclude(judge.stuck(again, answers, self._limits, self._host), answers, described)
+
+    def _conclude(
+        self, finding: Finding, answers: Mapping[int, Stack] | None = None, described: Mapping[int, str] | None = None
+    ) -> int:
+        """Leave the finding where the launcher and people look for it, and end the processes."""
+        where = self._folder / "logs" / "stacks" / time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime())
+        texts = {}
+        for rank, root in self._roots.items():
+            answer = answers[rank].text if answers and rank in answers else "" if answers is None else "no answer\n"
+            if text := "\n".join(filter(None, [answer, (described or {}).get(rank, "")])):
+                state = finding.ranks.get(str(rank), {})
+                texts[f"rank-{rank:05d}.txt"] = f"rank {rank}, process {root.pid}, {state.get('at', '')}\n\n{text}\n"
+        stored = str(where.relative_to(self._folder)) if texts else ""
+        if stored:
+            finding = replace(finding, text=f"{finding.text} All stacks: {where}")
+        _soon(lambda: write(self._directory / FINDING, finding, self._told.node, stored))
+        if not self._told.held:
+            _say(f"unisono: error: {finding.text}")
+
+        def keep() -> None:
+            if texts:
+                where.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (where / name).write_text(text, encoding="utf-8")
+            write(record_of(self._folder, self._told.node), finding, self._told.node, stored)
+
+        _soon(keep)
+        self._end()
+        if not self._told.held:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return finding.code
+
+    def _end(self, ranks: Iterable[int] | None = None) -> None:
+        """Kill the processes of this node, or of some ranks, and all that they started."""
+        ranks = self._roots if ranks is None else ranks
+        if left := procs.end([self._roots[rank] for rank in ranks if rank in self._roots]):
+            numbers = ", ".join(f"{process.pid} (state {process.state})" for process in left)
+            _say(f"unisono: WARNING: these processes cannot be killed: {numbers}. {procs.STATES['D']}")
+
+    def _tell_stragglers(self, seen: Mapping[int, Seen]) -> None:
+        for line in self._stragglers.look({rank: one.record for rank, one in seen.items()}):
+            _say(f"unisono: WARNING: {line}")
+            with suppress(OSError), (self._folder / "logs" / f"monitor-node-{self._told.node}.log").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def _rank_of_blame(one: Seen) -> int:
+    """Of ranks that are found gone together: who told a fault of its own, who died, who only waited for another."""
+    if one.here:
+        return 1
+    return 2 if one.record.code == DeadlineError.exit_code else 0
+
+
+def record_of(folder: Path, node: int) -> Path:
+    """Where a run's directory has what the monitor of a node has found."""
+    return folder / "logs" / f"monitor-node-{node}.json"
+
+
+def write(path: Path, finding: Finding, node: int, stored: str = "") -> None:
+    """Write a finding.
+
+    Args:
+        path: of the file.
+        finding: to write.
+        node: whose it is.
+        stored: folder of the stacks, relative to the run's.
+    """
+    about: dict[str, Any] = {**asdict(finding), "node": node, "host": platform.node(), "time": time.time()}
+    write_whole(path, json.dumps({**about, "stacks": stored}, indent=1) + "\n")
+
+
+def _soon(act: Any) -> None:
+    """Do something that may hang, as writing to a file system of the network does, but wait for it only so long."""
+
+    def careful() -> None:
+        try:
+            act()
+        except OSError as error:
+            _say(f"unisono: WARNING: what the monitor has found cannot be written: {error}")
+
+    thread = threading.Thread(target=careful, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 - it has no log of the run's
+
+
+def main() -> None:
+    """Entry of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when its launcher does, and not before
+    code = Monitor(Specification(**json.loads(sys.argv[1]))).run()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may hang in a file system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Processes as the kernel shows them in /proc: whether they are there, what they are at, and how they are ended.
+
+A process is known by its number and the time at which it began, since numbers are given again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+STATES = {
+    "T": "stopped by a signal, as SIGSTOP does",
+    "t": "stopped by a debugger",
+    "D": "in kernel I/O, which nothing can interrupt",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of /proc/PID/stat.
+
+    Attributes:
+        pid: its number.
+        state: one letter of the kernel's: R, S, D, T, t, Z, …
+        parent: number of its parent.
+        group: number of its process group.
+        began: when, in ticks since the host's start.
+    """
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    began: int
+
+
+def look(pid: int) -> Process | None:
+    """A process that lives; None if it is gone, or only waits to be collected by its parent."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    rest = text.rpartition(")")[2].split()  # its name may hold anything
+    if rest[0] in "ZXx":
+        return None
+    return Process(pid, rest[0], int(rest[1]), int(rest[2]), int(rest[19]))
+
+
+def same(process: Process) -> Process | None:
+    """How a process is now, if it still is."""
+    now = look(process.pid)
+    return now if now is not None and now.began == process.began else None
+
+
+def everyone() -> list[Process]:
+    """All processes that live."""
+    found = (look(int(path.name)) for path in _PROC.iterdir() if path.name.isdigit())
+    return [process for process in found if process is not None]
+
+
+def family(roots: Iterable[Process]) -> list[Process]:
+    """Of processes as they were once: those that live, all that they started, and the groups that they led.
+
+    A process whose parent is gone is still in the group of the one that began it, unless it left on purpose. This
+    process is none of them.
+    """
+    living = {process.pid: process for process in everyone() if process.pid != os.getpid()}
+    here, groups = set(), set()
+    for root in roots:
+        now = living.get(root.pid)
+        if now is None or now.began == root.began:  # else the number is another's by now
+            groups.add(root.pid)
+            here |= {root.pid} & living.keys()
+    while True:
+        more = {p.pid for p in living.values() if p.parent in here or p.group in groups | here} - here
+        if not more:
+            return [living[pid] for pid in here]
+        here |= more
+
+
+def end(roots: Iterable[Process], patience: float = 5.0) -> list[Process]:
+    """Kill processes and all that they started; returns those that are still there some seconds later."""
+    roots = list(roots)
+    deadline = time.monotonic() + patience
+    while left := family(roots):  # again and again: one may have started another meanwhile
+        for process in left:
+            with suppress(ProcessLookupError, PermissionError):
+                if same(process):
+                    os.kill(process.pid, signal.SIGKILL)
+                    os.kill(process.pid, signal.SIGCONT)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal; to others it would be deadly."""
+    with suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "status").read_text(errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def described(pid: int) -> str:
+    """What the kernel says a process is at, as far as this one may read it."""
+    parts = []
+    for name in ("wchan", "syscall", "stack"):
+        with suppress(OSError):
+            if text := (_PROC / str(pid) / name).read_text(errors="replace").strip():
+                parts.append(f"{name}: {text}")
+    return "\n".join(parts)
+
+
+def killed_for_memory() -> int:
+    """How many processes the kernel has killed for want of memory, on this host or in this one's group."""
+    counts = [0]
+    with suppress(OSError, ValueError):
+        for line in (_PROC / "vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                counts.append(int(line.split()[1]))
+    with suppress(OSError, ValueError, IndexError):
+        group = (_PROC / "self" / "cgroup").read_text().rpartition("::")[2].splitlines()[0]
+        for line in Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                counts.append(int(line.split()[1]))
+    return max(counts)

@@ -1,0 +1,70 @@
+"""Ranks that are slower than the others by themselves: told, not ended.
+
+A run is as fast as its slowest rank, and every rank's step takes the same time. So what counts is what a rank spends in
+its own data and computing, without the waits for others. On a GPU the computing happens while the process waits for the
+device, where this cannot see it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from unisono.pulse import Record
+
+PHASES = ("data", "compute")
+WINDOW = 20  # steps that are averaged
+_EXCESS = 0.025  # seconds a step, below which nobody would notice
+
+
+class Stragglers:
+    """Looks at every window of steps; a rank has to be slow in two of them, one after the other.
+
+    Args:
+        factor: how many times slower than the median of the others.
+    """
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self._factor = factor
+        self._begun: dict[int, Record] = {}
+        self._slow: set[tuple[int, str]] = set()
+        self._told: set[tuple[int, str]] = set()
+
+    def look(self, records: Mapping[int, Record]) -> list[str]:
+        """A sentence for each rank that has become a straggler since the last look.
+
+        Args:
+            records: of all ranks of this node, as they are now.
+        """
+        made = min((record.made for record in records.values()), default=-1)
+        if made < 0 or len(records) < 2:
+            return []
+        begun = self._begun
+        if begun.keys() != records.keys() or min(record.made for record in begun.values()) > made:
+            self._begun = dict(records)
+            return []
+        if made < min(record.made for record in begun.values()) + WINDOW:
+            return []
+        self._begun = dict(records)
+        lines, slow = [], set()
+        for phase in PHASES:
+            means = {
+                rank: (record.totals[phase] - begun[rank].totals[phase]) / 1e9 / (record.made - begun[rank].made)
+                for rank, record in records.items()
+                if record.made > begun[rank].made
+            }
+            for rank, mean in means.items():
+                others = [other for who, other in means.items() if who != rank]
+                usual = statistics.median(others) if others else mean
+                if mean < self._factor * usual or mean - usual < _EXCESS:
+                    continue
+                slow.add((rank, phase))
+                if (rank, phase) in self._slow and (rank, phase) not in self._told:
+                    self._told.add((rank, phase))
+                    lines.append(
+                        f"rank {rank} holds up the others: {phase} takes it {mean:.3g} s a step, and the others "
+                        f"{usual:.3g} s ({mean / max(usual, 1e-9):.1f} times), steps {made - WINDOW + 1} to {made}"
+                    )
+        self._slow = slow
+        self._told &= slow
+        return lines

@@ -1,0 +1,181 @@
+"""Runs whose processes die, freeze and stand still, one way after the other: seen, told, ended, and made good.
+
+All kinds happen to one run, which is started again each time, so that what comes of it can be compared with a run that
+never failed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launch import jobs
+from unisono.checkpoint import commit
+from unisono.checkpoint.arrays import ArrayReader
+from unisono.supervise import inject, procs
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
+TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "layout.world_size=2", "train.steps=8")
+TRAIN = (*TRAIN, "checkpoint.every=2", "launch.timeout=60", "task.dropout=0.3")
+FAULTS = (
+    "rank=1,step=3,phase=forward,act=kill",
+    "rank=0,step=4,phase=backward,act=stop",
+    "rank=1,step=5,phase=data,act=gil",
+    "rank=1,step=6,phase=compute,act=exit0",
+    "rank=0,step=7,phase=optimizer,act=sleep",
+    "rank=0,step=8,phase=rename,act=kill",
+)
+
+
+@dataclass
+class Told:
+    """What a finished command left."""
+
+    folder: Path
+    code: int
+    errors: str
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "a"
+
+    @property
+    def sentences(self) -> list[str]:
+        return [line for line in self.errors.splitlines() if line.startswith("unisono: rank ")]
+
+    def state(self) -> dict[str, np.ndarray]:
+        newest = commit.open_(commit.find(self.run / "checkpoints")[-1])
+        assert newest.step == 8
+        reader = ArrayReader(newest.path, newest.arrays)
+        return {name: reader.read(name, (0,) * len(s), s).numpy() for name, s in reader.shapes.items()}
+
+
+def told(folder: Path, *words: str, **variables: str) -> Told:
+    jobs.task_file(folder)
+    done = jobs.unisono(*TRAIN, *words, cwd=folder, timeout=280, **variables)
+    return Told(folder, done.returncode, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A run that never failed; only its monitor is killed, which must not matter."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    jobs.task_file(folder)
+    (folder / "marks").mkdir()
+    words = ("task.sleep=0.2", f"task.marks={folder}/marks")
+    with jobs.started([jobs.UNISONO, *TRAIN, *words], folder) as process:
+        jobs.training(folder / "marks", 2)
+        (monitor,) = [p.pid for p in procs.everyone() if p.parent == process.pid and "supervise.monitor" in line(p.pid)]
+        subprocess.run(["kill", "-9", str(monitor)], check=True)
+        _, errors = process.communicate(timeout=120)
+    return Told(folder, process.returncode, errors)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """The same run, with a fault in each of six attempts; the seventh finishes it."""
+    faults = ";".join(f"{fault},attempt={number}" for number, fault in enumerate(FAULTS))
+    folder = tmp_path_factory.mktemp("disturbed")
+    words = (f"launch.max_restarts={len(FAULTS)}", "launch.stuck_after=2", "launch.deadlines={data: 3, shape: 60}")
+    return told(folder, *words, **{inject.VARIABLE: faults})
+
+
+def line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_a_monitor_that_dies_is_told_and_replaced_and_the_run_goes_on(undisturbed: Told):
+    assert undisturbed.code == 0, undisturbed.errors
+    (warning,) = undisturbed.errors.splitlines()
+    assert re.match(r"unisono: WARNING: the monitor \(process \d+\) is gone: killed by signal 9", warning)
+    assert warning.endswith("Another one was started")
+
+
+def test_after_six_faults_a_run_ends_bit_for_bit_as_if_it_had_never_failed(undisturbed: Told, disturbed: Told):
+    assert disturbed.code == 0, disturbed.errors
+    theirs, mine = undisturbed.state(), disturbed.state()
+    assert theirs.keys() == mine.keys()
+    assert len(theirs) > 2
+    assert any(np.ptp(array) > 0 for array in theirs.values())
+    for name, array in theirs.items():
+        assert array.tobytes() == mine[name].tobytes(), name
+    losses = [{e["step"]: e["loss"] for e in jobs.events(t.run) if "loss" in e} for t in (undisturbed, disturbed)]
+    assert sorted(losses[0]) == list(range(1, 9))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "sentence"),
+    [
+        (0, r"rank 1 \(.*, process \d+\) died without a message, in step 3, compute: killed by signal 9"),
+        (1, r"rank 0 \(.*, process \d+\) is frozen \(stopped by a signal.*\) in step 4, compute, at .*, for [2-9]"),
+        (
+            2,
+            r"rank 1 \(.*, process \d+\) is stuck in step 5, data, at .*, for \d+ s \(limit 3 s, launch.deadlines.data",
+        ),
+        (3, r"rank 1 \(.*, process \d+\) died without a message, in step 6, compute: exit code 0, before the run"),
+        (4, r"rank 0 \(.*, process \d+\) is stuck in step 7, compute, at .*, for [2-9] s \(limit 2 s, launch.stuck_a"),
+        (5, r"rank 0 \(.*, process \d+\) died without a message, after step 8, save: killed by signal 9"),
+    ],
+)
+def test_each_fault_is_told_in_one_sentence(disturbed: Told, attempt: int, sentence: str):
+    assert len(disturbed.sentences) == len(FAULTS), disturbed.errors
+    assert re.match(f"unisono: {sentence}", disturbed.sentences[attempt])
+    other = 1 - int(FAULTS[attempt][5])
+    assert f"; rank {other} wait" in disturbed.sentences[attempt]
+
+
+def test_each_new_start_is_told_and_recorded_with_its_reason(disturbed: Told):
+    lines = [line for line in disturbed.errors.splitlines() if line.startswith("unisono: starting all")]
+    assert lines[0] == (
+        "unisono: starting all processes again, from the checkpoint of step 2 (attempt 1 of 6, launch.max_restarts)"
+    )
+    assert len(lines) == len(FAULTS)
+    again = [event for event in jobs.events(disturbed.run) if "restart" in event]
+    assert [(event["restart"], event["code"], event["step"]) for event in again] == [
+        (1, 9, 2), (2, 10, 2), (3, 10, 4), (4, 9, 4), (5, 10, 6), (6, 9, 6),
+    ]  # fmt: skip
+    assert [event["why"] for event in again] == [s.removeprefix("unisono: ") for s in disturbed.sentences]
+
+
+def test_all_stacks_are_kept_of_processes_that_could_not_answer(disturbed: Told):
+    kept = [
+        sorted(path.name for path in folder.iterdir()) for folder in sorted((disturbed.run / "logs/stacks").iterdir())
+    ]
+    assert kept == [["rank-00000.txt", "rank-00001.txt"]] * 3
+    frozen, held, asleep = sorted((disturbed.run / "logs" / "stacks").iterdir())
+    assert "in _hold" in (held / "rank-00001.txt").read_text()
+    assert "in _sleep" in (asleep / "rank-00000.txt").read_text()
+    assert "engine.py" in (frozen / "rank-00000.txt").read_text()
+
+
+def test_nothing_is_left_of_a_run(disturbed: Told, undisturbed: Told):
+    for one in (disturbed, undisturbed):
+        assert jobs.working_in(one.folder) == []
+    assert not [p for p in procs.everyone() if str(disturbed.run) in line(p.pid)]
+
+
+def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(tmp_path: Path):
+    one = told(tmp_path, "task.hangs=1", "launch.stuck_after=2", "launch.max_restarts=1")
+    assert one.code == 10, one.errors
+    errors = [text for text in one.errors.splitlines() if text.startswith("unisono: error: ")]
+    assert len(errors) == 1
+    place = f"{tmp_path}/small.py:{jobs.SMALL.splitlines().index('            time.sleep(600)') + 1} in outputs"
+    assert "rank 1 (" in errors[0]
+    assert f"is stuck in step 3, compute, at {place}, for " in errors[0]
+    assert "rank 0 waits for the gradients of step 3" in errors[0]
+    assert "It was started again 1 times (launch.max_restarts)" in one.errors
+    record: dict[str, Any] = json.loads((one.run / "logs" / "monitor-node-0.json").read_text())
+    assert (record["kind"], record["code"], record["rank"], record["where"]) == ("StuckError", 10, 1, place)
+    assert record["text"] in errors[0]
+    assert (one.run / record["stacks"] / "rank-00001.txt").is_file()
+    assert commit.open_(commit.find(one.run / "checkpoints")[-1]).step == 2
+    assert jobs.working_in(tmp_path) == []
