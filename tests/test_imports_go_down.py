@@ -18,7 +18,7 @@ FLOORS = (
     ("proof", "doctor"),
     ("launch",),
     ("trainer",),
-    ("evaluation", "observe", "checkpoint"),
+    ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
     ("task", "optim", "config"),

@@ -13,6 +13,7 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.schema import RunConfig
+    from unisono.errors import UnisonoError
     from unisono.launch.start import Allow
 
 EPILOG = """\
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnisonoError as error:
         composed = getattr(parsed, "composed", None)
         told = composed.explain(str(error)) if composed else str(error)
-        print(f"unisono: error: {told}", file=sys.stderr)
+        print(f"unisono: {'' if error.exit_code == 75 else 'error: '}{told}", file=sys.stderr)  # 75: preempted
         return error.exit_code
     except KeyboardInterrupt:
         how = " with run.name=… goes on from the newest checkpoint" if parsed.verb != "data" else " goes on from there"
@@ -160,6 +161,13 @@ def _load(parsed: argparse.Namespace) -> RunConfig:
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    from unisono.supervise import preemption
+
+    with preemption.heeded(ends=_late):  # first, as the imports below take seconds
+        return _trained(parsed)
+
+
+def _trained(parsed: argparse.Namespace) -> int:
     from unisono.launch import environment, start, worker
 
     place = environment.place()
@@ -171,6 +179,14 @@ def _train(parsed: argparse.Namespace) -> int:
         worker.guarded(work, place)
     start.start(_load(parsed), allow=_allow(parsed))
     return 0
+
+
+def _late(why: UnisonoError) -> None:
+    """End a process that was asked to end and does not come to it."""
+    from unisono.launch.worker import leave_now
+
+    print(f"unisono: {why}", file=sys.stderr)
+    leave_now(why.exit_code)
 
 
 def _allow(parsed: argparse.Namespace) -> Allow | None:

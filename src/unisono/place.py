@@ -7,6 +7,7 @@ small JSON messages, named so that a wait that ends in an error can say what it 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +76,10 @@ class Group(Protocol):
         """Return once every rank has come here."""
         ...
 
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of every rank's numbers, place by place, on every rank: one reduction, for every step."""
+        ...
+
 
 class Alone:
     """The group of a single process."""
@@ -88,3 +93,7 @@ class Alone:
 
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
+
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The same numbers."""
+        return list(numbers)

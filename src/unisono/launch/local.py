@@ -13,16 +13,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
-from unisono.errors import UnisonoError
+from unisono.errors import Preempted, UnisonoError
 from unisono.launch import environment, network
 from unisono.launch.environment import OURS
 from unisono.place import Node
+from unisono.supervise import preemption
 
 _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
@@ -32,12 +36,14 @@ class WorkerError(UnisonoError):
 
     Attributes:
         memory: whether it ran out of memory, or was killed as one that does is.
+        by_signal: whether it died by a signal and said nothing.
     """
 
-    def __init__(self, text: str, code: int, fault: str = "", memory: bool = False) -> None:
+    def __init__(self, text: str, code: int, fault: str = "", memory: bool = False, by_signal: bool = False) -> None:
         super().__init__(text, fault)
         self.exit_code = code
         self.memory = memory
+        self.by_signal = by_signal
 
 
 def launch(
@@ -55,15 +61,30 @@ def launch(
     Raises:
         WorkerError: with the text and the exit code of the first fault.
         KeyboardInterrupt: after all processes have ended.
+        Preempted: if this process was asked to end, and all processes have.
     """
     assert isinstance(config.layout.world_size, int)
     loopback = config.layout.device == "cpu"
     count = config.layout.world_size // (node.count if node else 1)
-    processes(module, folder, count, threads, config.recipe, loopback, node)
+    deadline = config.launch.preempt_deadline
+    with preemption.passed_on(lambda: _running(module), lambda: _kill(module), deadline) as asked:
+        try:
+            processes(module, folder, count, threads, config.recipe, loopback, node, signals="SIGINT,SIGHUP,SIGQUIT")
+        except WorkerError as error:
+            if asked() and error.by_signal:  # before they could hear it, or long after their deadline
+                raise _preempted(folder) from None
+            raise
 
 
 def processes(
-    module: str, folder: Path, count: int, threads: int, reference: str, loopback: bool, node: Node | None = None
+    module: str,
+    folder: Path,
+    count: int,
+    threads: int,
+    reference: str,
+    loopback: bool,
+    node: Node | None = None,
+    signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
 ) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
@@ -75,6 +96,7 @@ def processes(
         reference: to the user's code that they import, as `path/to/file.py:name` or `module:name`.
         loopback: whether gloo, if the processes use it, is to stay inside of this host; of one node only.
         node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
+        signals: to this process, which end all of them.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -115,6 +137,7 @@ def processes(
         max_restarts=0,
         local_addr="127.0.0.1",
         shutdown_timeout=_GRACE,
+        signals_to_handle=signals,
     )
     try:
         with _environment(variables):
@@ -171,11 +194,13 @@ def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
     silent = {rank: code for rank, code in ended_with.items() if rank not in told}
     # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= _GRACE
-    by_launcher = {-signal.SIGTERM, *([-signal.SIGKILL] if late else [])} if faults else set()
+    ended_others = {-signal.SIGTERM, preemption.ENDED + signal.SIGTERM}
+    by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
     if deaths and (not faults or faults[0]["kind"] == "DeadlineError"):
-        rank, code = deaths[0]
-        return WorkerError(f"rank {rank} died without a message ({_death(code)}); see {logs}", 1, memory=code == -9)
+        rank, code = next((death for death in deaths if death[1] not in ended_others), deaths[0])
+        text = f"rank {rank} died without a message ({_death(code)}); see {logs}"
+        return WorkerError(text, 1, memory=code == -9, by_signal=code < 0)
     if not faults:
         return WorkerError(f"{error}; see {logs}", 1)
     fault = faults[0]
@@ -187,6 +212,29 @@ def _headline(logs: Path, error: Any, first: int = 0) -> WorkerError:
     stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
     return WorkerError(text, fault["code"], fault["fault"], memory=bool(fault.get("memory")))
+
+
+def _running(module: str) -> list[int]:
+    """The numbers of the processes that this one has started to run a module."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if module in child.cmdline():
+                found.append(child.pid)
+    return found
+
+
+def _kill(module: str) -> None:
+    for number in _running(module):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def _preempted(folder: Path) -> Preempted:
+    """The error of a run whose processes were ended before they could answer."""
+    newest = [int(path.name.rpartition("-")[2]) for path in commit.find(folder / "checkpoints")[-1:]]
+    kept = f"the newest checkpoint is that of step {newest[0]}" if newest else "there is no checkpoint yet"
+    return Preempted(f"preempted before the processes could save; {kept}. Start the same command again to go on")
 
 
 def _death(exitcode: int) -> str:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -149,6 +149,13 @@ class TorchGroup:
     def barrier(self, what: str) -> None:
         """A gather of nothing: the ranks that came are known to be here."""
         self.gather(None, what)
+
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of every rank's numbers, place by place."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        with waiting(self.place, what, self.timeout):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
+        return [int(number) for number in tensor]
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over all ranks, in place."""
