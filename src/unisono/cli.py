@@ -122,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
+    for name, text in (
+        ("stop", "end a run after its next step, saved; the same command goes on with it"),
+        ("save", "have a run write a checkpoint after its next step"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that trains, here or elsewhere")
+        verb.set_defaults(run=_ask)
     verb = verbs.add_parser("generate", help="continue a prompt with a trained language model")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.add_argument("prompt", help="text to continue")
@@ -298,6 +305,17 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
     for name, value in evaluate(parsed.folder).items():
         print(f"{name}: {value:.6f}")
+    return 0
+
+
+def _ask(parsed: argparse.Namespace) -> int:
+    from unisono.errors import RunError
+    from unisono.supervise import lease
+
+    if lease.holder(parsed.folder) is None:
+        raise RunError(f"{parsed.folder} is no run that trains now, so nobody would {parsed.verb}")
+    (parsed.folder / parsed.verb).touch()
+    print(f"{parsed.folder} has been asked to {parsed.verb} after its next step")
     return 0
 
 
