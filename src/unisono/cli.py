@@ -13,6 +13,7 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.schema import RunConfig
+    from unisono.errors import UnisonoError
     from unisono.launch.start import Allow
 
 EPILOG = """\
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnisonoError as error:
         composed = getattr(parsed, "composed", None)
         told = composed.explain(str(error)) if composed else str(error)
-        print(f"unisono: error: {told}", file=sys.stderr)
+        print(f"unisono: {'' if error.exit_code == 75 else 'error: '}{told}", file=sys.stderr)  # 75: preempted
         return error.exit_code
     except KeyboardInterrupt:
         how = " with run.name=… goes on from the newest checkpoint" if parsed.verb != "data" else " goes on from there"
@@ -129,6 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
+    for name, text in (
+        ("stop", "end a run after its next step, saved; the same command goes on with it"),
+        ("save", "have a run write a checkpoint after its next step"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that trains, here or elsewhere")
+        verb.set_defaults(run=_ask)
     verb = verbs.add_parser("generate", help="continue a prompt with a trained language model")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.add_argument("prompt", help="text to continue")
@@ -168,6 +176,13 @@ def _load(parsed: argparse.Namespace) -> RunConfig:
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    from unisono.supervise import preemption
+
+    with preemption.heeded(ends=_late):  # first, as the imports below take seconds
+        return _trained(parsed)
+
+
+def _trained(parsed: argparse.Namespace) -> int:
     from unisono.launch import environment, start, worker
 
     place = environment.place()
@@ -179,6 +194,14 @@ def _train(parsed: argparse.Namespace) -> int:
         worker.guarded(work, place)
     start.start(_load(parsed), allow=_allow(parsed))
     return 0
+
+
+def _late(why: UnisonoError) -> None:
+    """End a process that was asked to end and does not come to it."""
+    from unisono.launch.worker import leave_now
+
+    print(f"unisono: {why}", file=sys.stderr)
+    leave_now(why.exit_code)
 
 
 def _allow(parsed: argparse.Namespace) -> Allow | None:
@@ -307,6 +330,17 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
     for name, value in evaluate(parsed.folder).items():
         print(f"{name}: {value:.6f}")
+    return 0
+
+
+def _ask(parsed: argparse.Namespace) -> int:
+    from unisono.errors import RunError
+    from unisono.supervise import lease
+
+    if lease.holder(parsed.folder) is None:
+        raise RunError(f"{parsed.folder} is no run that trains now, so nobody would {parsed.verb}")
+    (parsed.folder / parsed.verb).touch()
+    print(f"{parsed.folder} has been asked to {parsed.verb} after its next step")
     return 0
 
 

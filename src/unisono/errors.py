@@ -125,6 +125,12 @@ class StuckError(UnisonoError):
     exit_code = 10
 
 
+class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
+    """A run that was asked to end before it was done; the same command goes on with it."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
 def page(fault: str) -> str:
     """Where the docs explain a fault: GitHub makes the anchor of a heading so.
 

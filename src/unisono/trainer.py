@@ -39,6 +39,8 @@ from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
+from unisono.supervise import lease
+from unisono.supervise.boundary import Boundary
 from unisono.supervise.shapes import Shapes
 from unisono.task import Task
 
@@ -79,8 +81,7 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
                 results = deque(training.steps(), maxlen=1)
                 training.uploads.finish()
             training.record.say(f"run: {folder}")
-            made = max(training.first, training.plan.steps)
-            return Result(folder, made, results[0].loss if results else None, training.evaluated)
+            return Result(folder, training.made, results[0].loss if results else None, training.evaluated)
     finally:
         logs.stop()
 
@@ -126,6 +127,7 @@ class Training:
         self._loader = self._load()
         self._engine = engine_of(task, config, place, group, self._split)
         self._about = {**facts_of(source), **task.facts()}
+        self._boundary = Boundary(group, folder, config.launch.preempt_deadline, lease.inherited(folder), writing)
         self.evaluated: dict[str, float] = {}
         self._evaluated_after: int | None = None
         self._shapes = Shapes(watching=config.layout.compile)
@@ -141,7 +143,7 @@ class Training:
             self._loader.start()  # beside the model's making
             with pulse.phase("setup"):
                 self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
-                self.first = _resume(self._engine, self.plan, self._folder)
+                self.first = self.made = _resume(self._engine, self.plan, self._folder)
             self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
@@ -169,6 +171,10 @@ class Training:
     def steps(self) -> Iterator[StepResult]:
         """Make every step that is left: data, update, record, evaluation, checkpoint."""
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
+        boundary = self._boundary
+        boundary.open()
+        if self.first and self._evaluates(self.first) and not self._was_evaluated(self.first):
+            self.evaluate(self.first)  # a preempted run had no time for it
         self._profile.between(self.first)
         pulse.step(self.first)
         watch = Stopwatch()
@@ -190,7 +196,7 @@ class Training:
             self._saver.check()
             if self._ledger is not None:
                 self._ledger.step(step, micro_batches)
-            made, last = step + 1, step + 1 == total
+            made = self.made = step + 1
             rows = self._rows_of(micro_batches) if result.skipped else []
             speed = self._speed(result, *watch.lap())
             pulse.step(made, speed.seconds)
@@ -199,19 +205,37 @@ class Training:
                 log.warning("%s", line)
                 record.say(line)
             log.info("step %d loss %.6f grad_norm %.6f", made, result.loss, result.grad_norm)
-            if _due(made, config.eval.every) or (last and config.eval.at_end):
+            decision = boundary.decide(self._saver.seconds)
+            if self._evaluates(made) and not decision.preempted:
                 self.evaluate(made)
-            if _due(made, config.checkpoint.every) or (last and config.checkpoint.at_end):
-                with pulse.phase("save"):
-                    self._save(made)
+                decision |= boundary.decide(self._saver.seconds)
+            due = _due(made, config.checkpoint.every) or (made == total and config.checkpoint.at_end)
+            if decision.save or (due and not decision.preempted):
+                self._save(made, at_once=decision.preempted)
+                decision |= boundary.decide(self._saver.seconds)
             self.uploads.check()
             self._profile.between(made)
             yield result
+            if decision.preempted:
+                raise boundary.preempted(made, total, self._saver.saved, decision.why)
+            if decision.stop and made < total:
+                record.say(f"stopped after step {made} of {total}, as asked; the same command goes on")
+                return
             watch.lap()  # evaluation, saving and the caller are no part of a step's time
         self._saver.finish()
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
+
+    def _evaluates(self, made: int) -> bool:
+        evaluation = self._config.eval
+        return _due(made, evaluation.every) or (made == self.plan.steps and evaluation.at_end)
+
+    def _was_evaluated(self, made: int) -> bool:
+        """Whether rank 0 has told an evaluation after so many updates."""
+        told = events.read(self._folder / "events.jsonl") if self._place.is_first else []
+        known = any(event.get("eval") and event["step"] == made for event in told)
+        return bool(self._engine.group.gather(known, "whether the newest checkpoint was evaluated")[0])
 
     def _cut_smaller(self, error: MemoryExhaustedError) -> None:
         """Go on with the next smaller micro-batch after a step ran out of memory, or raise the error.
@@ -273,7 +297,14 @@ class Training:
         start = group.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
         return Ledger(self._folder, group.rank, group.size, self.first, start)
 
-    def _save(self, made: int) -> None:
+    def _save(self, made: int, at_once: bool) -> None:
+        self._boundary.owned()
+        with pulse.phase("save"), self._boundary.saving():
+            self._commit(made)
+            if at_once:
+                self._saver.finish()
+
+    def _commit(self, made: int) -> None:
         if self._ledger is not None:
             self._ledger.flush()
         group = self._engine.group

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +34,7 @@ class _Flight:
     """A save on its way, or what came of it."""
 
     made: int
+    began: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     path: Path | None = None
     error: BaseException | None = None
@@ -52,6 +54,10 @@ class Saver:
         first: updates made before, in the checkpoint that the run goes on from; 0 if there is none.
         finished: called on rank 0 with the folder of every checkpoint, once it is there.
         say: called on every rank with a line about a save that failed, where the run goes on.
+
+    Attributes:
+        saved: updates made in the newest checkpoint; 0 if there is none.
+        seconds: that the last save took, from its beginning until all ranks knew of its end; 0 if there was none.
     """
 
     def __init__(
@@ -69,14 +75,15 @@ class Saver:
         self._own = group.another() if settings.background else group
         self._staging = Staging()
         self._flight: _Flight | None = None
-        self._saved = first
+        self.saved = first
+        self.seconds = 0.0
         self._failed: SaveError | None = None
         self._finished, self._say = finished, say
 
     @property
     def unsaved_since(self) -> int | None:
         """The step of the last checkpoint, if a later save has failed and none has succeeded since; else None."""
-        return self._saved if self._failed is not None else None
+        return self.saved if self._failed is not None else None
 
     def save(
         self,
@@ -103,11 +110,11 @@ class Saver:
             NonFiniteError: likewise.
         """
         self._settle()
-        if made == self._saved:
+        if made == self.saved:
             return
         flight = self._flight = _Flight(made)
         copies = self._staging.copy(shards) if self._settings.background else shards
-        parent = commit.name_of(self._saved) if self._saved else None
+        parent = commit.name_of(self.saved) if self.saved else None
 
         def write() -> None:
             try:
@@ -179,7 +186,8 @@ class Saver:
         self._flight = None
         faults = [(kind, text) for _, kind, text in told if kind]
         if not faults:
-            self._saved, self._failed = flight.made, None
+            self.saved, self._failed = flight.made, None
+            self.seconds = time.monotonic() - flight.began
             if self._finished is not None and self._group.rank == 0:
                 assert flight.path is not None
                 self._finished(flight.path)
@@ -189,7 +197,7 @@ class Saver:
         kind, text = faults[0]
         if any(kind == NonFiniteError.__name__ for kind, _ in faults):
             raise NonFiniteError(text)
-        failed = SaveError(_sentence(flight.made, self._saved, kind, text))
+        failed = SaveError(_sentence(flight.made, self.saved, kind, text))
         if self._settings.on_failure == "stop":
             raise failed
         self._failed = failed

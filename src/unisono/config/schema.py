@@ -361,6 +361,9 @@ class Launch(Settings):
         600.0, description="seconds a process waits for another before the run ends with an error"
     )
     start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
+    preempt_deadline: Positive = Field(
+        30.0, description="seconds from SIGTERM or SIGUSR1 to the end of all processes, saving included if it fits"
+    )
     nodes: PositiveInt = Field(
         1, description="hosts on which this command is given; each starts its share of processes"
     )

@@ -36,7 +36,9 @@ def main(channel: int, page: int) -> NoReturn:
         channel: file descriptor of the socket to whoever asks.
         page: file descriptor of memory in which it says what row it is at.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when it ends
+    for number in ("SIGINT", "SIGTERM", "SIGUSR1"):  # whoever asks decides when it ends
+        if hasattr(signal, number):
+            signal.signal(getattr(signal, number), signal.SIG_IGN)
     faulthandler.enable()
     sock = socket.socket(fileno=channel)
     here = mmap.mmap(page, PAGE)

@@ -7,30 +7,28 @@ ever overwritten by another run, nor by the same one started twice: it is locked
 from __future__ import annotations
 
 import json
-import os
 import platform
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from unisono.checkpoint import commit, owner, restore
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
 from unisono.files import TEMPORARY, write_whole
+from unisono.supervise import lease
 from unisono.task import Task
 from unisono.version import __version__
 
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
-LOCK, HOLDER = "run.lock", "run.lock.json"  # who holds the lock stands beside it: older filelocks empty the lock's file
 
 
 def named(config: RunConfig, job: str | None = None) -> RunConfig:
@@ -60,7 +58,7 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
-    harmless = {LOCK, HOLDER, CERTIFICATE, owner.KEPT}
+    harmless = {lease.FOLDER, CERTIFICATE, owner.KEPT}
     there = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
     others = set(there) - harmless
     if others and not (folder / "config.yaml").is_file():
@@ -120,27 +118,20 @@ def claim(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make a folder and hold it against other starts; the kernel lets go of it when this process ends, however it does.
+    """Make a folder and hold it against other starts, on this host and on others.
 
     Raises:
         RunError: naming the process that holds it.
     """
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        write_whole(folder / HOLDER, json.dumps({"host": platform.node(), "pid": os.getpid()}) + "\n")
-    except Timeout as error:
-        raise RunError(
-            f"{folder} is held by {_holder(folder / HOLDER)}, which trains this run; wait until it has ended, end it, "
-            "or choose another run.name"
-        ) from error
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
+    with ExitStack() as opened:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            taken = opened.enter_context(lease.held(folder))
+            if taken.seized:  # what its last owner was writing can be finished by nobody, not even if it wakes up
+                commit._sweep(folder / "checkpoints")
+        except OSError as error:
+            raise _unwritable(folder, error) from error
         yield
-    finally:
-        lock.release()
 
 
 def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, Any] | None = None) -> Path:
@@ -210,14 +201,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{n: metadata.version(n) for n in names if n in installed},
     }
-
-
-def _holder(path: Path) -> str:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {found['pid']} on {found['host']}"
-    except (OSError, ValueError, KeyError):  # it has the lock, and is about to say so
-        return "another process"
 
 
 def _unwritable(folder: Path, error: OSError) -> RunError:

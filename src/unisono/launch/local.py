@@ -18,14 +18,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from unisono import pulse
+from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
-from unisono.errors import LostError, StuckError, UnisonoError
+from unisono.errors import LostError, Preempted, StuckError, UnisonoError
 from unisono.launch import environment, network
 from unisono.launch.environment import OURS
 from unisono.launch.watch import Watch, watching
 from unisono.place import Node
-from unisono.supervise import inject
+from unisono.supervise import inject, preemption
 from unisono.supervise.judge import death
 
 TRAINS = "unisono.launch.worker"
@@ -37,12 +40,14 @@ class WorkerError(UnisonoError):
 
     Attributes:
         memory: whether it ran out of memory, or was killed as one that does is.
+        by_signal: whether it died by a signal and said nothing.
     """
 
-    def __init__(self, text: str, code: int, fault: str = "", memory: bool = False) -> None:
+    def __init__(self, text: str, code: int, fault: str = "", memory: bool = False, by_signal: bool = False) -> None:
         super().__init__(text, fault)
         self.exit_code = code
         self.memory = memory
+        self.by_signal = by_signal
 
 
 class LostWorkerError(WorkerError, LostError):
@@ -74,6 +79,7 @@ def launch(
     Raises:
         WorkerError: with the text and the exit code of the first fault.
         KeyboardInterrupt: after all processes have ended.
+        Preempted: if this process was asked to end, and all processes have.
     """
     assert isinstance(config.layout.world_size, int)
     loopback = config.layout.device == "cpu"
@@ -81,8 +87,18 @@ def launch(
     first = node.rank * count if node else 0
     ranks = range(first, first + count)
     watch = watching(config, folder, ranks, node.rank if node else 0) if module == TRAINS else None
-    with watch or nullcontext(), _environment({inject.ATTEMPT: str(attempt)}):
-        processes(module, folder, count, threads, config.recipe, loopback, node, watch)
+    deadline = config.launch.preempt_deadline
+    with (
+        preemption.passed_on(lambda: _running(module), lambda: _kill(module), deadline) as asked,
+        watch or nullcontext(),
+        _environment({inject.ATTEMPT: str(attempt)}),
+    ):
+        try:
+            processes(module, folder, count, threads, config.recipe, loopback, node, watch, "SIGINT,SIGHUP,SIGQUIT")
+        except WorkerError as error:
+            if asked() and error.by_signal:  # before they could hear it, or long after their deadline
+                raise _preempted(folder) from None
+            raise
 
 
 def processes(
@@ -94,6 +110,7 @@ def processes(
     loopback: bool,
     node: Node | None = None,
     watch: Watch | None = None,
+    signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
 ) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
@@ -106,6 +123,7 @@ def processes(
         loopback: whether gloo, if the processes use it, is to stay inside of this host; of one node only.
         node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
         watch: the monitor to which the processes tell what they are at.
+        signals: to this process, which end all of them.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -149,6 +167,7 @@ def processes(
         max_restarts=0,
         local_addr="127.0.0.1",
         shutdown_timeout=_GRACE,
+        signals_to_handle=signals,
     )
     try:
         with _environment(variables):
@@ -210,22 +229,24 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     silent = {rank: code for rank, code in ended_with.items() if rank not in told}
     # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= _GRACE
-    by_launcher = {-signal.SIGTERM, *([-signal.SIGKILL] if late else [])} if faults else set()
+    ended_others = {-signal.SIGTERM, preemption.ENDED + signal.SIGTERM}
+    by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
     if not faults or faults[0]["kind"] == "DeadlineError":
         if found is not None and found["kind"] == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
         # Processes that the monitor ended because another one was gone did not die by themselves.
-        lost = found["rank"] if found is not None else _earliest(deaths)
+        lost = found["rank"] if found is not None else _earliest(deaths, ended_others)
         if lost is not None and watch is not None and lost in range(first, first + watch.count):
             code = ended_with.get(lost, 0)
-            return LostWorkerError(watch.lost(lost, code).text, LostError.exit_code, memory=code == -9)
+            text = watch.lost(lost, code).text
+            return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
         if found is not None:
             return LostWorkerError(found["text"], LostError.exit_code)
         if lost is not None:
             code = ended_with[lost]
             text = f"rank {lost} died without a message ({death(code)}); see {logs}"
-            return LostWorkerError(text, LostError.exit_code, memory=code == -9)
+            return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
     if not faults:
         return WorkerError(f"{error}; see {logs}", 1)
     fault = faults[0]
@@ -248,6 +269,29 @@ def _found(logs: Path, watch: Watch | None) -> dict[str, Any] | None:
     return found
 
 
-def _earliest(deaths: list[tuple[int, int]]) -> int | None:
+def _earliest(deaths: list[tuple[int, int]], by_launcher: set[int]) -> int | None:
     """Of processes that died, the one to name: not one that the launcher has ended after another had died."""
-    return min(deaths, key=lambda death: death[1] == -signal.SIGTERM)[0] if deaths else None
+    return min(deaths, key=lambda death: death[1] in by_launcher)[0] if deaths else None
+
+
+def _running(module: str) -> list[int]:
+    """The numbers of the processes that this one has started to run a module."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if module in child.cmdline():
+                found.append(child.pid)
+    return found
+
+
+def _kill(module: str) -> None:
+    for number in _running(module):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def _preempted(folder: Path) -> Preempted:
+    """The error of a run whose processes were ended before they could answer."""
+    newest = [int(path.name.rpartition("-")[2]) for path in commit.find(folder / "checkpoints")[-1:]]
+    kept = f"the newest checkpoint is that of step {newest[0]}" if newest else "there is no checkpoint yet"
+    return Preempted(f"preempted before the processes could save; {kept}. Start the same command again to go on")

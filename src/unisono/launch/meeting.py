@@ -93,7 +93,7 @@ class Meeting:
     def watched(self) -> Iterator[None]:
         """While this lasts, end this process's children some seconds after another node is gone or has failed.
 
-        They are ended as by a SIGTERM to this process, which comes as a KeyboardInterrupt.
+        They are ended as by a SIGHUP to this process, which comes as a KeyboardInterrupt. (A SIGTERM lets them save.)
 
         Raises:
             DeadlineError: in its place.
@@ -143,7 +143,7 @@ class Meeting:
         if stop.wait(_GRACE):
             return
         self.lost = why
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGHUP)
 
     def _beat(self, stop: threading.Event) -> None:
         while not stop.wait(min(5.0, self.timeout / 4)):

@@ -24,6 +24,7 @@ from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import environment, folder, local, meeting, nodes, restart, watch, worker
 from unisono.place import Group, Place, cores
+from unisono.supervise import preemption
 from unisono.task import Task
 
 # Refuses a run: asked before anything is read, and again once the facts of its data are known.
@@ -75,7 +76,16 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
 
 
 def start(config: RunConfig, task: Task | None = None, allow: Allow | None = None) -> Any:
-    """Check a typed configuration and run it, here or on processes of its own, if it is allowed."""
+    """Check a typed configuration and run it, here or on processes of its own, if it is allowed.
+
+    Raises:
+        Preempted: if SIGTERM or SIGUSR1 has asked for an end.
+    """
+    with preemption.heeded():
+        return _start(config, task, allow)
+
+
+def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
     from unisono import trainer
 
     place = environment.place()

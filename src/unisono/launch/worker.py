@@ -18,11 +18,19 @@ from typing import Any, NoReturn
 from unisono import pulse
 from unisono.config import fingerprint, resolve, secrets
 from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError, RunError, SaveError, UnisonoError
+from unisono.errors import (
+    ConfigError,
+    MemoryExhaustedError,
+    NonFiniteError,
+    Preempted,
+    RunError,
+    SaveError,
+    UnisonoError,
+)
 from unisono.launch import environment
 from unisono.observe import logs
 from unisono.place import Alone, Group, Place
-from unisono.supervise import inject
+from unisono.supervise import inject, preemption
 from unisono.task import Task
 
 _HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
@@ -96,11 +104,8 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
     A fault is written to `report` where a launcher reads it; without one, it goes to stderr: from every rank, unless
     the ranks have agreed on it.
     """
-    try:
-        act()
-    except KeyboardInterrupt:
-        leave_now(130)
-    except BaseException as error:
+
+    def ends(error: BaseException) -> NoReturn:
         told = isinstance(error, UnisonoError)
         text = secrets.mask(str(error) if told else traceback.format_exc())
         code = error.exit_code if isinstance(error, UnisonoError) else 1
@@ -111,10 +116,18 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
             told_as["memory"] = isinstance(error, MemoryExhaustedError) or ran_out(error)
             report.write_text(json.dumps({"rank": place.rank, **told_as, "time": time.time()}), encoding="utf-8")
         elif place.is_first or not (told and _agreed(error)):
-            print(f"unisono: error on rank {place.rank}: {text}", file=sys.stderr)
+            print(f"unisono: {_kind(error)} on rank {place.rank}: {text}", file=sys.stderr)
         else:
             time.sleep(_HEADSTART)  # torchrun ends all others with the first that leaves, before rank 0 has told why
         leave_now(code)
+
+    try:
+        with preemption.heeded(ends):
+            act()
+    except KeyboardInterrupt:
+        leave_now(130)
+    except BaseException as error:
+        ends(error)
     leave(0)
 
 
@@ -128,7 +141,12 @@ def leave_now(code: int) -> NoReturn:
 
 def _agreed(error: BaseException) -> bool:
     """Whether rank 0 says the same: it told this rank so, or the ranks found out together."""
-    return isinstance(error, RunError | NonFiniteError | SaveError) or getattr(error, "agreed", False)
+    told_to_all = RunError | NonFiniteError | SaveError | Preempted
+    return isinstance(error, told_to_all) or getattr(error, "agreed", False)
+
+
+def _kind(error: BaseException) -> str:
+    return "ended" if isinstance(error, Preempted) else "error"
 
 
 def die_with_parent() -> None:

@@ -1,1 +1,1 @@
-"""Who watches a run from outside of it: the monitor of a node, what it concludes, and what it leaves behind."""
+"""What watches over a run: who it is, what its ranks are at, what it is asked for, what all ranks decide."""

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
@@ -164,6 +164,13 @@ class TorchGroup:
         with waiting(self.place, "the processes to connect once more", self.timeout):
             channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return TorchGroup(self.place, self.timeout, channel)
+
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of every rank's numbers, place by place."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        with waiting(self.place, what, self.timeout):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
+        return [int(number) for number in tensor]
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over all ranks, in place."""

@@ -1,0 +1,68 @@
+"""Which process, on which machine: told so that another process can find out later whether it still lives.
+
+A process number alone proves nothing: it is given again, and another host or container has others of its own. No clock
+is asked, so none can be wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PROC = Path("/proc")
+
+
+def machine() -> str:
+    """What exactly those processes share that can see each other: one boot of one host, one space of numbers."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return f"{platform.node()}/{uuid.getnode():x}"
+
+
+def mine() -> dict[str, Any]:
+    """This process, as JSON."""
+    pid = os.getpid()
+    return {"host": platform.node(), "machine": machine(), "pid": pid, "born": _born(pid)}
+
+
+def alive(who: Mapping[str, Any]) -> bool | None:
+    """Whether a process still lives; None where that cannot be seen from here.
+
+    One that has ended and that nobody has collected yet is dead; one that is stopped is not.
+    """
+    if who["machine"] != machine():
+        return None
+    born = _born(int(who["pid"]))
+    if born:
+        return bool(born == who["born"])
+    try:
+        os.kill(int(who["pid"]), 0)  # it may be somebody else's, and hidden
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return False  # it has ended
+
+
+def _born(pid: int) -> str:
+    """When a process began, in whatever its system counts; empty if it has ended or is not to be seen."""
+    with suppress(OSError, IndexError):
+        state, *more = (
+            (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+        return "" if state in "ZX" else more[18]  # the 22nd field: ticks since the boot
+    if _PROC.joinpath("self").exists():
+        return ""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return "" if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
+    return ""

@@ -1,0 +1,232 @@
+"""Being asked to end: SIGTERM and SIGUSR1, by which schedulers and spot machines say that a job has to go.
+
+Before the first step there is nothing to lose, and the process ends at once. From then on a signal is only noted, and
+the next boundary (`unisono.supervise.boundary`) decides for all ranks. A thread hears the signals too, by the
+interpreter's wakeup descriptor: the main thread may be inside of a call that returns late or never, and the deadline
+holds all the same.
+
+Signals belong to the process and not to any object in it, so this module has one ear for all.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from unisono.errors import Preempted
+from unisono.supervise import identity
+
+SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+ENDED = 128  # plus the signal: the exit code of a process that was ended because another one had failed
+_LATE = 5.0  # seconds for a process to end by itself once it should: before the first step, or after its last save
+TOO_EARLY = "preempted before the first step was made: nothing is lost. Start the same command again"
+
+Ends = Callable[[Preempted], object]  # tells why and ends the process; called by a thread
+
+
+class _TooEarly(BaseException):
+    """Goes through whatever the process does before its first step, as a KeyboardInterrupt would."""
+
+
+@contextmanager
+def heeded(ends: Ends | None = None) -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGUSR1 are heard. Inside of another one, or of a thread, it only tells why.
+
+    Args:
+        ends: how the process ends if it should and its main thread does not come to it; None: it does not.
+
+    Raises:
+        Preempted: if it was asked to end before its first step.
+    """
+    global _ear
+    ear = None
+    if _ear is None and threading.current_thread() is threading.main_thread():
+        ear = _ear = _Ear(ends)
+    try:
+        yield
+    except _TooEarly:
+        raise Preempted(TOO_EARLY) from None
+    finally:
+        if ear is not None:
+            ear.close()
+            _ear = None
+
+
+def answered(deadline: float, siblings: Sequence[Mapping[str, Any]]) -> None:
+    """From now on boundaries answer: nothing is raised any more.
+
+    Args:
+        deadline: seconds from the first signal to the end of the process.
+        siblings: processes of the job. A signal after one of them has ended comes from a launcher that ends the rest.
+    """
+    if _ear is not None:
+        _ear.deadline, _ear.siblings = deadline, siblings
+        _ear.answered = True
+
+
+def waited() -> float | None:
+    """Seconds since this process was asked to end; None if it was not."""
+    return None if _ear is None or _ear.asked is None else time.monotonic() - _ear.asked
+
+
+def decided(why: Preempted) -> None:
+    """All ranks end now, for this reason, whether this one has heard a signal or not."""
+    if _ear is not None:
+        _ear.asked = _ear.asked or time.monotonic()
+        _ear.why = why
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """What is done here, a save, is finished even if the deadline passes: whoever set it may be late."""
+    if _ear is not None:
+        _ear.busy += 1
+    try:
+        yield
+    finally:
+        if _ear is not None:
+            _ear.busy -= 1
+            _ear.rested = time.monotonic()
+
+
+@contextmanager
+def passed_on(
+    to: Callable[[], Sequence[int]], ends: Callable[[], object], deadline: float
+) -> Iterator[Callable[[], bool]]:
+    """While this lasts, the first signal goes to other processes as a SIGUSR1, and they answer.
+
+    Args:
+        to: the numbers of these processes; none before they are there.
+        ends: ends them if they have not ended some seconds after the deadline; called by a thread.
+        deadline: seconds that they have.
+
+    Yields:
+        Whether there was a signal.
+    """
+    over = threading.Event()
+
+    def hear() -> bool:
+        processes = to()
+        for process in processes:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process, signal.SIGUSR1)
+        threading.Thread(target=lambda: over.wait(deadline + 2 * _LATE) or ends(), daemon=True).start()
+        return bool(processes)
+
+    ear = _ear
+    if ear is None:
+        yield lambda: False
+        return
+    ear.passes_on, ear.answered = hear, True
+    try:
+        yield lambda: ear.asked is not None
+    finally:
+        over.set()
+
+
+class _Ear:
+    """What one process has heard.
+
+    Attributes:
+        asked: when it was asked first, by `time.monotonic`.
+        answered: whether boundaries answer, or other processes.
+        deadline: seconds from then on.
+        siblings: see `answered`.
+        why: what it ends with, once that is decided.
+        busy: how many things must not be broken off.
+        rested: when the last of them was done.
+        passes_on: does so with the first signal, and says whether there was anybody to hear it.
+    """
+
+    def __init__(self, ends: Ends | None) -> None:
+        self.asked: float | None = None
+        self.answered = False
+        self.deadline = 0.0
+        self.siblings: Sequence[Mapping[str, Any]] = ()
+        self.why: Preempted | None = None
+        self.busy, self.rested = 0, 0.0
+        self.passes_on: Callable[[], bool] | None = None
+        self._ends, self._told = ends, False
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        # Whoever has handlers of their own keeps them, and what is ignored stays so.
+        own = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+        self._before = {number: signal.signal(number, self._heard) for number in own}
+        self._descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def close(self) -> None:
+        """Hear no more."""
+        signal.set_wakeup_fd(self._descriptor)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._write.close()  # ends the thread
+
+    def after_fork(self) -> None:
+        """Be deaf in a child: it has the descriptors of its parent."""
+        signal.set_wakeup_fd(-1)
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _heard(self, number: int, frame: object) -> None:
+        self._note(number)
+        if self.passes_on is not None:
+            told, self._told = self._told, True
+            if not told and not self.passes_on():
+                raise _TooEarly
+        elif not self.answered:
+            raise _TooEarly
+
+    def _note(self, number: int) -> None:
+        if self.asked is None:
+            if any(identity.alive(one) is False for one in self.siblings):
+                os._exit(ENDED + number)
+            self.asked = time.monotonic()
+
+    def _listen(self) -> None:
+        """Note signals, and end the process where it should have ended."""
+        while True:
+            if select.select([self._read], [], [], None if self.asked is None else 0.2)[0]:
+                heard = self._read.recv(64)
+                if not heard:
+                    self._read.close()
+                    return
+                for number in set(heard) & set(SIGNALS) & set(self._before):
+                    self._note(number)
+            if self._is_late() and self._ends is not None:
+                self._ends(self.why or Preempted(self._late()))
+
+    def _is_late(self) -> bool:
+        if self.asked is None or self.passes_on is not None or self.busy:
+            return False
+        limit = self.asked + (self.deadline if self.answered else _LATE)
+        return time.monotonic() > max(limit, self.rested + _LATE if self.rested > self.asked else 0.0)
+
+    def _late(self) -> str:
+        if not self.answered:
+            return TOO_EARLY
+        return (
+            f"preempted: the deadline of {self.deadline:g} s (launch.preempt_deadline) came before all ranks had met "
+            "at the end of a step, so the newest checkpoint counts. Start the same command again to go on"
+        )
+
+
+_ear: _Ear | None = None
+
+
+def _forked() -> None:
+    global _ear
+    if _ear is not None:
+        _ear.after_fork()
+        _ear = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

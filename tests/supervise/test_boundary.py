@@ -1,0 +1,201 @@
+"""What all ranks do next is decided by all of them, whoever had the wish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import processes
+from unisono.errors import Preempted, RunError
+from unisono.place import Alone, Group, Place
+from unisono.supervise import boundary, preemption
+from unisono.supervise.boundary import Boundary, Decision
+from unisono.supervise.lease import Lease
+
+
+class Beside(Alone):
+    """Rank 0 of two; the other one has wishes of its own."""
+
+    size = 2
+
+    def __init__(self, *others: int) -> None:
+        self.others = others
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value, value]
+
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        others = [*self.others, *[0] * (len(numbers) - len(self.others))]
+        return [max(pair) for pair in zip(numbers, others, strict=True)]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets since when this process has been asked to end."""
+    return lambda seconds: monkeypatch.setattr(preemption, "waited", lambda: seconds)
+
+
+def look(made: Boundary) -> Decision:
+    made._looked = 0.0
+    return made.decide()
+
+
+def saved_in(made: Boundary, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, seconds])
+    with monkeypatch.context() as patch:
+        patch.setattr(boundary.time, "monotonic", lambda: next(clock))
+        with made.saving():
+            pass
+
+
+def test_nothing_is_decided_where_nobody_wishes_anything(tmp_path: Path):
+    assert Boundary(Alone(), tmp_path, 30).decide() == Decision()
+    assert Boundary(Beside(), tmp_path, 30).decide() == Decision()
+
+
+@pytest.mark.parametrize(("name", "decided"), [("stop", Decision(save=True, stop=True)), ("save", Decision(save=True))])
+def test_a_file_in_the_folder_is_a_wish_that_is_taken_once(tmp_path: Path, name: str, decided: Decision):
+    made = Boundary(Alone(), tmp_path, 30)
+    (tmp_path / name).touch()
+    assert look(made) == decided
+    assert not (tmp_path / name).exists()
+    assert look(made) == Decision()
+
+
+def test_what_an_earlier_start_was_asked_for_is_forgotten(tmp_path: Path):
+    (tmp_path / "stop").touch()
+    assert look(Boundary(Alone(), tmp_path, 30)) == Decision()
+
+
+def test_a_run_that_is_only_evaluated_takes_no_wish(tmp_path: Path):
+    (tmp_path / "stop").touch()
+    Boundary(Alone(), tmp_path, 30, writing=False)
+    assert (tmp_path / "stop").exists()
+
+
+def test_the_folder_is_looked_at_twice_a_second_at_most(tmp_path: Path):
+    made = Boundary(Alone(), tmp_path, 30)
+    made.decide()
+    (tmp_path / "stop").touch()
+    assert made.decide() == Decision()
+
+
+def test_the_signal_of_another_rank_is_everyones(tmp_path: Path):
+    assert Boundary(Beside(0, 0, 1), tmp_path, 30).decide() == Decision(save=True, preempted=True)
+
+
+def test_a_save_that_fits_the_deadline_is_made(tmp_path: Path, waits: Any, monkeypatch: pytest.MonkeyPatch):
+    made = Boundary(Alone(), tmp_path, 30)
+    saved_in(made, 10, monkeypatch)
+    waits(14.0)
+    assert made.decide().save
+    waits(15.5)
+    decided = made.decide()
+    assert (decided.save, decided.preempted) == (False, True)
+    assert decided.why == "saving takes about 10.0 s and 14.5 s were left of launch.preempt_deadline=30"
+
+
+def test_the_longest_save_of_all_ranks_and_the_earliest_signal_count(
+    tmp_path: Path, waits: Any, monkeypatch: pytest.MonkeyPatch
+):
+    made = Boundary(Beside(0, 0, 1, 25_000), tmp_path, 30)
+    saved_in(made, 1, monkeypatch)
+    waits(1.0)
+    assert not made.decide().save
+    made = Boundary(Beside(0, 0, 29_500), tmp_path, 30)
+    saved_in(made, 1, monkeypatch)
+    assert not made.decide().save
+
+
+def test_a_save_of_unknown_duration_is_tried(tmp_path: Path, waits: Any):
+    waits(29.0)
+    assert Boundary(Alone(), tmp_path, 30).decide().save
+
+
+def test_decisions_of_one_step_add_up():
+    later = Decision(save=True, stop=True) | Decision(preempted=True, why="no time")
+    assert later == Decision(save=True, stop=True, preempted=True, why="no time")
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        (7, "preempted after step 7 of 9, which is saved. Start the same command again to go on"),
+        (5, "after step 7 of 9, which is not saved: no time; the newest checkpoint is that of step 5. Start"),
+        (0, "after step 7 of 9, which is not saved: no time; there is no checkpoint yet. Start"),
+    ],
+)
+def test_the_end_says_what_is_saved(tmp_path: Path, saved: int, told: str):
+    error = Boundary(Alone(), tmp_path, 30).preempted(7, 9, saved, "no time")
+    assert told in str(error)
+    assert error.exit_code == 75
+
+
+def test_a_run_that_was_taken_over_ends_on_every_rank_and_before_it_writes(tmp_path: Path):
+    (tmp_path / "lease").mkdir()
+    made = Boundary(Alone(), tmp_path, 30, Lease(tmp_path, 3))
+    made.decide()
+    made.owned()
+    (tmp_path / "lease" / "00000004.json").write_text(
+        '{"host": "far", "machine": "x", "pid": 7, "born": "1", "released": false}'
+    )
+    made._looked_at_lease = 0.0
+    for act in (made.decide, made.owned):
+        with pytest.raises(RunError, match="was taken over by process 7 on far"):
+            act()
+
+
+# on two processes ---------------------------------------------------------------------------------------------------
+
+
+def boundaries(place: Place, group: Group, folder: Path) -> tuple[list[Decision], float]:
+    """Rank 1 gets a signal after its third boundary, rank 0 finds a file after its sixth; and what one costs."""
+    with preemption.heeded():
+        made = Boundary(group, folder, 30)
+        made.open()
+        decided = []
+        for step in range(8):
+            if step == 3 and place.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if step == 6 and place.rank == 0:
+                (folder / "stop").touch()
+                made._looked = 0.0
+            decided.append(made.decide())
+        began = time.monotonic()
+        for _ in range(200):
+            made.decide()
+        return decided, (time.monotonic() - began) / 200
+
+
+def test_ranks_decide_the_same_at_the_same_step(tmp_path: Path):
+    (first, cost), (second, _) = processes.run(boundaries, 2, tmp_path)
+    assert first == second
+    assert [(d.preempted, d.stop) for d in first] == [
+        *[(False, False)] * 3,
+        *[(True, False)] * 3,
+        (True, True),
+        (True, False),
+    ]
+    assert cost < 0.1  # measured 0.2 ms alone
+
+
+def test_an_ear_is_deaf_again_afterwards(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    with preemption.heeded():
+        assert signal.getsignal(signal.SIGTERM) != before
+        with pytest.raises(Preempted, match="before the first step"), preemption.heeded():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture(autouse=True)
+def hears_nothing() -> Iterator[None]:
+    yield
+    assert preemption._ear is None
