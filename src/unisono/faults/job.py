@@ -46,8 +46,13 @@ class Done:
     @property
     def sentence(self) -> str:
         """What the command said at last, in one line."""
-        told = [line for line in self.said.splitlines() if line.startswith("unisono: error: ")]
-        return told[-1].removeprefix("unisono: error: ") if told else ""
+        return self.told[-1].removeprefix("unisono: ").removeprefix("error: ") if self.told else ""
+
+    @property
+    def told(self) -> list[str]:
+        """Every line in which the command says why it ended."""
+        said = [line for line in self.said.splitlines() if line.startswith("unisono: ")]
+        return [line for line in said if not line.startswith("unisono: WARNING")]
 
 
 class Job:

@@ -185,8 +185,7 @@ class Ground:
         outcome.promise(done.code == code, f"exit code {done.code}, not {code}: {done.said[-1500:]}")
         for word in says:
             outcome.promise(word in done.said, f"'{word}' is not said: {done.said[-1500:]}")
-        told = done.said.count("unisono: error:")
-        outcome.promise(told == 1, f"{told} errors are told, not one: {done.said[-1500:]}")
+        outcome.promise(len(done.told) == 1, f"{len(done.told)} reasons are told, not one: {done.said[-1500:]}")
         outcome.promise(not done.orphans, f"processes {done.orphans} were there ten seconds after the end")
         if outcome.seconds is not None:
             outcome.promise(outcome.seconds <= within, f"it took {outcome.seconds} s, not {within:g}")
