@@ -1,0 +1,470 @@
+"""Saves and loads beside those of others: how long training stands still, how long it is slow, what the disk gives.
+
+    python -m benchmarks.checkpoint [--rounds 5] [--width 4096] [--layers 8] [--folder DIR] [--out FILE] [--write]
+
+Two processes train a stack of linear layers (537 MB in fp32, with AdamW's moments 1.6 GB) with DDP over gloo and save
+twice: the first save of a process asks for memory that later ones have. Every contender runs in processes of its own,
+in turn with the others, round after round; figures are medians over rounds. `blocked` is the time of the call. The save
+window is from there until the save is over on all ranks: Unisono's and plain DCP's saves are on the disk then (fsync),
+those of torch.save, Lightning Fabric and Accelerate are in the memory of the system. Loads are of the last save, by all
+ranks, into model and optimizer: once right after it, from the memory of the system, and once after the system was asked
+to drop the files (`cold`). Raw is what the same bytes take to be written in parts of 8 MB and flushed, and read.
+
+DCP's `async_save` gets a process group of its own. Without one its thread talks over the group that DDP reduces in, and
+both processes die of it.
+
+What is missing, `lightning_fabric` or `accelerate`, is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import page
+from tests import processes
+from unisono.checkpoint import arrays, commit
+from unisono.checkpoint.saver import Saver
+from unisono.config.schema import Checkpoint as Settings
+from unisono.engines.torch import tensors
+from unisono.place import Group, Place
+
+PROCESSES, ROWS, PART = 2, 4, 8 << 20
+BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so many after
+
+
+@dataclass
+class Trainer:
+    """What is trained and saved."""
+
+    place: Place
+    group: Group
+    folder: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None] | None = None) -> None:
+        """One update; all ranks end it together, since gradients are reduced."""
+        self.optimizer.zero_grad()
+        rows = torch.full((ROWS, self.model[0].in_features), 0.01 * (1 + self.place.rank))
+        loss = forward(rows).square().mean()
+        backward(loss) if backward else loss.backward()
+        self.optimizer.step()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors.of_model(self.model) | tensors.of_optimizer(self.model, self.optimizer)
+
+
+class Contender:
+    """A way to save. `save` blocks as long as it does, `over` says whether the save is over on this rank."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.forward: Callable[[Tensor], Tensor] = DistributedDataParallel(trainer.model)
+        self.backward: Callable[[Tensor], None] | None = None
+
+    def save(self, made: int) -> None:
+        raise NotImplementedError
+
+    def over(self) -> bool:
+        return True
+
+    def load(self, made: int) -> None:
+        raise NotImplementedError
+
+    def path(self, made: int) -> Path:
+        return self.trainer.folder / f"step-{made:08d}"
+
+
+class Unisono(Contender):
+    """As a run saves, beside the steps."""
+
+    background = True
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.saver = Saver(trainer.folder, trainer.group, Settings(background=self.background))
+
+    def save(self, made: int) -> None:
+        self.saver.save(made, tensors.shards(self.trainer.tensors, self.trainer.place), {"step": made})
+
+    def over(self) -> bool:
+        self.saver.check()
+        return self.saver._flight is None
+
+    def load(self, made: int) -> None:
+        reader = commit.open_(self.path(made), self.trainer.group).reader()
+        tensors.make_optimizer_state(self.trainer.optimizer, self.trainer.model, reader)
+        tensors.load(self.trainer.tensors, reader)
+
+
+class UnisonoSynchronous(Unisono):
+    """As a run saves that may not take memory for a copy."""
+
+    background = False
+
+
+class NoHash:
+    """In place of SHA-256."""
+
+    def __init__(self, content: Any = b"") -> None:
+        pass
+
+    def update(self, content: Any) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+class UnisonoUnhashed(Unisono):
+    """To know what hashing costs; nothing that is saved so could be loaded."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        mock.patch.object(arrays, "hashlib", mock.Mock(sha256=NoHash)).start()
+
+    def load(self, made: int) -> None:
+        pass
+
+
+class Dcp(Contender):
+    """Plain torch.distributed.checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.trainer.model, self.trainer.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, made: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.state(), checkpoint_id=self.path(made))
+
+    def load(self, made: int) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self.state()
+        dcp.load(state, checkpoint_id=self.path(made))
+        set_state_dict(
+            self.trainer.model, self.trainer.optimizer,
+            model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        )  # fmt: skip
+
+
+class DcpAsync(Dcp):
+    """DCP beside the steps, with a process group of its own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.own = dist.new_group(backend="gloo")
+
+    def save(self, made: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self.future = dcp.async_save(self.state(), checkpoint_id=self.path(made), process_group=self.own)
+
+    def over(self) -> bool:
+        mine = self.future.done()
+        everyone: bool = all(self.trainer.group.gather(mine, "the save"))
+        if everyone:
+            self.future.result()
+        return everyone
+
+
+class TorchSave(Contender):
+    """As most scripts do it."""
+
+    def save(self, made: int) -> None:
+        if self.trainer.place.is_first:
+            self.path(made).mkdir(parents=True)
+            state = {"model": self.trainer.model.state_dict(), "optimizer": self.trainer.optimizer.state_dict()}
+            torch.save(state, self.path(made) / "state.pt")
+        self.trainer.group.barrier("the save")
+
+    def load(self, made: int) -> None:
+        state = torch.load(self.path(made) / "state.pt", map_location="cpu", weights_only=True)
+        self.trainer.model.load_state_dict(state["model"])
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
+
+
+class Fabric(Contender):
+    """Lightning's."""
+
+    needs = "lightning_fabric"
+
+    def __init__(self, trainer: Trainer) -> None:
+        from lightning_fabric import Fabric as Library
+        from lightning_fabric.plugins.environments import TorchElasticEnvironment
+
+        self.trainer = trainer
+        self.fabric = Library(accelerator="cpu", devices=PROCESSES, strategy="ddp", plugins=[TorchElasticEnvironment()])
+        self.fabric.launch()
+        self.forward, trainer.optimizer = self.fabric.setup(trainer.model, trainer.optimizer)
+        self.backward = self.fabric.backward
+
+    def save(self, made: int) -> None:
+        self.fabric.save(self.path(made) / "state.ckpt", self._state())
+
+    def load(self, made: int) -> None:
+        self.fabric.load(self.path(made) / "state.ckpt", self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.forward, "optimizer": self.trainer.optimizer}
+
+
+class Accelerate(Contender):
+    """Accelerate's."""
+
+    needs = "accelerate"
+
+    def __init__(self, trainer: Trainer) -> None:
+        from accelerate import Accelerator
+
+        self.trainer = trainer
+        self.accelerator = Accelerator(cpu=True)
+        assert self.accelerator.num_processes == PROCESSES
+        self.forward, trainer.optimizer = self.accelerator.prepare(trainer.model, trainer.optimizer)
+        self.backward = self.accelerator.backward
+
+    def save(self, made: int) -> None:
+        self.accelerator.save_state(str(self.path(made)))
+        self.trainer.group.barrier("the save")
+
+    def load(self, made: int) -> None:
+        self.accelerator.load_state(str(self.path(made)))
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "Unisono": Unisono,
+    "Unisono, `checkpoint.background=false`": UnisonoSynchronous,
+    "Unisono without hashing": UnisonoUnhashed,
+    "DCP `async_save`": DcpAsync,
+    "DCP `save`": Dcp,
+    "`torch.save` on rank 0": TorchSave,
+    "Lightning Fabric `save`": Fabric,
+    "Accelerate `save_state`": Accelerate,
+}
+
+
+def contend(place: Place, group: Group, name: str, folder: Path, width: int, layers: int) -> dict[str, Any]:
+    """One process of one contender in one round: train, save twice, load."""
+    environment = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.rank}
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    os.environ.update(LOCAL_WORLD_SIZE=str(place.world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="checkpoint")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    trainer = Trainer(place, group, folder, model, optimizer)
+    contender = CONTENDERS[name](trainer)
+    found: dict[str, Any] = {"steps": [], "blocked": [], "window": [], "over": []}
+
+    def timed_step() -> float:
+        began = time.perf_counter()
+        trainer.step(contender.forward, contender.backward)
+        return time.perf_counter() - began
+
+    timed_step()
+    for made in (1, 2):
+        found["steps"] += [timed_step() for _ in range(BEFORE)]
+        group.barrier("the save")
+        began = time.perf_counter()
+        contender.save(made)
+        found["blocked"].append(time.perf_counter() - began)
+        window: list[float] = []
+        over = None
+        while over is None or len(window) < AFTER:
+            if contender.over():
+                over = over or time.perf_counter() - began
+            window.append(timed_step())
+        found["window"].append(window)
+        found["over"].append(over)
+    if place.is_first and contender.path(1).exists():
+        shutil.rmtree(contender.path(1))
+    files = [file for file in contender.path(2).rglob("*") if file.is_file()]
+    found["size"] = sum(file.stat().st_size for file in files)
+    found["bytes"] = sum(t.numel() * t.element_size() for t in tensors_of(trainer))
+    for kind in ("warm", "cold"):
+        if kind == "cold":
+            for file in files:
+                drop(file)
+        group.barrier("the load")
+        began = time.perf_counter()
+        contender.load(2)
+        group.barrier("the load")
+        found[kind] = time.perf_counter() - began
+    return found
+
+
+def tensors_of(trainer: Trainer) -> list[Tensor]:
+    """All that has to be saved, whatever wraps the optimizer."""
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    return [*trainer.model.parameters(), *(value for value in moments if isinstance(value, Tensor))]
+
+
+def raw(place: Place, group: Group, folder: Path, size: int) -> dict[str, float]:
+    """Write, flush and read as many bytes as the state has, each process its half."""
+    content = memoryview(torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy())
+    file = folder / f"raw-{place.rank}"
+    found = {}
+    group.barrier("writing")
+    began = time.perf_counter()
+    with file.open("wb", buffering=0) as opened:
+        for _ in range(size // PROCESSES // PART):
+            opened.write(content)
+        os.fsync(opened.fileno())
+    group.barrier("writing")
+    found["write"] = time.perf_counter() - began
+    for kind in ("warm", "cold"):
+        if kind == "cold":
+            drop(file)
+        buffer = memoryview(bytearray(PART))
+        group.barrier("reading")
+        began = time.perf_counter()
+        for number in range(PROCESSES):  # every process reads everything, as a load of replicas does
+            with (folder / f"raw-{number}").open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+        group.barrier("reading")
+        found[kind] = time.perf_counter() - began
+    return found
+
+
+def drop(file: Path) -> None:
+    """Ask the system to forget a file's content."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def hashing(size: int) -> float:
+    """Seconds of one core for the hashes of so many bytes: each is in the hash of its piece and in that of its file."""
+    import hashlib
+
+    content = bytes(64 << 20)
+    began = time.perf_counter()
+    hashlib.sha256(content).digest()
+    return 2 * size * (time.perf_counter() - began) / len(content)
+
+
+def measure(rounds: int, width: int, layers: int, root: Path) -> dict[str, Any]:
+    """All contenders, in turn."""
+    names = [name for name, kind in CONTENDERS.items() if importlib.util.find_spec(getattr(kind, "needs", "torch"))]
+    missing = sorted(set(CONTENDERS) - set(names))
+    for name in missing:
+        print(f"  {name} is not installed and is left out", flush=True)
+    result: dict[str, Any] = {"missing": missing, "raw": [], "hashing": [], "runs": {name: [] for name in names}}
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            with tempfile.TemporaryDirectory(dir=root) as folder:
+                ranks = processes.run(contend, PROCESSES, name, Path(folder), width, layers, timeout=1800)
+            result["runs"][name].append(together(ranks))
+            told = result["runs"][name][-1]
+            print(f"  {name}: blocked {told['blocked'][1]:.2f} s, over after {told['over'][1]:.2f} s", flush=True)
+        result["bytes"] = result["runs"][names[0]][0]["bytes"]
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            ranks = processes.run(raw, PROCESSES, Path(folder), result["bytes"])
+            result["raw"].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
+        result["hashing"].append(hashing(result["bytes"] // PROCESSES))
+        print(f"  round {number + 1} of {rounds}", flush=True)
+    return result
+
+
+def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One run of all ranks: the slowest of them counts."""
+    return {
+        "step": statistics.median(ranks[0]["steps"]),
+        "blocked": [max(rank["blocked"][save] for rank in ranks) for save in (0, 1)],
+        "slowest": [max(max(rank["window"][save]) for rank in ranks) for save in (0, 1)],
+        "mean": statistics.mean(ranks[0]["window"][1]),
+        "over": [max(rank["over"][save] for rank in ranks) for save in (0, 1)],
+        **{key: max(rank[key] for rank in ranks) for key in ("size", "bytes", "warm", "cold")},
+    }
+
+
+def middle(runs: list[dict[str, Any]], key: str, save: int | None = None) -> float:
+    """The median over rounds."""
+    return statistics.median(run[key] if save is None else run[key][save] for run in runs)
+
+
+def table(found: dict[str, Any]) -> str:
+    """The part of the page."""
+    runs, size = found["runs"], found["bytes"]
+    sync = middle(runs["DCP `save`"], "blocked", 1)
+    write, warm, cold = (middle(found["raw"], key) for key in ("write", "warm", "cold"))
+    head = (
+        "", "blocked, s: first save", "later", "of a DCP `save`", "slowest step ÷ median step", "over after, s",
+        "write, GB/s", "load, s", "cold, s", "size, GB",
+    )  # fmt: skip
+    lines = ["".join(f"| {title} " for title in head) + "|", "|---" * len(head) + "|"]
+    for name, seen in runs.items():
+        over, loaded = middle(seen, "over", 1), name != "Unisono without hashing"
+        first, later = (middle(seen, "blocked", save) for save in (0, 1))
+        slow = statistics.median(run["slowest"][1] / run["step"] for run in seen)
+        loads = [f"{middle(seen, kind):.2f}" if loaded else "—" for kind in ("warm", "cold")]
+        lines.append(
+            f"| {name} | {first:.2f} | {later:.2f} | {100 * later / sync:.0f} % | {slow:.2f} | {over:.1f} | "
+            f"{size / over / 1e9:.2f} | {loads[0]} | {loads[1]} | {middle(seen, 'size') / 1e9:.2f} |"
+        )
+    lines.append(
+        f"| raw disk | — | — | — | — | {write:.1f} | {size / write / 1e9:.2f} | {warm:.2f} | {cold:.2f} | "
+        f"{size / 1e9:.2f} |"
+    )
+    step = middle(runs["Unisono"], "step")
+    hashed = statistics.median(found["hashing"])
+    with_, without = (middle(runs[name], "mean") for name in ("Unisono", "Unisono without hashing"))
+    missing = f" Not installed: {', '.join(found['missing'])}." if found["missing"] else ""
+    return "\n".join(lines) + (
+        f"\n\nA state of {size / 1e9:.2f} GB on {PROCESSES} processes, {len(found['raw'])} rounds; a step takes "
+        f"{step:.2f} s. Hashing a rank's share takes {hashed:.2f} s of one core: {hashed / step:.1%} of a step, so "
+        f"{hashed / step / 100:.2%} of the time where every 100th step is saved. The mean step in the save window "
+        f"takes {with_:.2f} s with hashing and {without:.2f} s without. torch {torch.__version__}; "
+        f"{platform.machine()}, {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}.{missing}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=4096, help="of the linear layers")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; the temporary folder unless given")
+    parser.add_argument("--out", type=Path, help="a file for all figures, as JSON")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    arguments = parser.parse_args()
+    found = measure(
+        arguments.rounds, arguments.width, arguments.layers, arguments.folder or Path(tempfile.gettempdir())
+    )
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1))
+    made = table(found)
+    print(made)
+    if arguments.write:
+        page.put("checkpoint", made)
+
+
+if __name__ == "__main__":
+    main()
