@@ -47,8 +47,14 @@ class CheckpointError(UnisonoError):
     """A checkpoint that is damaged, incomplete, or does not fit the model."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written. Those before it are as they were."""
+
+    exit_code = 7
+
+
 class NonFiniteError(UnisonoError):
-    """A loss or a gradient that is not finite. It never reached the parameters."""
+    """A loss or a gradient that is not finite and never reached the parameters, or a state that is never saved."""
 
     exit_code = 3
     fault = "Numbers that are not finite"

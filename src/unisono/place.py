@@ -75,6 +75,10 @@ class Group(Protocol):
         """Return once every rank has come here."""
         ...
 
+    def another(self) -> Group:
+        """The same processes once more, for threads of theirs: neither group waits for what goes on in the other."""
+        ...
+
 
 class Alone:
     """The group of a single process."""
@@ -88,3 +92,7 @@ class Alone:
 
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
+
+    def another(self) -> Alone:
+        """Another group of the single process."""
+        return Alone()

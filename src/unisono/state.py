@@ -18,13 +18,15 @@ class Shard:
         name: unique in the state, e.g. `model/layers.0.mlp.weight` or `optimizer/layers.0.mlp.weight/exp_avg`.
         shape: of the whole array.
         offset: of this piece in it, one number per axis.
-        data: the piece itself, a CPU tensor.
+        data: the piece itself, a tensor on whatever device; it may be what is trained, and change with the next step.
+        finite: whether numbers in it that are not finite are a fault, as in parameters; a buffer may hold them.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     data: Any
+    finite: bool = False
 
 
 class Reader(Protocol):

@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from unisono.checkpoint import commit
+from unisono.checkpoint import commit, retention
 from unisono.checkpoint.arrays import ArrayReader
+from unisono.checkpoint.saver import Saver
 from unisono.checkpoint.upload import Uploads
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
@@ -123,6 +124,7 @@ class Training:
         self._engine = engine_of(task, config, place, group, self._split)
         self._about = {**facts_of(source), **task.facts()}
         self.evaluated: dict[str, float] = {}
+        self._evaluated_after: int | None = None
 
     def _load(self) -> Loader:
         return Loader.of(
@@ -143,6 +145,13 @@ class Training:
             uploading = self._writing and self._place.is_first
             self.uploads = Uploads(self._config, self._folder, uploading, self.record.say, self.record.note)
             opened.callback(self.uploads.close)
+            if self._writing:
+                self._check_best()
+                saver = Saver(
+                    self._folder / "checkpoints", self._engine.group, self._config.checkpoint,
+                    first=self.first, finished=self.uploads.finished, say=self.record.say,
+                )  # fmt: skip
+                self._saver = opened.enter_context(saver)
             self._introduce()
             profile = Profile(observe.profile, self._engine, self._folder, self.first, total, self.record.say)
             self._profile = opened.enter_context(profile)
@@ -171,12 +180,13 @@ class Training:
                         self._cut_smaller(error)
                     made_ready = self._batches(watch, step)
                     batches = engine.incoming(made_ready)
+            self._saver.check()
             if self._ledger is not None:
                 self._ledger.step(step, micro_batches)
             made, last = step + 1, step + 1 == total
             rows = self._rows_of(micro_batches) if result.skipped else []
             speed = self._speed(result, *watch.lap())
-            record.step(made, result, self._scalars(step), speed, rows)
+            record.step(made, result, self._scalars(step), speed, rows, self._saver.unsaved_since)
             for line in self._loader.news(speed.wait):
                 log.warning("%s", line)
                 record.say(line)
@@ -189,6 +199,7 @@ class Training:
             self._profile.between(made)
             yield result
             watch.lap()  # evaluation, saving and the caller are no part of a step's time
+        self._saver.finish()
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
@@ -239,6 +250,7 @@ class Training:
         if self.held_out is not None:
             began = perf_counter()
             self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
+            self._evaluated_after = made
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
     def _rows_of(self, batches: list[MicroBatch]) -> list[int]:
@@ -254,7 +266,7 @@ class Training:
     def _save(self, made: int) -> None:
         if self._ledger is not None:
             self._ledger.flush()
-        group, keep = self._engine.group, self._config.checkpoint.keep
+        group = self._engine.group
         random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
         own = self._split.own(self._place.rank)
         plans = group.gather(self.plan.state(made, own), "where all ranks are in the order")
@@ -264,8 +276,16 @@ class Training:
             "micro_batch": self._split.micro_batch,
             "plan": None if all(plan is None for plan in plans) else plans,
         }
-        path = commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
-        self.uploads.finished(path)
+        about = {"config": fingerprint.plain(self._config)}
+        metric = self.evaluated if self._evaluated_after == made else None
+        self._saver.save(made, self._engine.state(), state, about, metric)
+
+    def _check_best(self) -> None:
+        """Refuse to keep the best checkpoint by what no evaluation says, before the first step."""
+        checkpoint = self._config.checkpoint
+        if checkpoint.keep_best is not None:
+            names = self.held_out.names(self._engine, self.first, self._scalars(self.first)) if self.held_out else []
+            retention.check(checkpoint, names)
 
     def _introduce(self) -> None:
         """Say what is about to be trained, on what."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import tempfile
@@ -12,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
-from unisono.checkpoint.arrays import ArrayReader, write
+from unisono.checkpoint import arrays
+from unisono.checkpoint.arrays import ArrayReader, hash_of, write
 from unisono.errors import CheckpointError
 from unisono.state import Shard
 
@@ -28,6 +31,9 @@ DTYPES = (
     torch.bool,
     torch.complex64,
     torch.complex128,
+    torch.uint16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 )
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
@@ -74,9 +80,13 @@ def written(folder: Path, array: torch.Tensor, pieces: list[Region], ranks: int 
     for rank in range(ranks):
         shards = [Shard("a", tuple(array.shape), region[0], cut(array, region)) for region in pieces[rank::ranks]]
         if shards:
-            part = write(folder / f"rank-{rank}.safetensors", shards)["a"]
+            part = write(folder / f"rank-{rank}.safetensors", shards)["arrays"]["a"]
             described.setdefault("a", {**part, "pieces": []})["pieces"] += part["pieces"]
     return ArrayReader(folder, described)
+
+
+def saved(folder: Path, shards: list[Shard]) -> ArrayReader:
+    return ArrayReader(folder, write(folder / "file", shards)["arrays"])
 
 
 @settings(max_examples=150, deadline=None)
@@ -128,17 +138,17 @@ def test_a_region_beside_what_is_lost_can_still_be_read(tmp_path: Path) -> None:
 
 
 def test_several_arrays_share_a_file(tmp_path: Path) -> None:
-    arrays = {f"model/{name}": torch.randn(3) for name in "abc"}
-    described = write(tmp_path / "file", [Shard(name, (3,), (0,), array) for name, array in arrays.items()])
-    reader = ArrayReader(tmp_path, described)
-    assert all(torch.equal(reader.read(name, (0,), (3,)), array) for name, array in arrays.items())
+    tensors = {f"model/{name}": torch.randn(3) for name in "abc"}
+    described = write(tmp_path / "file", [Shard(name, (3,), (0,), array) for name, array in tensors.items()])
+    reader = ArrayReader(tmp_path, described["arrays"])
+    assert all(torch.equal(reader.read(name, (0,), (3,)), array) for name, array in tensors.items())
 
 
 def test_arrays_that_share_memory_are_all_written(tmp_path: Path) -> None:
     """A buffer that two modules have, or a carry that is its own output."""
     shared = torch.randn(6)
     shards = [Shard("a", (6,), (0,), shared), Shard("b", (6,), (0,), shared), Shard("c", (4,), (0,), shared[1:5])]
-    reader = ArrayReader(tmp_path, write(tmp_path / "file", shards))
+    reader = saved(tmp_path, shards)
     assert torch.equal(reader.read("a", (0,), (6,)), shared)
     assert torch.equal(reader.read("b", (0,), (6,)), shared)
     assert torch.equal(reader.read("c", (0,), (4,)), shared[1:5])
@@ -146,16 +156,113 @@ def test_arrays_that_share_memory_are_all_written(tmp_path: Path) -> None:
 
 def test_a_piece_that_is_not_contiguous_is_written_by_its_indices(tmp_path: Path) -> None:
     array = torch.randn(4, 6)
-    reader = ArrayReader(tmp_path, write(tmp_path / "file", [Shard("a", (6, 4), (0, 0), array.t())]))
+    reader = saved(tmp_path, [Shard("a", (6, 4), (0, 0), array.t())])
     assert torch.equal(reader.read("a", (0, 0), (6, 4)), array.t())
 
 
 def test_names_may_hold_what_model_paths_hold(tmp_path: Path) -> None:
     name = "model/blocks.0.μ @ 1,2/weight"
-    reader = ArrayReader(tmp_path, write(tmp_path / "file", [Shard(name, (2,), (0,), torch.ones(2))]))
+    reader = saved(tmp_path, [Shard(name, (2,), (0,), torch.ones(2))])
     assert torch.equal(reader.read(name, (0,), (2,)), torch.ones(2))
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="file"):
         write(tmp_path / "nowhere" / "file", [Shard("a", (2,), (0,), torch.ones(2))])
+
+
+# what lies in the file ------------------------------------------------------------------------------------------------
+
+
+def mixed() -> list[Shard]:
+    """Pieces of every dtype, of widths that would leave some unaligned in the order given."""
+    return [
+        Shard(f"{name}.μ", (5, 3), (0, 0), random_bits((5, 3), dtype, seed))
+        for seed, (name, dtype) in enumerate((str(dtype), dtype) for dtype in reversed(DTYPES))
+    ]
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    shards = mixed()
+    write(tmp_path / "file", shards, {"step": "7"})
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert file.metadata() == {"step": "7"}
+        assert set(file.keys()) == {f"{shard.name}@0,0" for shard in shards}
+        for shard in shards:
+            found = file.get_tensor(f"{shard.name}@0,0")
+            assert torch.equal(bits(found), bits(shard.data))
+            assert found.dtype == (torch.float64 if shard.data.dtype == torch.complex128 else shard.data.dtype)
+
+
+def test_hashes_and_places_are_those_of_the_file(tmp_path: Path) -> None:
+    written = write(tmp_path / "file", mixed())
+    content = (tmp_path / "file").read_bytes()
+    assert written["file"]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert written["file"]["size"] == len(content)
+    header = written["file"]["header"]
+    assert header["sha256"] == hashlib.sha256(content[: header["size"]]).hexdigest()
+    reached = header["size"]
+    pieces = [piece for array in written["arrays"].values() for piece in array["pieces"]]
+    for piece in sorted(pieces, key=lambda piece: piece["at"]):
+        assert piece["at"] == reached, "a byte belongs to no piece"
+        reached += piece["bytes"]
+        assert piece["sha256"] == hashlib.sha256(content[piece["at"] : reached]).hexdigest()
+    assert reached == len(content)
+
+
+def test_pieces_begin_at_multiples_of_their_width(tmp_path: Path) -> None:
+    for array in write(tmp_path / "file", mixed())["arrays"].values():
+        (piece,) = array["pieces"]
+        dtype = getattr(torch, array["dtype"])
+        assert piece["at"] % (8 if dtype == torch.complex128 else dtype.itemsize) == 0
+
+
+def test_a_large_piece_is_cut_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "LARGEST", 100)
+    array = torch.randn(10, 7)  # rows of 28 bytes: three in a piece
+    described = write(tmp_path / "file", [Shard("a", (12, 7), (2, 0), array)])["arrays"]
+    pieces = described["a"]["pieces"]
+    assert [(piece["offset"], piece["shape"]) for piece in pieces] == [
+        ([2, 0], [3, 7]), ([5, 0], [3, 7]), ([8, 0], [3, 7]), ([11, 0], [1, 7]),
+    ]  # fmt: skip
+    reader = ArrayReader(tmp_path, described)
+    assert torch.equal(reader.read("a", (2, 0), (10, 7)), array)
+    assert torch.equal(reader.read("a", (4, 2), (5, 3)), array[2:7, 2:5])
+
+
+def test_one_index_that_is_large_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "LARGEST", 10)
+    for number, array in enumerate((torch.randn(2, 7), torch.randn(()), torch.randn(1, 50))):
+        shard = Shard("a", tuple(array.shape), (0,) * array.dim(), array)
+        described = write(tmp_path / f"file {number}", [shard])["arrays"]
+        assert len(described["a"]["pieces"]) == (2 if number == 0 else 1)
+        assert torch.equal(ArrayReader(tmp_path, described).read("a", shard.offset, shard.shape), array)
+
+
+def test_what_is_read_is_verified_and_named(tmp_path: Path) -> None:
+    described = write(tmp_path / "file", [Shard(n, (4,), (0,), torch.ones(4)) for n in ("a", "b")])["arrays"]
+    (piece,) = described["b"]["pieces"]
+    content = bytearray((tmp_path / "file").read_bytes())
+    content[piece["at"] + 5] ^= 1
+    (tmp_path / "file").write_bytes(content)
+    reader = ArrayReader(tmp_path, described)
+    assert torch.equal(reader.read("a", (0,), (4,)), torch.ones(4))
+    with pytest.raises(CheckpointError, match="file is damaged: the content of 'b' is not what was written"):
+        reader.read("b", (0,), (1,))  # another element of it than the damaged one
+    known = ArrayReader(tmp_path, described, frozenset({(piece["file"], piece["entry"])}))
+    assert not torch.equal(known.read("b", (0,), (4,)), torch.ones(4))
+
+
+def test_a_piece_that_ends_early_is_refused(tmp_path: Path) -> None:
+    described = write(tmp_path / "file", [Shard("a", (4,), (0,), torch.ones(4))])["arrays"]
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="'a'"):
+        ArrayReader(tmp_path, described).read("a", (0,), (4,))
+    assert hash_of(tmp_path / "file", 0, 10**6) is None
+
+
+def test_a_dtype_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    strange = torch.ones(2).to(torch.float8_e8m0fnu)
+    with pytest.raises(CheckpointError, match=r"'a' is of torch\.float8_e8m0fnu"):
+        write(tmp_path / "file", [Shard("a", (2,), (0,), strange)])
+    assert not (tmp_path / "file").exists()

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import importlib
 import json
+import marshal
 import multiprocessing
 import os
 import pickle
@@ -27,9 +28,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import processes
-from unisono.checkpoint import arrays, commit
+from unisono.checkpoint import arrays, commit, manifest
 from unisono.checkpoint.arrays import ArrayReader
-from unisono.errors import CheckpointError
+from unisono.checkpoint.retention import Retention
+from unisono.errors import CheckpointError, NonFiniteError, SaveError
 from unisono.place import Alone, Group, Place
 from unisono.state import Shard
 
@@ -147,20 +149,17 @@ def test_a_rank_without_pieces_writes_no_file(tmp_path: Path) -> None:
 
 
 def test_the_manifest_tells_sizes_and_hashes_of_all_files(of_two: Path) -> None:
-    manifest = json.loads((of_two / "manifest.json").read_text())
-    assert manifest["files"] == {
-        name: {
-            "size": (of_two / name).stat().st_size,
-            "sha256": hashlib.sha256((of_two / name).read_bytes()).hexdigest(),
-        }
-        for name in ("rank-00000.safetensors", "rank-00001.safetensors")
-    }
+    files = json.loads((of_two / "manifest.json").read_text())["files"]
+    assert files.keys() == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    for name, told in files.items():
+        content = (of_two / name).read_bytes()
+        assert (told["size"], told["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
 
 
 def test_the_manifest_tells_where_every_array_lies(of_two: Path) -> None:
-    manifest = json.loads((of_two / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["state"]) == (1, 4, STATE)
-    weight = manifest["arrays"]["model/weight"]
+    content = json.loads((of_two / "manifest.json").read_text())
+    assert (content["format"], content["step"], content["state"]) == (2, 4, STATE)
+    weight = content["arrays"]["model/weight"]
     assert (weight["shape"], weight["dtype"]) == ([4, 3], "float32")
     assert [(piece["file"], piece["offset"], piece["shape"]) for piece in weight["pieces"]] == [
         ("rank-00000.safetensors", [0, 0], [2, 3]),
@@ -262,9 +261,82 @@ def test_an_old_checkpoint_that_is_half_removed_is_not_found(tmp_path: Path) -> 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     path = save(tmp_path, 4, state={"the": "first"})
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(CheckpointError, match="could not finish the checkpoint"):
+    with pytest.raises(SaveError, match="step-00000004 is there and whole, and a checkpoint is never overwritten"):
         save(tmp_path, 4, state={"the": "second"})
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_the_parent_is_the_checkpoint_before(tmp_path: Path) -> None:
+    for step in (2, 4, 8):
+        save(tmp_path, step)
+    commit.save(tmp_path, 6, shards(6), STATE, Alone(), keep=9)
+    commit.save(tmp_path, 9, shards(9), STATE, Alone(), keep=9, parent="step-00000006")
+    parents = {commit.read(path).step: commit.read(path).parent for path in commit.find(tmp_path)}
+    assert parents == {2: None, 4: "step-00000002", 6: "step-00000004", 8: "step-00000004", 9: "step-00000006"}
+
+
+def test_what_made_it_what_it_holds_and_how_good_it_is_comes_back(tmp_path: Path) -> None:
+    about, metric = {"config": {"a": [1, None]}, "layout": {}}, {"loss": 0.1, "worst": float("inf")}
+    path = commit.save(tmp_path, 4, shards(4), STATE, Alone(), 1, about=about, metric=metric, holds="model")
+    checkpoint = commit.open_(path)
+    assert (checkpoint.about, checkpoint.metric, checkpoint.holds) == (about, metric, "model")
+    plain = commit.open_(save(tmp_path, 5))
+    assert (plain.about, plain.metric, plain.holds) == ({}, None, "everything")
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_kept_aside(tmp_path: Path) -> None:
+    """The trainer comes to a step again after it went on from an older checkpoint."""
+    contents = []
+    for number in range(3):
+        path = save(tmp_path, 4, state={"number": number})
+        damaged = bytearray((path / FILES[0]).read_bytes())
+        damaged[-1] ^= 1
+        (path / FILES[0]).write_bytes(damaged)
+        contents.append({file.name: file.read_bytes() for file in path.iterdir()})
+    assert commit.open_(save(tmp_path, 6)).step == 6
+    names = ["damaged-step-00000004", "damaged-step-00000004-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*names, "step-00000004", "step-00000006"]
+    for name, content in zip(names, contents, strict=False):
+        assert {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} == content
+
+
+def test_what_fails_while_a_damaged_checkpoint_is_replaced_leaves_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 4)
+    (path / FILES[0]).write_bytes(b"")
+    with mock.patch.object(commit, "_write", side_effect=OSError(5, "Input/output error")), pytest.raises(SaveError):
+        save(tmp_path, 4)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_checkpoints_of_a_course_that_was_left_take_nobodys_place(tmp_path: Path) -> None:
+    for step in (4, 6, 8):
+        save(tmp_path, step)
+    save(tmp_path, 5, keep=1)  # the run went on from 4
+    assert steps(tmp_path) == [5, 6, 8]
+
+
+def test_a_checkpoint_that_cannot_be_read_takes_nobodys_place(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save(tmp_path, step)
+    (tmp_path / "step-00000004" / "manifest.json").write_text("{")
+    save(tmp_path, 6, keep=2)
+    assert [path.name for path in commit.find(tmp_path)] == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_every_nth_and_the_best_remain_too(tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 3.0, 6: None, 7: 4.0}
+    for step, loss in losses.items():
+        metric = None if loss is None else {"loss": loss}
+        retention = Retention(1, every=5, best="loss")
+        commit.save(tmp_path, step, shards(step), STATE, Alone(), retention, metric=metric)
+    assert steps(tmp_path) == [2, 5, 7]
+
+
+def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    with mock.patch.object(shutil, "rmtree", side_effect=PermissionError(13, "Permission denied")):
+        assert is_of(save(tmp_path, 4, keep=1), 4)
+    assert "step-00000002 could not be removed" in caplog.text
 
 
 # what is refused ----------------------------------------------------------------------------------------------------
@@ -294,21 +366,123 @@ def test_a_flipped_bit_in_any_file_is_refused_by_name(of_two: Path, name: str, a
 
 
 @pytest.mark.parametrize("name", HELD)
-@pytest.mark.parametrize("fault", ["is missing", "is damaged: its content", "is damaged: it has"])
+@pytest.mark.parametrize("fault", ["is missing", "is damaged: the content of", "is damaged: it has"])
 def test_what_is_refused_names_the_file_and_an_array_in_it(of_two: Path, name: str, fault: str) -> None:
     file = of_two / name
     content = file.read_bytes()
     match fault:
         case "is missing":
             file.unlink()
-        case "is damaged: its content":
-            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "is damaged: the content of":
+            at = commit.read(of_two).arrays[HELD[name]]["pieces"][0]["at"]
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         case _:
             file.write_bytes(content[:-1])
     refused = _refused(of_two)
     assert f"{file} {fault}" in refused
-    assert HELD[name] in refused
+    assert f"'{HELD[name]}'" in refused
     assert f"Delete {of_two}" in refused
+
+
+def test_every_damaged_byte_is_refused_by_the_name_of_what_it_belongs_to(of_two: Path) -> None:
+    """All of them, of all files: the header, each array, and the manifest."""
+    names = set()
+    for name in FILES[:2]:
+        content = (of_two / name).read_bytes()
+        places = commit.read(of_two)
+        for at in range(len(content)):
+            (of_two / name).write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+            (array,) = [
+                array
+                for array, told in places.arrays.items()
+                for piece in told["pieces"]
+                if piece["file"] == name and piece["at"] <= at < piece["at"] + piece["bytes"]
+            ] or [""]
+            told = f"the content of '{array}'" if array else "its header"
+            assert f"{of_two / name} is damaged: {told} is not what was written" in _refused(of_two)
+            names.add((name, array))
+        (of_two / name).write_bytes(content)
+    assert {array for _, array in names} == {"", "model/weight", "optimizer/weight/step"}
+    content = (of_two / "manifest.json").read_bytes()
+    for at in range(len(content)):
+        for bit in (0x01, 0x20):  # the second makes capitals of letters
+            (of_two / "manifest.json").write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+            assert str(of_two) in _refused(of_two)
+    (of_two / "manifest.json").write_bytes(content)
+    commit.open_(of_two)
+
+
+def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(of_two: Path) -> None:
+    content = (of_two / "manifest.json").read_text()
+    assert "\\u00e9" in content
+    other = content.replace("\\u00e9", "\\u00E9")
+    assert json.loads(other) == json.loads(content)
+    (of_two / "manifest.json").write_text(other)
+    assert "manifest.json is damaged" in _refused(of_two)
+
+
+def test_files_of_another_step_are_refused(tmp_path: Path) -> None:
+    """Even if they have the same names, sizes and arrays, and even the same values."""
+    same = [Shard("model/weight", (3,), (0,), torch.ones(3))]
+    one, other = (commit.save(tmp_path, step, same, STATE, Alone(), keep=9) for step in (4, 6))
+    assert (one / FILES[0]).stat().st_size == (other / FILES[0]).stat().st_size
+    shutil.copy(one / FILES[0], other / FILES[0])
+    assert f"{other / FILES[0]} is damaged: its header" in _refused(other)
+    shutil.copy(one / "manifest.json", tmp_path / "kept")
+    shutil.copy(other / "manifest.json", one / "manifest.json")
+    assert f"{one / FILES[0]} is damaged" in _refused(one)
+    shutil.copy(tmp_path / "kept", one / "manifest.json")
+    commit.open_(one)
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 4)
+    original = json.loads((path / "manifest.json").read_text())
+    del original["sha256"]
+
+    def refused(old: str, new: str) -> str:
+        content = json.loads(json.dumps(original).replace(old, new))
+        (path / "manifest.json").write_bytes(manifest.dumps(content))
+        return _refused(path)
+
+    for name in ("../step/x", "/etc/passwd", ".hidden", "a\\\\b", ""):
+        assert "cannot be the name of a file" in refused(FILES[0], name), name
+    assert "no file of it" in refused(f'"file": "{FILES[0]}"', '"file": "other"')
+    assert "belong to nothing" in refused('"files": {', '"files": {"more": {"size": 9, "header": {"size": 8}}, ')
+    end = original["arrays"]["optimizer/weight/step"]["pieces"][0]["at"]
+    assert "belong to nothing" in refused(f'"at": {end}', f'"at": {end + 1}')
+    assert "negative" in refused(f'"at": {end}', '"at": -1')
+    (path / "manifest.json").write_bytes(manifest.dumps(original))
+    commit.open_(path)
+
+
+def _opened_together(place: Place, group: Group, path: Path) -> tuple[str, list[tuple[str, str]]]:
+    try:
+        return "", sorted(commit.open_(path, group).verified)
+    except CheckpointError as error:
+        return str(error), []
+
+
+def test_ranks_share_the_verification_and_all_refuse_what_one_finds(of_two: Path) -> None:
+    group = Threads(2)
+    pieces = sorted((p["file"], p["entry"]) for a in commit.read(of_two).arrays.values() for p in a["pieces"])
+    results = group.run(lambda: _opened_together(Place(), group, of_two))
+    assert not any(fault for fault, _ in results)
+    assert sorted(results[0][1] + results[1][1]) == pieces, "a piece was verified by nobody, or twice"
+    assert all(seen for _, seen in results)
+    for name in FILES[:2]:
+        content = (of_two / name).read_bytes()
+        for at in (3, 20, len(content) - 1):
+            (of_two / name).write_bytes(content[:at] + bytes([content[at] ^ 2]) + content[at + 1 :])
+            first, second = group.run(lambda: _opened_together(Place(), group, of_two)[0])
+            assert first == second
+            assert f"{of_two / name} is damaged" in first
+        (of_two / name).write_bytes(content)
+    (of_two / "manifest.json").unlink()
+    assert all(
+        "manifest.json cannot be read" in fault
+        for fault, _ in group.run(lambda: _opened_together(Place(), group, of_two))
+    )
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -331,7 +505,7 @@ def test_a_manifest_torn_anywhere_is_refused(of_two: Path) -> None:
         assert f"{of_two / 'manifest.json'} cannot be read" in _refused(of_two)
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{}", '"text"', '{"format": 1}', '{"format": 1, "sha256": ""}'])
+@pytest.mark.parametrize("content", ["[]", "null", "{}", '"text"', '{"format": 2}', '{"format": 2, "sha256": ""}'])
 def test_a_manifest_that_is_something_else_is_refused(of_two: Path, content: str) -> None:
     (of_two / "manifest.json").write_text(content)
     assert str(of_two / "manifest.json") in _refused(of_two)
@@ -342,24 +516,37 @@ def test_a_missing_manifest_is_refused(of_two: Path) -> None:
     assert str(of_two / "manifest.json") in _refused(of_two)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_an_unknown_format_is_refused(tmp_path: Path, version: Any) -> None:
-    with mock.patch.object(commit, "FORMAT", version):
+    with mock.patch.object(manifest, "FORMAT", version):
         path = save(tmp_path, 4)
-    assert f"has checkpoint format {version}; this version reads 1" in _refused(path)
+    assert f"has checkpoint format {version}; this version reads 2" in _refused(path)
 
 
 def test_nothing_is_unpickled(of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def poison(*arguments: Any, **more: Any) -> Any:
-        raise AssertionError("something was unpickled")
+    class Poison:
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            raise AssertionError("something was unpickled")
 
+    made = pickle.dumps({"a": 1})
+    torch.save({"a": torch.ones(1)}, of_two.parent / "pickled.pt")
     for module in (pickle, importlib.import_module("_pickle")):
         for name in ("load", "loads", "Unpickler"):
-            monkeypatch.setattr(module, name, poison)
-    monkeypatch.setattr(torch, "load", poison)
-    monkeypatch.setattr(np, "load", poison)
-    with pytest.raises(AssertionError, match="unpickled"):
-        pickle.loads(b"")
+            monkeypatch.setattr(module, name, Poison)
+    for name in ("load", "loads"):
+        monkeypatch.setattr(marshal, name, Poison)
+    monkeypatch.setattr(np, "load", Poison)
+    with pytest.raises(AssertionError, match="unpickled"):  # it is not vacuous: what torch.load does falls into it
+        torch.load(of_two.parent / "pickled.pt", weights_only=False)
+    monkeypatch.setattr(torch, "load", Poison)
+    for act in (lambda: pickle.loads(made), lambda: marshal.loads(b""), lambda: torch.load(of_two / "x")):
+        with pytest.raises(AssertionError, match="unpickled"):
+            act()
+    group = Threads(2)
+    for checkpoint in group.run(lambda: commit.open_(of_two, group)):
+        reader = checkpoint.reader()
+        assert reader.read("model/weight", (0, 0), (4, 3)).shape == (4, 3)
+        assert reader.read("optimizer/weight/step", (), ()) == 4
     assert load(of_two)["model/weight"].shape == (4, 3)
 
 
@@ -372,7 +559,8 @@ def test_a_file_that_cannot_be_written_is_told_with_its_rank_and_reason(tmp_path
     with (
         mock.patch.object(arrays, "write", side_effect=full),
         pytest.raises(
-            CheckpointError, match=r"rank 0 could not write its part of the checkpoint: No space left .*some/file"
+            SaveError,
+            match=r"rank 0 could not write its part of the checkpoint: no space left: needs 0.00 MB, .* free at",
         ),
     ):
         save(tmp_path, 4)
@@ -400,9 +588,12 @@ def test_a_full_disk_fails_the_save_and_leaves_the_older_checkpoint(tmp_path: Pa
     with _small_disk(tmp_path / "disk") as disk:
         save(disk, 2)
         large = [Shard("model/weight", (2**20,), (0,), torch.ones(2**20))]
-        with pytest.raises(CheckpointError, match=r"rank 0 could not write its part .*[Nn]o space left on device"):
+        with pytest.raises(SaveError, match=r"no space left: needs 4.19 MB, 1.0\d MB free at ") as caught:
             commit.save(disk, 4, large, STATE, Alone(), keep=1)
+        assert str(disk) in str(caught.value)
+        assert caught.value.exit_code == 7
         assert steps(disk) == [2]
+        assert [path.name for path in disk.iterdir()] == ["step-00000002"], "the fragment is still there"
         assert is_of(commit.find(disk)[-1], 2)
         assert is_of(save(disk, 6, keep=1), 6)
 
@@ -425,14 +616,19 @@ def _with_failures(place: Place, group: Group, folder: Path) -> dict[str, str]:
             told[name] = ""
         except CheckpointError as caught:
             told[name] = str(caught)
+        group.barrier("rank 0 to clean up")
         told[f"{name}: steps"] = str(steps(folder))
+        told[f"{name}: left"] = str([path.name for path in folder.glob(".*")])
         group.barrier("the next scenario")
 
     denied, full = PermissionError(13, "Permission denied"), OSError(28, "No space left on device")
     save(1)
     failing("write on 1", 2, arrays, "write", 1, full)
     failing("write on 0", 2, arrays, "write", 0, full)
-    failing("flush on 1", 2, commit, "sync", 1, full)
+    failing("flush on 1", 2, os, "fsync", 1, full)
+    failing("bug on 1", 2, arrays, "write", 1, RuntimeError("something of ours"))
+    if place.is_first:
+        (folder / ".writing-step-00000009").mkdir()
     failing("sweep on 0", 2, shutil, "rmtree", 0, denied)
     failing("make on 0", 2, Path, "mkdir", 0, denied)
     failing("manifest on 0", 2, commit, "_write", 0, full)
@@ -448,12 +644,13 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 FAILURES = {
-    "write on 1": "rank 1 could not write its part of the checkpoint: No space left on device",
-    "write on 0": "rank 0 could not write its part of the checkpoint: No space left on device",
-    "flush on 1": "rank 1 could not write its part of the checkpoint: No space left on device",
+    "write on 1": "rank 1 could not write its part of the checkpoint: no space left: needs 0.00 MB, ",
+    "write on 0": "rank 0 could not write its part of the checkpoint: no space left: needs 0.00 MB, ",
+    "flush on 1": "rank 1 could not write its part of the checkpoint: no space left: needs 0.00 MB, ",
+    "bug on 1": "rank 1 could not write its part of the checkpoint: RuntimeError: something of ours",
     "sweep on 0": "rank 0 could not make a folder for the checkpoint: Permission denied",
     "make on 0": "rank 0 could not make a folder for the checkpoint: Permission denied",
-    "manifest on 0": "rank 0 could not finish the checkpoint: No space left on device",
+    "manifest on 0": "rank 0 could not finish the checkpoint: no space left: needs 0.00 MB, ",
     "rename on 0": "rank 0 could not finish the checkpoint: Permission denied",
 }
 
@@ -462,6 +659,13 @@ FAILURES = {
 def test_a_failure_on_one_rank_fails_all_and_is_named(failures: list[dict[str, str]], failure: str) -> None:
     for told in failures:
         assert FAILURES[failure] in told[failure]
+
+
+def test_a_failure_leaves_no_fragment(failures: list[dict[str, str]]) -> None:
+    for told in failures:
+        for name in FAILURES:
+            left = [] if name != "sweep on 0" else [".writing-step-00000009"]
+            assert told[f"{name}: left"] == str(left), name
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -473,6 +677,36 @@ def test_a_failure_on_one_rank_leaves_the_older_checkpoint(failures: list[dict[s
 def test_a_save_after_failures_succeeds_and_is_seen_by_all_ranks(failures: list[dict[str, str]]) -> None:
     for told in failures:
         assert told["at last: steps"] == "[1, 3]"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+def test_a_state_that_is_not_finite_is_not_saved_on_any_rank(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    commit.save(tmp_path, 2, shards(2), STATE, Alone(), keep=2)
+    moment = torch.ones(4).to(dtype)
+    moment[2] = value
+    group = Threads(2)
+
+    def attempt(finite: bool) -> str:
+        own = [Shard("optimizer/w/exp_avg", (4,), (0,), moment if group.rank else torch.ones(4), finite)]
+        own[0] = Shard(
+            f"{own[0].name}_{group.rank}", *(getattr(own[0], n) for n in ("shape", "offset", "data", "finite"))
+        )
+        try:
+            commit.save(tmp_path, 4, own, STATE, group, keep=2)
+        except NonFiniteError as error:
+            assert error.exit_code == 3
+            return str(error)
+        return ""
+
+    refused = group.run(lambda: attempt(True))
+    assert len(set(refused)) == 1
+    assert (
+        "the state after step 4 holds numbers that are not finite (rank 1: 'optimizer/w/exp_avg_1' (1 of " in refused[0]
+    )
+    assert steps(tmp_path) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert group.run(lambda: attempt(False)) == ["", ""], "a mask may hold them"
 
 
 # what is killed -----------------------------------------------------------------------------------------------------

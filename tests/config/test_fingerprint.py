@@ -48,6 +48,9 @@ HARMLESS = {
     "eval.at_end": "false",
     "checkpoint.every": "3",
     "checkpoint.keep": "3",
+    "checkpoint.keep_every": "3",
+    "checkpoint.background": "false",
+    "checkpoint.on_failure": "continue",
     "checkpoint.at_end": "false",
     "checkpoint.upload": "s3://bucket/runs",
     "checkpoint.upload_keep": "3",
@@ -134,7 +137,8 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),
 }
 NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
-    "recipe", "layout.engine", "model", "adapter", "schedules.lr.peak", "checkpoint.upload_options",
+    "recipe", "layout.engine", "model", "adapter", "schedules.lr.peak", "checkpoint.keep_best",
+    "checkpoint.upload_options",
 }  # fmt: skip
 
 
@@ -161,6 +165,12 @@ def test_every_key_is_listed_here_as_mathematics_or_as_harmless(base: RunConfig)
 def test_a_harmless_key_makes_no_other_run(base: RunConfig, key: str, value: str):
     other = changed(key, value)
     assert fingerprint.flat(fingerprint.plain(other))[key] != fingerprint.flat(fingerprint.plain(base))[key]
+    assert fingerprint.changes(base, other, random=False) == {}
+
+
+def test_which_checkpoint_is_the_best_makes_no_other_run(base: RunConfig):
+    other = config("eval.every=2", "checkpoint.keep_best={metric: accuracy, mode: max}")
+    assert other.checkpoint.keep_best is not None
     assert fingerprint.changes(base, other, random=False) == {}
 
 

@@ -1,58 +1,59 @@
-"""The protocol on disk: a checkpoint is whole or absent.
+"""The protocol on disk: a checkpoint is whole or absent, and never overwritten.
 
-Every rank writes its pieces into one temporary folder; rank 0 writes the manifest last, flushes everything to the disk
-and renames the folder. Only then may older checkpoints go. A folder without a manifest, or whose name is temporary, is
-not a checkpoint. A manifest holds JSON and nothing on the way back is unpickled.
+Every rank writes its pieces into one temporary folder, hashes them meanwhile and has them on the disk. When all agree
+that they have, rank 0 writes the manifest last, flushes everything and renames the folder; only then may older
+checkpoints go. A folder without a manifest, or whose name is temporary, is not a checkpoint, so on a store that cannot
+rename, the manifest alone is the commit (`in_order`). A manifest holds JSON, and nothing on the way back is unpickled.
 
 runs/<name>/checkpoints/
   step-00001000/
     rank-00000.safetensors …   pieces of arrays
-    manifest.json              step, state, and for every array: shape, dtype and where its pieces lie; size and hash
-    of every file, and a hash of all this
+    manifest.json              see `unisono.checkpoint.manifest`
+  damaged-step-00001000/       what could no longer be read when the run came to this step again
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import errno
+import itertools
+import logging
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from unisono.checkpoint import arrays
-from unisono.errors import CheckpointError
+import torch
+
+from unisono.checkpoint import arrays, manifest, verify
+from unisono.checkpoint.manifest import Checkpoint, read
+from unisono.checkpoint.retention import Known, Retention
+from unisono.errors import CheckpointError, NonFiniteError, SaveError
 from unisono.files import sync
-from unisono.place import Group, Json
+from unisono.place import Alone, Group, Json
 from unisono.state import Shard
 
-FORMAT = 1
+__all__ = ["Checkpoint", "find", "in_order", "name_of", "open_", "read", "save"]
+
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".writing-"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A finished checkpoint.
-
-    Attributes:
-        path: its folder.
-        step: updates made.
-        state: what the trainer keeps besides arrays.
-        arrays: per array name its shape, dtype and pieces, as in the manifest.
-        files: per file name its size in bytes and its SHA-256.
-    """
-
-    path: Path
-    step: int
-    state: dict[str, Json]
-    arrays: dict[str, Any]
-    files: dict[str, Any]
-
-
-def save(folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Json], group: Group, keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    shards: Sequence[Shard],
+    state: dict[str, Json],
+    group: Group,
+    keep: int | Retention,
+    *,
+    about: Mapping[str, Json] | None = None,
+    metric: Mapping[str, float] | None = None,
+    parent: str | None = None,
+    holds: str = "everything",
+) -> Path:
     """Write one checkpoint; collective. Returns its folder.
 
     Args:
@@ -61,132 +62,234 @@ def save(folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Json
         shards: this rank's pieces; those of all ranks make the state whole.
         state: JSON, the same on every rank.
         group: all ranks.
-        keep: how many of the newest checkpoints remain.
+        keep: how many of the newest checkpoints remain, or which.
+        about: what made it, JSON; of rank 0.
+        metric: of an evaluation of this state; of rank 0.
+        parent: name of the checkpoint before; None takes the newest of an earlier step.
+        holds: `everything`, or `model` if no run can go on from it.
 
     Raises:
-        CheckpointError: on every rank if one of them could not write; older checkpoints stay as they were.
+        SaveError: on every rank if one of them could not write; older checkpoints stay as they were.
+        NonFiniteError: on every rank if one of them has a parameter or a moment that is not finite.
     """
-    final = folder / f"step-{step:08d}"
+    final = folder / name_of(step)
     temporary = folder / f"{_TEMPORARY}{final.name}"
+    retention = keep if isinstance(keep, Retention) else Retention(keep)
+    faults = _agree(group, "look at its part of the state", lambda: not_finite(shards))
+    if any(faults):
+        told = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(faults) if names)
+        raise NonFiniteError(
+            f"the state after step {step} holds numbers that are not finite ({told}). It is not saved; older "
+            "checkpoints are untouched."
+        )
 
-    def begin() -> None:
+    def begin() -> Json:
         if group.rank == 0:
+            _make(folder)
             _sweep(folder)
-            temporary.mkdir(parents=True)
+            _refuse_to_overwrite(final)
+            temporary.mkdir()
+        return arrays.size(shards)
 
-    _agree(group, "make a folder for the checkpoint", begin)
-    written = _agree(group, "write its part of the checkpoint", lambda: _write_pieces(temporary, shards, group.rank))
+    try:
+        total = sum(_agree(group, "make a folder for the checkpoint", begin))
 
-    def finish() -> None:
-        if group.rank == 0:
-            manifest = {"format": FORMAT, "step": step, "state": state, **_merge(written)}
-            manifest["sha256"] = _digest(manifest)
-            _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-            sync(temporary)
+        def pieces() -> Json:
+            with _explaining_a_full_disk(folder, total):
+                return _write_pieces(temporary, shards, group.rank, step)
+
+        written = _agree(group, "write its part of the checkpoint", pieces)
+
+        def finish() -> None:
+            if group.rank != 0:
+                return
+            content = {
+                "format": manifest.FORMAT, "step": step, "parent": parent or _before(folder, step), "holds": holds,
+                "metric": dict(metric) if metric else None, "about": dict(about or {}), "state": state,
+                **manifest.merge(written),
+            }  # fmt: skip
+            with _explaining_a_full_disk(folder, total):
+                _write(temporary / manifest.NAME, manifest.dumps(content))
+                sync(temporary)
+            if final.exists():
+                final.rename(_aside(final))
             temporary.rename(final)
             sync(folder)
-            for old in find(folder)[:-keep]:  # goes as it came, by one rename: a half of it must not be found
-                shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
 
-    _agree(group, "finish the checkpoint", finish)
+        _agree(group, "finish the checkpoint", finish)
+    except SaveError:
+        if group.rank == 0:  # all ranks know, so nobody writes there any more
+            with suppress(OSError):
+                shutil.rmtree(temporary)
+        raise
+    if group.rank == 0:
+        _remove_older(folder, step, retention)
     return final
 
 
 def find(folder: Path) -> list[Path]:
     """Finished checkpoints in a folder, the oldest first."""
-    found = [
-        path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / "manifest.json").is_file()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / manifest.NAME).is_file()]
+    return sorted(found, key=_step_of)
 
 
-def read(path: Path) -> Checkpoint:
-    """What a checkpoint's manifest says, verified by its own hash; the other files are not looked at.
+def open_(path: Path, group: Group | None = None) -> Checkpoint:
+    """Read a checkpoint's manifest and verify every byte of its files.
+
+    Args:
+        path: its folder.
+        group: all ranks, which then each verify a share of the bytes, and agree; collective. None: this process
+            verifies all of them.
 
     Raises:
-        CheckpointError: if the manifest is missing, damaged or of another format.
+        CheckpointError: naming the file that is missing, damaged or of another checkpoint, and an array in it; with a
+            group on every rank, whoever found it.
     """
+    if group is None:
+        return verify.content(read(path), Alone())
+    checkpoint, fault = None, None
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has checkpoint format {manifest['format']}; this version reads {FORMAT}")
-        if manifest.pop("sha256") != _digest(manifest):
-            raise CheckpointError(
-                f"{path / 'manifest.json'} is damaged: its content is not what was written. {_advice(path)}"
-            )
-        return Checkpoint(path, manifest["step"], manifest["state"], manifest["arrays"], manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path / 'manifest.json'} cannot be read: {error}. {_advice(path)}") from error
+        checkpoint = read(path)
+    except CheckpointError as error:
+        fault = str(error)
+    mine = [fault, checkpoint.sha256 if checkpoint else None]
+    everyone = group.gather(mine, "all ranks to read the manifest")
+    if fault := next((told for told, _ in everyone if told), None):
+        raise CheckpointError(fault)
+    if any(digest != everyone[0][1] for _, digest in everyone):
+        raise CheckpointError(f"{path}: the ranks read different manifests there; is it a shared folder?")
+    assert checkpoint is not None
+    return verify.content(checkpoint, group)
 
 
-def open_(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and verify the size and the hash of every file.
-
-    Raises:
-        CheckpointError: naming the file that is missing, damaged or of another format.
-    """
-    checkpoint = read(path)
-    for name, written in checkpoint.files.items():
-        fault = _fault(path / name, written)
-        if fault:
-            held = ", ".join(_held_by(checkpoint, name)[:3])
-            raise CheckpointError(f"{path / name} {fault}. It holds parts of {held}. {_advice(path)}")
-    return checkpoint
+def in_order(checkpoint: Checkpoint) -> list[str]:
+    """The files of a checkpoint in the order in which they have to appear: whatever has a manifest is finished."""
+    return [*checkpoint.files, manifest.NAME]
 
 
-def _write_pieces(folder: Path, shards: Sequence[Shard], rank: int) -> Json:
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def not_finite(shards: Sequence[Shard]) -> list[str]:
+    """The arrays that must be finite and are not, with the number of elements at fault; the first few of them."""
+    found = []
+    for shard in shards:
+        data = shard.data.detach()
+        if not shard.finite or not data.numel() or not (data.is_floating_point() or data.is_complex()):
+            continue
+        values = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
+        values = values.float() if values.element_size() == 1 else values  # no reduction is written for fp8
+        if not all(torch.isfinite(end) for end in torch.aminmax(values)):  # one pass, without a mask of all elements
+            found.append(f"'{shard.name}' ({int((~torch.isfinite(values)).sum())} of {values.numel():,})")
+    return [*found[:4], f"and {len(found) - 4} more"] if len(found) > 4 else found
+
+
+def _write_pieces(folder: Path, shards: Sequence[Shard], rank: int, step: int) -> Json:
     """This rank's file, and what the manifest says of it."""
     if not shards:
         return {"files": {}, "arrays": {}}
     file = folder / f"rank-{rank:05d}.safetensors"
-    described = arrays.write(file, shards)
-    sync(file)
-    return {"files": {file.name: {"size": file.stat().st_size, "sha256": _hash(file)}}, "arrays": described}
+    # The step makes the headers of two checkpoints differ even where nothing else does.
+    note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(rank)}
+    written = arrays.write(file, shards, note)
+    return {"files": {file.name: written["file"]}, "arrays": written["arrays"]}
 
 
-def _merge(written: Sequence[Json]) -> dict[str, Any]:
-    files: dict[str, Any] = {}
-    merged: dict[str, Any] = {}
-    for part in written:
-        files |= part["files"]
-        for name, array in part["arrays"].items():
-            merged.setdefault(name, {**array, "pieces": []})["pieces"] += array["pieces"]
-    return {"files": files, "arrays": merged}
-
-
-def _agree(group: Group, what: str, act: Any) -> list[Json]:
+def _agree(group: Group, what: str, act: Callable[[], Json]) -> list[Json]:
     """Let every rank act, and let all of them fail if one of them did."""
     result, fault = None, None
     try:
         result = act()
     except OSError as error:
         fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        fault = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        log.exception("a checkpoint could not be written")
     outcomes = group.gather([result, fault], f"all ranks to {what}")
     faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     if faults:
-        raise CheckpointError("; ".join(faults) + ". Older checkpoints are untouched.")
+        raise SaveError("; ".join(faults) + ". Older checkpoints are untouched.")
     return [outcome for outcome, _ in outcomes]
 
 
-def _fault(file: Path, written: dict[str, Any]) -> str | None:
-    """What is wrong with a file, if it is not what was written."""
-    if not file.is_file():
-        return "is missing"
-    if (size := file.stat().st_size) != written["size"]:
-        return f"is damaged: it has {size} bytes, and {written['size']} were written"
-    return None if _hash(file) == written["sha256"] else "is damaged: its content is not what was written"
+@contextmanager
+def _explaining_a_full_disk(folder: Path, needed: int) -> Iterator[None]:
+    """Say what all ranks need and what was free before, where the system says `No space left`."""
+    free = shutil.disk_usage(folder).free
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        why = "no space left" if error.errno == errno.ENOSPC else "the disk quota is used up"
+        late = "; it was used up meanwhile" if free > needed and error.errno == errno.ENOSPC else ""
+        text = f"{why}: needs {_for_people(needed)}, {_for_people(free)} free at {folder}{late}"
+        raise OSError(error.errno, text) from error
 
 
-def _advice(path: Path) -> str:
-    return f"Delete {path} to go on from an older checkpoint."
+def _for_people(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
-def _held_by(checkpoint: Checkpoint, file: str) -> list[str]:
-    return [
-        name for name, array in checkpoint.arrays.items() if any(piece["file"] == file for piece in array["pieces"])
-    ]
+def _make(folder: Path) -> None:
+    """A folder whose name is on the disk, too."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        sync(folder.parent)
+
+
+def _refuse_to_overwrite(final: Path) -> None:
+    """Refuse a step that has a checkpoint which can be read. One that cannot makes room later, and is kept aside."""
+    if not (final / manifest.NAME).is_file():
+        return
+    try:
+        open_(final)
+    except CheckpointError as error:
+        log.warning("%s; it will be kept as %s", error, _aside(final).name)
+        return
+    raise SaveError(
+        f"{final} is there and whole, and a checkpoint is never overwritten. Move it away, or resume from it"
+    )
+
+
+def _aside(final: Path) -> Path:
+    """A name that is free for what may be damaged."""
+    names = (f"damaged-{final.name}" + (f"-{number}" if number else "") for number in itertools.count())
+    return next(path for name in names if not (path := final.with_name(name)).exists())
+
+
+def _before(folder: Path, step: int) -> str | None:
+    earlier = [path.name for path in find(folder) if _step_of(path) < step]
+    return earlier[-1] if earlier else None
+
+
+def _remove_older(folder: Path, made: int, retention: Retention) -> None:
+    """Let go of what need not remain. The checkpoint is finished: what fails here is told, and harms nothing.
+
+    What cannot be read is neither counted nor removed: it must not take the place of one that can.
+    """
+    known: dict[int, Path] = {}
+    metrics = []
+    for path in find(folder):
+        try:
+            checkpoint = read(path)
+        except CheckpointError as error:
+            log.warning("%s", error)
+            continue
+        known[_step_of(path)] = path
+        metrics.append(Known(_step_of(path), checkpoint.metric))
+    for step in retention.going(made, metrics):
+        old = known[step]
+        try:  # goes as it came, by one rename: a half of it must not be found
+            shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
+        except OSError as error:
+            log.warning("%s could not be removed: %s", old, error)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _sweep(folder: Path) -> None:
@@ -198,13 +301,3 @@ def _sweep(folder: Path) -> None:
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     sync(path)
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    """The hash of a manifest's content, the same after a way through a file."""
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -29,6 +29,7 @@ EVENT_NAMES = frozenset(
         "skipped_rows",
         "masked",
         "recompiled",
+        "unsaved_since",
     }
 )
 
@@ -265,12 +266,25 @@ class Eval(Settings):
     at_end: bool = True
 
 
+class KeepBest(Settings):
+    """The checkpoint that an evaluation found to be the best."""
+
+    metric: str = Field("loss", min_length=1, description="of the evaluation after the same step, as events name it")
+    mode: Literal["min", "max"] = Field("min", description="whether the smallest or the largest value is the best")
+
+
 class Checkpoint(Settings):
     """Checkpoints: whole or absent."""
 
     every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
     keep: PositiveInt = Field(2, description="newest checkpoints to keep")
+    keep_every: PositiveInt | None = Field(None, description="checkpoints of steps that this divides are kept, too")
+    keep_best: KeepBest | None = Field(None, description="the best checkpoint by a metric is kept, too")
     at_end: bool = True
+    background: bool = Field(True, description="write while training goes on; takes memory for one copy of the state")
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop", description="continue: go on when a checkpoint could not be written, say so, and try again when due"
+    )
     upload: str | None = Field(
         None,
         min_length=1,
@@ -286,6 +300,15 @@ class Checkpoint(Settings):
     upload_required: bool = Field(
         False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
     )
+
+    @model_validator(mode="after")
+    def _some_are_kept(self) -> Checkpoint:
+        if self.keep_every is not None and self.every is not None and self.keep_every % self.every:
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}, so that few "
+                "checkpoints or none would be kept by it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _another_process_sees_it(self) -> Checkpoint:
@@ -376,6 +399,22 @@ class RunConfig(Settings):
     def _an_average_is_there(self) -> RunConfig:
         if self.eval.weights == "ema" and self.ema.decay is None:
             raise ValueError("eval.weights=ema: no moving average is kept; set ema.decay, e.g. 0.999")
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_is_judged(self) -> RunConfig:
+        if self.checkpoint.keep_best is None:
+            return self
+        if self.eval.every is None:
+            raise ValueError(
+                "checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but eval.every is "
+                "null; set it, e.g. to checkpoint.every"
+            )
+        if self.checkpoint.every is not None and self.checkpoint.every % self.eval.every:
+            raise ValueError(
+                f"checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but "
+                f"checkpoint.every={self.checkpoint.every} is no multiple of eval.every={self.eval.every}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+from itertools import islice
 
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split, divisors
@@ -58,7 +60,7 @@ class HeldOut:
         ]  # fmt: skip
         self.rows, self._task = rows, task
 
-    def batches(self) -> Iterator[list[MicroBatch]]:
+    def batches(self) -> Generator[list[MicroBatch]]:
         """This process's micro-batches of one evaluation."""
         try:
             yield from self._loader.steps()
@@ -79,6 +81,24 @@ class HeldOut:
         """
         values: dict[str, float] = {}
         for average in self._averages:
-            told = self._task.summary(engine.evaluate(self.batches(), step, scalars, average).values)
-            values |= {f"{'ema/' if average else ''}{name}": value for name, value in told.items()}
+            values |= self._told(engine, self.batches(), step, scalars, average)
         return values
+
+    def names(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> list[str]:
+        """The names that `evaluate` gives values to, by its first rows alone; arguments as there."""
+        names: list[str] = []
+        for average in self._averages:
+            with closing(self.batches()) as batches:
+                names += self._told(engine, islice(batches, 1), step, scalars, average)
+        return names
+
+    def _told(
+        self,
+        engine: Engine,
+        batches: Iterable[list[MicroBatch]],
+        step: int,
+        scalars: Mapping[str, float],
+        average: bool,
+    ) -> dict[str, float]:
+        told = self._task.summary(engine.evaluate(batches, step, scalars, average).values)
+        return {f"{'ema/' if average else ''}{name}": value for name, value in told.items()}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import yaml
 
 from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
 from unisono.config import resolve
 from unisono.config.schema import Lora, RunConfig
 from unisono.errors import RunError
@@ -40,7 +39,7 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False) -> 
     from unisono.engines.torch import adapter, average, tensors
 
     checkpoint = commit.open_(newest(Path(folder)))
-    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    reader = checkpoint.reader()
     chosen = adapter_of(Path(folder))
     if chosen is not None:
         adapter.same_base(model, reader)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from unisono.config import fingerprint, resolve, secrets
 from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError, RunError, UnisonoError
+from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError, RunError, SaveError, UnisonoError
 from unisono.launch import environment
 from unisono.observe import logs
 from unisono.place import Alone, Group, Place
@@ -127,7 +127,7 @@ def leave_now(code: int) -> NoReturn:
 
 def _agreed(error: BaseException) -> bool:
     """Whether rank 0 says the same: it told this rank so, or the ranks found out together."""
-    return isinstance(error, RunError | NonFiniteError)
+    return isinstance(error, RunError | NonFiniteError | SaveError)
 
 
 def die_with_parent() -> None:

@@ -65,8 +65,11 @@ class Progress:
         if self._shown:
             self._console.print(line, markup=False)
 
-    def step(self, step: int, loss: float, speed: Speed) -> None:
-        """Show a finished step; `step` counts from 1."""
+    def step(self, step: int, loss: float, speed: Speed, unsaved_since: int | None = None) -> None:
+        """Show a finished step; `step` counts from 1.
+
+        Where saves have failed since, `unsaved_since` is the step of the last checkpoint.
+        """
         if not self._shown:
             return
         self._smooth = speed.seconds if self._smooth is None else 0.9 * self._smooth + 0.1 * speed.seconds
@@ -76,6 +79,8 @@ class Progress:
             f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {short(speed.rate)} "
             f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %  eta {left}"
         )
+        if unsaved_since is not None:
+            line += f"  unsaved since step {unsaved_since}"
         if self._live is not None and step < self._total:
             self._live.update(Text(line))
         elif self._live is not None:  # the last one stays

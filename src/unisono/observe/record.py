@@ -78,8 +78,13 @@ class Record:
         scalars: Mapping[str, float],
         speed: Speed,
         skipped_rows: Sequence[int] = (),
+        unsaved_since: int | None = None,
     ) -> None:
-        """A finished step; `step` counts from 1. Where its update was left out, with the source rows of its batch."""
+        """A finished step; `step` counts from 1.
+
+        Where its update was left out, with the source rows of its batch; where saves have failed since, with the step
+        of the last checkpoint.
+        """
         values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
         values |= scalars
         values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
@@ -93,8 +98,10 @@ class Record:
             values["masked"] = int(result.work["masked"])
         if result.recompiled:
             values["recompiled"] = result.recompiled
+        if unsaved_since is not None:
+            values["unsaved_since"] = unsaved_since
         self._write(step, values)
-        self._progress.step(step, result.loss, speed)
+        self._progress.step(step, result.loss, speed, unsaved_since)
 
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """A finished evaluation after `step` updates."""

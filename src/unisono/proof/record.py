@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono import keys, trainer
 from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.loader import Loader, MicroBatch
@@ -317,7 +316,7 @@ class _Run:
                 if commit.read(path).step == made
             )
         )
-        self.engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
+        self.engine.load(checkpoint.reader())
 
     def _evaluate(self, held_out: HeldOut, facts: Facts) -> None:
         engine, steps = self.engine, self.plan.steps

@@ -150,6 +150,12 @@ class TorchGroup:
         """A gather of nothing: the ranks that came are known to be here."""
         self.gather(None, what)
 
+    def another(self) -> TorchGroup:
+        """The same processes over connections of their own, for other threads."""
+        with waiting(self.place, "the processes to connect once more", self.timeout):
+            channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return TorchGroup(self.place, self.timeout, channel)
+
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over all ranks, in place."""
         with waiting(self.place, what, self.timeout):

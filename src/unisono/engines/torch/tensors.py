@@ -43,10 +43,11 @@ def shards(tensors: Mapping[str, Tensor], place: Place) -> list[Shard]:
     """The pieces this process has to save: of several copies one, the work dealt out among the ranks."""
     result = []
     for number, (name, tensor) in enumerate(tensors.items()):
+        finite = isinstance(tensor, nn.Parameter) or not name.startswith("model/")  # a mask may be full of -inf
         tensor = tensor.detach()
         offset = piece(tensor)[1]
         if _copies(tensor, number, place) and (local(tensor).numel() or not tensor.numel()):
-            result.append(Shard(name, tuple(tensor.shape), offset, local(tensor).cpu()))
+            result.append(Shard(name, tuple(tensor.shape), offset, local(tensor), finite))
     return result
 
 

@@ -1,0 +1,295 @@
+"""Saves beside training: of the moment, one at a time, and loud on every rank at the same step when they fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import processes
+from unisono.checkpoint import arrays, commit
+from unisono.checkpoint.saver import Saver
+from unisono.config.schema import Checkpoint as Settings
+from unisono.errors import NonFiniteError, SaveError, UnisonoError
+from unisono.place import Alone, Group, Place
+from unisono.state import Shard
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def state(value: float, rank: int = 0, size: int = 1) -> list[Shard]:
+    return [Shard("model/w", (2 * size,), (2 * rank,), torch.full((2,), value), finite=True)]
+
+
+def of(path: Path) -> list[float]:
+    reader = commit.open_(path).reader()
+    return list(reader.read("model/w", (0,), reader.shapes["model/w"]).tolist())
+
+
+def steps(folder: Path) -> list[int]:
+    return [commit.read(path).step for path in commit.find(folder)]
+
+
+@contextmanager
+def held() -> Iterator[threading.Event]:
+    """No file is written until the event is set."""
+    go, write = threading.Event(), arrays.write
+
+    def waiting(*arguments: Any) -> Any:
+        assert go.wait(30)
+        return write(*arguments)
+
+    with mock.patch.object(arrays, "write", waiting):
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def failing(error: BaseException = FULL) -> Any:
+    return mock.patch.object(arrays, "write", side_effect=error)
+
+
+def until_told(saver: Saver, seconds: float = 30.0) -> None:
+    """Make steps until the save in flight is over."""
+    deadline = time.monotonic() + seconds
+    while saver._flight is not None:
+        assert time.monotonic() < deadline
+        saver.check()
+        time.sleep(0.001)
+
+
+# one process ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
+    saver, shards = Saver(tmp_path, Alone(), Settings()), state(1.0)
+    with held() as go:
+        saver.save(3, shards, {"step": 3})
+        shards[0].data.fill_(2.0)
+        saver.check()
+        assert commit.find(tmp_path) == []
+        go.set()
+        saver.finish()
+    assert of(tmp_path / "step-00000003") == [1.0, 1.0]
+
+
+def test_a_save_does_not_wait_for_the_disk_but_the_next_waits_for_it(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Alone(), Settings())
+    with held() as go:
+        saver.save(3, state(3.0), {})
+        threading.Timer(0.2, go.set).start()
+        saver.save(4, state(4.0), {})
+        assert steps(tmp_path) == [3]
+    saver.finish()
+    assert (of(tmp_path / "step-00000003"), of(tmp_path / "step-00000004")) == ([3.0, 3.0], [4.0, 4.0])
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_every_checkpoint_is_told_once_and_knows_the_one_before(tmp_path: Path, background: bool) -> None:
+    told: list[Path] = []
+    settings = Settings(background=background, keep=5)
+    with Saver(tmp_path, Alone(), settings, first=2, finished=told.append) as saver:
+        saver.save(2, state(2.0), {})  # the run goes on from there
+        for step in (4, 6, 6):
+            saver.save(step, state(float(step)), {"step": step}, {"code": "a"}, {"loss": 0.5})
+    assert told == [tmp_path / "step-00000004", tmp_path / "step-00000006"] == commit.find(tmp_path)
+    first, second = (commit.open_(path) for path in told)
+    assert (first.parent, second.parent) == ("step-00000002", "step-00000004")
+    assert (first.about, first.metric, first.state) == ({"code": "a"}, {"loss": 0.5}, {"step": 4})
+
+
+def test_a_failure_ends_the_run_with_the_next_step(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Alone(), Settings())
+    saver.save(1, state(1.0), {})
+    until_told(saver)
+    with failing():
+        saver.save(2, state(2.0), {})
+        with pytest.raises(
+            SaveError, match=r"of step 2 was not written \(the newest is of step 1\).*no space left"
+        ) as caught:
+            until_told(saver)
+    assert caught.value.exit_code == 7
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("when", ["next save", "finish", "context"])
+def test_a_failure_is_told_by_whatever_comes_next(tmp_path: Path, when: str) -> None:
+    with failing(), pytest.raises(SaveError, match="there is none yet"), Saver(tmp_path, Alone(), Settings()) as saver:
+        saver.save(2, state(2.0), {})
+        if when == "next save":
+            saver.save(3, state(3.0), {})
+        elif when == "finish":
+            saver.finish()
+
+
+def test_without_a_background_a_failure_is_told_at_once(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Alone(), Settings(background=False))
+    with failing(), pytest.raises(SaveError, match="no space left"):
+        saver.save(2, state(2.0), {})
+    saver.save(2, state(2.0), {})
+    assert steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_that_may_go_on_is_told_until_a_later_save_succeeds(tmp_path: Path, background: bool) -> None:
+    said: list[str] = []
+    settings = Settings(on_failure="continue", background=background)
+    saver = Saver(tmp_path, Alone(), settings, say=said.append)
+    saver.save(1, state(1.0), {})
+    until_told(saver)
+    assert saver.unsaved_since is None
+    with failing():
+        for step in (2, 3):
+            saver.save(step, state(float(step)), {})
+            until_told(saver)
+            assert saver.unsaved_since == 1
+    assert ["of step 2" in said[0], "of step 3" in said[1], len(said)] == [True, True, 2]
+    saver.save(4, state(4.0), {})
+    until_told(saver)
+    assert saver.unsaved_since is None
+    saver.finish()
+    assert steps(tmp_path) == [1, 4]
+    assert commit.read(tmp_path / "step-00000004").parent == "step-00000001"
+
+
+def test_a_run_that_may_go_on_does_not_end_with_success_unsaved(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Alone(), Settings(on_failure="continue"))
+    with failing():
+        saver.save(2, state(2.0), {})
+        with pytest.raises(SaveError, match="no space left"):
+            saver.finish()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_state_that_is_not_finite_ends_the_run_whatever_the_policy(tmp_path: Path, background: bool) -> None:
+    saver = Saver(tmp_path, Alone(), Settings(on_failure="continue", background=background))
+    with pytest.raises(NonFiniteError, match="'model/w'"):
+        saver.save(2, state(float("nan")), {})
+        until_told(saver)
+    assert not tmp_path.exists() or steps(tmp_path) == []
+
+
+def test_what_is_a_fault_of_ours_is_loud_too(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Alone(), Settings())
+    with failing(RuntimeError("a bug")), pytest.raises(SaveError, match="RuntimeError: a bug"):
+        saver.save(2, state(2.0), {})
+        saver.finish()
+
+
+def test_a_run_that_fails_lets_the_save_in_flight_end(tmp_path: Path) -> None:
+    with held() as go, pytest.raises(KeyError), Saver(tmp_path, Alone(), Settings()) as saver:
+        saver.save(2, state(2.0), {})
+        threading.Timer(0.2, go.set).start()
+        raise KeyError
+    assert steps(tmp_path) == [2]
+
+
+# two processes --------------------------------------------------------------------------------------------------------
+
+
+def _stories(place: Place, group: Group, folder: Path) -> dict[str, Any]:
+    """What happens to this rank's saves when one of two is slow, or fails."""
+    told: dict[str, Any] = {}
+
+    def attempt(name: str, settings: Settings, patch: Any, rank: int, value: float = 1.0) -> Saver:
+        """A good save, one that fails on a rank, and steps until it is told."""
+        saver = Saver(folder / name, group, settings, say=lambda line: told.update({f"{name}: said": line}))
+        saver.save(1, state(1.0, place.rank, 2), {})
+        until_told(saver)
+        try:
+            with patch if place.rank == rank else mock.patch.object(arrays, "LARGEST", arrays.LARGEST):
+                saver.save(2, state(value if place.rank == rank else 1.0, place.rank, 2), {})
+                for step in range(3, 10_000):
+                    told[f"{name}: step"] = step
+                    if saver._flight is None:
+                        break
+                    saver.check()
+                    time.sleep(0.002 * (1 + place.rank))
+        except UnisonoError as error:
+            told[name] = [type(error).__name__, error.exit_code, str(error)]
+        told[f"{name}: steps"] = steps(folder / name)
+        group.barrier("the next story")
+        return saver
+
+    # A rank that is slow: nobody waits for it, steps go on, and nothing is there before it is done.
+    saver = Saver(folder / "slow", group, Settings())
+    with held() as go:
+        if not place.is_first:
+            threading.Timer(0.3, go.set).start()
+        else:
+            go.set()
+        began = time.monotonic()
+        saver.save(1, state(float(place.rank), place.rank, 2), {"step": 1})
+        told["slow: blocked"] = time.monotonic() - began
+        made = 0
+        while saver._flight is not None:
+            saver.check()
+            made += 1
+            time.sleep(0.01)
+    told["slow: steps made"], told["slow: content"] = made, of(folder / "slow" / "step-00000001")
+    group.barrier("the next story")
+
+    attempt("one fails", Settings(), failing(), 1)
+    attempt("first fails", Settings(), failing(), 0)
+    attempt("not finite", Settings(on_failure="continue"), failing(), 1, float("inf"))
+    attempt("at once", Settings(background=False), failing(), 1)
+    saver = attempt("goes on", Settings(on_failure="continue"), failing(), 1)
+    told["goes on: unsaved"] = saver.unsaved_since
+    saver.save(9, state(9.0, place.rank, 2), {})
+    saver.finish()
+    told["goes on: saved"] = [saver.unsaved_since, steps(folder / "goes on")]
+    return told
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.run(_stories, 2, tmp_path_factory.mktemp("stories"), timeout=120)
+
+
+def test_nobody_waits_for_a_rank_that_writes_slowly(stories: list[dict[str, Any]]) -> None:
+    for told in stories:
+        assert told["slow: blocked"] < 0.25
+        assert told["slow: steps made"] > 3
+        assert told["slow: content"] == [0.0, 0.0, 1.0, 1.0]
+    assert stories[0]["slow: steps made"] == stories[1]["slow: steps made"]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("one fails", 1), ("first fails", 0), ("at once", 1)])
+def test_a_failure_on_one_rank_is_told_on_all_after_the_same_step(
+    stories: list[dict[str, Any]], name: str, rank: int
+) -> None:
+    first, second = stories
+    assert first[name] == second[name]
+    kind, code, text = first[name]
+    assert (kind, code) == ("SaveError", 7)
+    assert f"rank {rank} could not write its part of the checkpoint: no space left" in text
+    assert first.get(f"{name}: step") == second.get(f"{name}: step")
+    assert first[f"{name}: steps"] == second[f"{name}: steps"] == [1]
+
+
+def test_numbers_that_are_not_finite_on_one_rank_end_all(stories: list[dict[str, Any]]) -> None:
+    first, second = stories
+    assert first["not finite"] == second["not finite"]
+    assert first["not finite"][:2] == ["NonFiniteError", 3]
+    assert "rank 1: 'model/w'" in first["not finite"][2]
+    assert first["not finite: step"] == second["not finite: step"]
+    assert first["not finite: steps"] == [1]
+
+
+def test_all_ranks_go_on_together_where_they_may(stories: list[dict[str, Any]]) -> None:
+    for told in stories:
+        assert "goes on" not in told
+        assert told["goes on: step"] == stories[0]["goes on: step"]
+        assert told["goes on: unsaved"] == 1
+        assert "the next save that is due tries again" in told["goes on: said"]
+        assert told["goes on: saved"] == [None, [1, 9]]
