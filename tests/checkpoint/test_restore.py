@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -20,8 +19,9 @@ from tests.checkpoint import stores
 from tests.checkpoint.test_commit import is_of, load, save
 from tests.launch import jobs
 from unisono import cli
-from unisono.checkpoint import commit, owner, restore
+from unisono.checkpoint import commit, manifest, owner, restore
 from unisono.checkpoint.restore import Restore
+from unisono.checkpoint.retention import Retention
 from unisono.checkpoint.store import Store
 from unisono.checkpoint.uploader import Upload
 from unisono.errors import CheckpointError, DataError
@@ -42,7 +42,7 @@ def there(tmp_path: Path) -> Path:
     (folder / "fingerprint.json").write_text("{}")
     store = Store(f"file://{tmp_path}/store/run")
     owner.claim(store, folder)
-    sender = Upload(store, folder, None, 9)
+    sender = Upload(store, folder, None, Retention(9))
     for path in commit.find(folder / "checkpoints"):
         sender.commit(path, path.name, commit.read(path).files)
     return folder
@@ -161,9 +161,9 @@ def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: Store, here: Pa
 @pytest.mark.parametrize("late", ["the list", "the index", "the index says more"])
 def test_neither_a_late_list_nor_a_late_index_decides(store: Store, here: Path, late: str) -> None:
     if late == "the index":
-        store.put("checkpoints.json", b'["step-00000004"]')
+        store.put("checkpoints.json", b'{"step-00000004": null}')
     if late == "the index says more":
-        store.put("checkpoints.json", b'["step-00000004", "step-00000099", "../../elsewhere", 7]')
+        store.put("checkpoints.json", b'{"step-00000004": 7, "step-00000099": null, "../../elsewhere": null}')
     with mock.patch.object(Store, "names", return_value=[]) if late == "the list" else nullcontext():
         begun(store, here).finish()
     assert steps(here) == [8]
@@ -197,13 +197,14 @@ def test_a_description_that_leads_out_of_the_folder_is_refused(store: Store, her
 
 def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: Store, here: Path) -> None:
     at = "checkpoints/step-00000008/manifest.json"
-    manifest = json.loads(store.get(at) or b"")
-    manifest["files"] = {"../../outside": next(iter(manifest["files"].values()))}
-    manifest.pop("sha256")
-    manifest["sha256"] = commit._digest(manifest)
-    store.put(at, json.dumps(manifest).encode())
-    begun(store, here).finish()
-    assert steps(here) == [6]
+    content = json.loads(store.get(at) or b"")
+    content["files"] = {"../../outside": next(iter(content["files"].values()))}
+    content.pop("sha256")
+    store.put(at, manifest.dumps({**content, "sha256": manifest.digest(content)}))
+    found = begun(store, here)
+    found.finish()
+    assert (steps(here), list(found.passed)) == ([6], ["step-00000008"])
+    assert not list(here.parent.rglob("outside"))
 
 
 # a whole run --------------------------------------------------------------------------------------------------------
@@ -211,14 +212,8 @@ def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: Sto
 STEPS = 6
 WORDS = (
     "train", "small.py:Small", "train.global_batch=8", "run.name=a", f"train.steps={STEPS}", "layout.world_size=2",
-    "checkpoint.every=2", "task.dropout=0.2", "layout.threads=1",
+    "checkpoint.every=1", "task.dropout=0.2", "layout.threads=1",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[stores.Server]:
-    with stores.serving() as server:
-        yield server
 
 
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -252,7 +247,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
     first.mkdir()
     jobs.task_file(first)
     with jobs.started([jobs.UNISONO, *WORDS, upload, "task.hangs=1"], first) as running:  # in the third step
-        jobs.wait_for(lambda: store.get("checkpoints/step-00000002/manifest.json") is not None, 120)
+        jobs.wait_for(lambda: store.get("checkpoints/step-00000001/manifest.json") is not None, 120)
         os.kill(running.pid, signal.SIGKILL)
         assert jobs.all_gone(first, 10), "what uploads ends with its run"
     shutil.rmtree(first)
@@ -260,10 +255,10 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
 
     assert trained(second, monkeypatch, upload, "run.allow_change=[task.hangs]") == 0
     told = capfd.readouterr().out
-    assert f"restored step-00000002 from {store.url}\n" in told and "continuing after step 2\n" in told
+    assert f"restored step-00000001 from {store.url}\n" in told and "continuing after step 1\n" in told
     assert f"step {STEPS} is in {store.url}" in told
     made = [event["step"] for event in jobs.events(second / "runs" / "a") if "loss" in event and not event.get("eval")]
-    assert made == list(range(3, STEPS + 1))
+    assert made == list(range(2, STEPS + 1))
     assert final(second) == final(tmp_path / "never stopped")
     assert any(name.startswith("optimizer/") for name in final(second)) and len({*final(second).values()}) > 4
     assert server.parts() == []

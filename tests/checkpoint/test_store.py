@@ -7,7 +7,6 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,12 +21,6 @@ from unisono.errors import DataError
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[stores.Server]:
-    with stores.serving() as server:
-        yield server
 
 
 @pytest.fixture(params=["s3", "file", "memory"])

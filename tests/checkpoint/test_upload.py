@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from tests.checkpoint import stores
 from tests.checkpoint.test_commit import save
 from tests.runs import configuration
 from unisono.checkpoint import commit, owner, upload, uploader
+from unisono.checkpoint.retention import Retention
 from unisono.checkpoint.store import Store
 from unisono.checkpoint.upload import Uploads
 from unisono.checkpoint.uploader import TakenOverError, Upload, Worker
@@ -29,12 +30,6 @@ pytest.importorskip("moto.server")
 
 MANIFEST = "checkpoints/step-00000004/manifest.json"
 SHARD = "checkpoints/step-00000004/rank-00000.safetensors"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[stores.Server]:
-    with stores.serving() as server:
-        yield server
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 def order(path: Path) -> dict[str, Any]:
     checkpoint = commit.read(path)
-    return {"path": str(path), "name": path.name, "step": checkpoint.step, "files": checkpoint.files}
+    return {"path": str(path), "name": path.name, "step": checkpoint.step, "files": checkpoint.files, "metric": None}
 
 
 def bring(upload: Upload, run: Path, step: int = 4) -> None:
@@ -104,7 +99,7 @@ class Asked:
 
 def test_the_manifest_goes_last_and_before_it_everything_that_a_restore_needs(store: Store, run: Path) -> None:
     with Asked() as asked:
-        bring(Upload(store, run, None, 2), run)
+        bring(Upload(store, run, None, Retention(2)), run)
     assert [line.rpartition("/")[2] for line in asked.asked] == [
         "config.yaml", "vocabulary", "put run.json", "rank-00000.safetensors", "manifest.json", "put checkpoints.json",
     ]  # fmt: skip
@@ -117,9 +112,9 @@ def test_a_checkpoint_whose_upload_was_interrupted_is_not_there_and_only_the_res
     store: Store, run: Path
 ) -> None:
     with Asked(fail="manifest.json"), pytest.raises(DataError, match="line is cut"):
-        bring(Upload(store, run, None, 2), run)
+        bring(Upload(store, run, None, Retention(2)), run)
     assert (there(store), store.get(SHARD)) == ([], (run / SHARD).read_bytes())
-    again = Upload(store, run, None, 2)  # of another process
+    again = Upload(store, run, None, Retention(2))  # of another process
     bring(again, run)
     assert (there(store), again.sent) == (["step-00000004"], 0)
 
@@ -131,7 +126,7 @@ def test_a_checkpoint_whose_upload_was_interrupted_is_not_there_and_only_the_res
 def test_an_object_that_is_not_what_was_written_is_sent_again(
     store: Store, run: Path, fault: str, manifest: bool
 ) -> None:
-    bring(Upload(store, run, None, 2), run)
+    bring(Upload(store, run, None, Retention(2)), run)
     content = bytearray(store.get(SHARD) or b"")
     store.remove(SHARD)
     content[-1] ^= 1
@@ -139,7 +134,7 @@ def test_an_object_that_is_not_what_was_written_is_sent_again(
         store.put(SHARD, bytes(content[:-1] if fault == "shorter" else content))
     if not manifest:
         store.remove(MANIFEST)
-    again = Upload(store, run, None, 2)
+    again = Upload(store, run, None, Retention(2))
     bring(again, run)
     assert again.sent == len(content)
     assert store.get(SHARD) == (run / SHARD).read_bytes()
@@ -153,7 +148,7 @@ def test_what_arrives_as_something_else_has_no_manifest(store: Store, run: Path)
         mock.patch.object(Store, "send", damaging),
         pytest.raises(DataError, match=r"config\.yaml is damaged: its content is not what was written"),
     ):
-        bring(Upload(store, run, None, 2), run)
+        bring(Upload(store, run, None, Retention(2)), run)
     assert there(store) == []
 
 
@@ -164,22 +159,22 @@ def test_a_file_that_is_damaged_here_is_told_as_that_and_never_gets_a_manifest(s
     with pytest.raises(
         uploader.DamagedError, match=r"run/checkpoints/step-00000004/rank-00000\.safetensors is damaged"
     ):
-        bring(Upload(store, run, None, 2), run)
+        bring(Upload(store, run, None, Retention(2)), run)
     assert there(store) == []
 
 
 def test_a_checkpoint_of_another_past_is_taken_back_before_its_files_change(store: Store, run: Path) -> None:
-    bring(Upload(store, run, None, 2), run)
+    bring(Upload(store, run, None, Retention(2)), run)
     shutil.rmtree(run / "checkpoints")
     save(run / "checkpoints", 4, state={"another": "past"})
     with Asked(fail="checkpoints.json") as asked, pytest.raises(DataError):
-        bring(Upload(store, run, None, 2), run)
+        bring(Upload(store, run, None, Retention(2)), run)
     assert asked.asked[0] == f"remove {MANIFEST}"
     assert asked.asked[-1] == f"put {MANIFEST}"
 
 
 def test_older_checkpoints_go_from_the_store_manifest_first_when_the_new_one_is_there(store: Store, run: Path) -> None:
-    sender = Upload(store, run, None, 2)
+    sender = Upload(store, run, None, Retention(2))
     for step in (4, 6, 8):
         if step > 4:
             save(run / "checkpoints", step)
@@ -192,7 +187,7 @@ def test_older_checkpoints_go_from_the_store_manifest_first_when_the_new_one_is_
 
 
 def test_a_changed_configuration_is_described_anew_and_the_old_one_goes(store: Store, run: Path) -> None:
-    sender = Upload(store, run, None, 2)
+    sender = Upload(store, run, None, Retention(2))
     bring(sender, run)
     (run / "config.yaml").write_text("recipe: other\n")
     save(run / "checkpoints", 6)
@@ -259,14 +254,14 @@ def test_a_run_that_lives_elsewhere_is_not_taken_over_and_one_that_is_gone_is(st
 
 def test_a_start_that_was_taken_over_finishes_no_checkpoint(store: Store, run: Path) -> None:
     owner.claim(store, run)
-    first = Upload(store, run, owner.kept(run)["start"], 2)
+    first = Upload(store, run, owner.kept(run)["start"], Retention(2))
     bring(first, run)
     owner.claim(store, run)
     save(run / "checkpoints", 6)
     with pytest.raises(TakenOverError, match=r"process \d+ on"):
         bring(first, run, 6)
     assert there(store) == ["step-00000004"]
-    bring(Upload(store, run, owner.kept(run)["start"], 2), run, 6)
+    bring(Upload(store, run, owner.kept(run)["start"], Retention(2)), run, 6)
     assert there(store) == ["step-00000004", "step-00000006"]
 
 
@@ -276,7 +271,7 @@ def test_a_start_that_was_taken_over_finishes_no_checkpoint(store: Store, run: P
 def worked(store: Store, run: Path, orders: list[dict[str, Any]], failures: int = 0) -> list[dict[str, Any]]:
     """Reports of a worker that has these orders, and whose first attempts fail."""
     reports: list[dict[str, Any]] = []
-    sender = Upload(store, run, None, 9)
+    sender = Upload(store, run, None, Retention(9))
     original = sender.commit
     attempts = iter(range(1000))
 

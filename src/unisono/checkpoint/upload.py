@@ -18,10 +18,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint import commit, owner
+from unisono.checkpoint.retention import Retention
 from unisono.checkpoint.store import Store
 from unisono.checkpoint.uploader import CHECKPOINTS, MANIFEST
 from unisono.config.schema import Checkpoint, RunConfig
@@ -98,7 +100,8 @@ class Uploads:
             order = {"path": str(held.resolve()), "held": True, "name": path.name, "step": checkpoint.step}
             self._waiting.add(path.name)
             self._newest = max(self._newest, checkpoint.step)
-            self._tell({**order, "files": checkpoint.files})
+            metric = dict(checkpoint.metric) if checkpoint.metric else None
+            self._tell({**order, "files": checkpoint.files, "metric": metric})
 
     def check(self) -> None:
         """Say what became of uploads since the last call; never waits."""
@@ -196,7 +199,7 @@ class Uploads:
                 self._reports.put({"failed": order["name"], "step": order["step"], "why": str(error), "again": None})
 
     def _start(self) -> None:
-        store = self._store
+        store, kept = self._store, Retention.of(self._given)
         assert store is not None
         settings = {
             "url": store.url,
@@ -204,7 +207,7 @@ class Uploads:
             "deadline": store.where.deadline,
             "folder": str(self._folder.resolve()),
             "start": owner.kept(self._folder).get("start"),
-            "keep": self._given.upload_keep or self._given.keep,
+            "retention": asdict(replace(kept, newest=self._given.upload_keep or kept.newest)),
         }
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         with (self._folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:
@@ -271,7 +274,7 @@ class Uploads:
                 self._take_up()
 
     def _since(self) -> str:
-        return "nothing uploaded yet" if self.uploaded is None else f"not uploaded since step {self.uploaded}"
+        return "nothing uploaded since the start" if self.uploaded is None else f"not uploaded since step {self.uploaded}"
 
 
 def _whole(path: Path) -> bool:

@@ -3,14 +3,14 @@
 A process of its own, and a nice one, since a thread of rank 0 would hold its GIL while it hashes and encrypts, and a
 step is as slow as its slowest rank. It ends with the process that started it: its standard input is closed then.
 
-What it is told: first its settings, then `{"path", "name", "step", "files"}` of every checkpoint, then `{"end": true}`.
+What it is told: its settings, an order for every checkpoint (`unisono.checkpoint.upload` makes them), `{"end": true}`.
 What it reports: `uploaded`, `failed` (and tried again), `left` (a newer one waits, or a file of it is damaged), and
 `stopped` (the run went on elsewhere).
 
 <upload>/<run.name>/
   owner.json  alive.json         whose it is, and whether it lives
   run.json                       files of the run, by hash: description/<hash>/config.yaml …
-  checkpoints.json               which checkpoints there may be
+  checkpoints.json               which checkpoints there may be, and the metric of each
   checkpoints/step-00001000/     as on the disk; the manifest is written last and removed first
 """
 
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint import owner
+from unisono.checkpoint.retention import Known, Retention
 from unisono.checkpoint.store import Store
 from unisono.config import secrets
 from unisono.data.sources.storage import Where, options
@@ -58,15 +59,15 @@ class Upload:
         store: of the run.
         folder: of the run.
         start: which the store must still name as its owner; None to not ask.
-        keep: how many of the newest remain in the store.
+        retention: which of them remain in the store.
     """
 
-    def __init__(self, store: Store, folder: Path, start: str | None, keep: int) -> None:
-        self._store, self._folder, self._start, self._keep = store, folder, start, keep
+    def __init__(self, store: Store, folder: Path, start: str | None, retention: Retention) -> None:
+        self._store, self._folder, self._start, self._retention = store, folder, start, retention
         self._there: set[tuple[str, str]] = set()  # name and hash of what this process has seen whole in the store
         self.sent = 0  # bytes that went over the line
 
-    def commit(self, path: Path, name: str, files: dict[str, Any]) -> None:
+    def commit(self, path: Path, name: str, files: dict[str, Any], metric: dict[str, float] | None = None) -> None:
         """Bring one checkpoint into the store: its files, each verified, and its manifest last.
 
         Whatever of it is there already is read back instead of sent, and where its manifest is there, all of it is.
@@ -75,6 +76,7 @@ class Upload:
             path: where its files lie.
             name: of it.
             files: size and hash of each, from the manifest.
+            metric: by which it may be the best, from the manifest.
 
         Raises:
             DataError: if the store cannot take it, or has taken something else.
@@ -96,7 +98,7 @@ class Upload:
             store.put(f"{at}/{MANIFEST}", manifest)
         if store.get(f"{at}/{MANIFEST}") != manifest:
             raise DataError(f"{store.at(at)}/{MANIFEST} did not arrive as it was sent")
-        self._retain(name)
+        self._retain(name, metric)
 
     def _describe(self) -> None:
         """Bring what says which run it is, as far as it has changed."""
@@ -135,20 +137,36 @@ class Upload:
         if self._start is not None and (other := owner.taken_over(self._store, self._start)):
             raise TakenOverError(other)
 
-    def _retain(self, newest: str) -> None:
-        """Let older checkpoints go: out of the index first, then their manifests, then the rest."""
-        names = sorted({*known(self._store), newest}, key=step_of)
-        remain, gone = names[-self._keep :], names[: -self._keep]
-        if newest not in remain:  # of a run that was taken back to an earlier step: newer ones are not its own
-            remain = [*remain, newest]
-            gone = [name for name in gone if name != newest]
-        self._store.put(INDEX, json.dumps(remain).encode())
+    def _retain(self, newest: str, metric: dict[str, float] | None) -> None:
+        """Let older checkpoints go as here: out of the index first, then their manifests, then the rest."""
+        store, indexed = self._store, index(self._store)
+        metrics = {name: indexed[name] if name in indexed else self._metric(name) for name in known(store)}
+        metrics[newest] = metric
+        names = {step_of(name): name for name in metrics}
+        going = self._retention.going(step_of(newest), [Known(step, metrics[name]) for step, name in names.items()])
+        gone = [names[step] for step in going]
+        store.put(INDEX, json.dumps({name: metrics[name] for name in metrics.keys() - {*gone}}, indent=1).encode())
         for name in gone:
             at = f"{CHECKPOINTS}/{name}"
-            files = [file for file in self._store.names(at) if file != MANIFEST]
+            files = [file for file in store.names(at) if file != MANIFEST]
             for file in (MANIFEST, *files):
-                self._store.remove(f"{at}/{file}")
+                store.remove(f"{at}/{file}")
                 self._there = {(n, h) for n, h in self._there if n != f"{at}/{file}"}
+
+    def _metric(self, name: str) -> dict[str, float] | None:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found = json.loads(self._store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}") or b"")["metric"]
+            return found if isinstance(found, dict) else None
+        return None
+
+
+def index(store: Store) -> dict[str, dict[str, float] | None]:
+    """What a store's index says: checkpoints and their metrics. It may be late, or damaged and then empty."""
+    try:
+        found = json.loads(store.get(INDEX) or b"{}")
+        return {name: each if isinstance(each, dict) else None for name, each in found.items() if step_of(name) >= 0}
+    except (ValueError, AttributeError):
+        return {}
 
 
 def described_as(name: str, sha256: str) -> str:
@@ -161,10 +179,8 @@ def known(store: Store) -> list[str]:
 
     Either may be late, so that a name proves nothing: a checkpoint is there if its manifest is.
     """
-    with contextlib.suppress(ValueError, TypeError):
-        indexed = [str(name) for name in json.loads(store.get(INDEX) or b"[]")]
-        return sorted({name for name in (*indexed, *store.names(CHECKPOINTS)) if step_of(name) >= 0}, key=step_of)
-    return sorted((name for name in store.names(CHECKPOINTS) if step_of(name) >= 0), key=step_of)
+    listed = (name for name in store.names(CHECKPOINTS) if step_of(name) >= 0)
+    return sorted({*index(store), *listed}, key=step_of)
 
 
 def step_of(name: str) -> int:
@@ -228,7 +244,7 @@ class Worker:
             try:
                 with contextlib.suppress(DataError):  # whoever may not list parts can upload all the same
                     self._store.abort_parts()
-                self._upload.commit(Path(order["path"]), order["name"], order["files"])
+                self._upload.commit(Path(order["path"]), order["name"], order["files"], order["metric"])
             except (DataError, RunError, OSError) as error:
                 why = secrets.mask(str(error) or type(error).__name__)
                 told = {"step": order["step"], "why": why, "again": pause}
@@ -296,7 +312,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
 
-    upload = Upload(store, Path(settings["folder"]), start, settings["keep"])
+    upload = Upload(store, Path(settings["folder"]), start, Retention(**settings["retention"]))
     worker = Worker(upload, store, tell, settings.get("pause", _FIRST_PAUSE))
 
     def listen() -> None:
