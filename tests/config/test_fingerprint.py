@@ -69,6 +69,7 @@ HARMLESS = {
     "launch.node_rank": "0",
     "launch.rendezvous": "10.0.0.1:29400",
     "launch.interface": "eth0",
+    "launch.desync": "false",
 }
 MATHEMATICS = {
     "run.seed": "1",
