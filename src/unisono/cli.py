@@ -118,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--no-rates", action="store_true", help="measure nothing")
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_doctor)
+    text = "explain from a run's files how it ended, what is saved and what to do"
+    verb = verbs.add_parser("diagnose", help=text, description=text)
+    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    verb.set_defaults(run=_diagnose)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
@@ -275,6 +279,13 @@ def _doctor(parsed: argparse.Namespace) -> int:
     found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
     print(json.dumps(found.plain(), indent=1) if parsed.json else "\n".join(found.lines()))
     return found.exit_code
+
+
+def _diagnose(parsed: argparse.Namespace) -> int:
+    from unisono.supervise.diagnose import explained
+
+    print("\n".join(explained(parsed.folder)))
+    return 0
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
