@@ -127,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--kills", type=int, metavar="N", help="random instants at which runs are killed (default 200)")
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the matrix into a page, e.g. docs/faults.md")
     verb.set_defaults(run=_faults)
+    text = "explain from a run's files how it ended, what is saved and what to do"
+    verb = verbs.add_parser("diagnose", help=text, description=text)
+    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    verb.set_defaults(run=_diagnose)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     verb.set_defaults(run=_evaluate)
@@ -323,6 +327,13 @@ def _faults(parsed: argparse.Namespace) -> int:
     if parsed.report:
         report.write(parsed.report, shown)
     return int(any(outcome.verdict == "FAIL" for _, outcome in shown))
+
+
+def _diagnose(parsed: argparse.Namespace) -> int:
+    from unisono.supervise.diagnose import explained
+
+    print("\n".join(explained(parsed.folder)))
+    return 0
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

@@ -113,6 +113,7 @@ class Pulse:
         self._phase, self._outer, self._detail = 0, 0, b""
         self._stacks = _answering(directory, rank)
         self._write()
+        self._write_durations()
         self._map[:_BEGIN] = _HEAD.pack(_MAGIC, _SIZE)
 
     def turn(self, phase: int, outer: int, detail: bytes) -> None:
@@ -132,8 +133,7 @@ class Pulse:
         self.made, self._ended = made, monotonic_ns()
         if seconds is not None:
             self._durations = [*self._durations[1 - _KEPT :], seconds]
-            packed = _STEPS.pack(len(self._durations), *self._durations, *[0.0] * (_KEPT - len(self._durations)))
-            self._map[_SECOND:] = zlib.crc32(packed).to_bytes(4, "little") + packed
+            self._write_durations()
         self.turn(*self.now())
 
     def close(self) -> None:
@@ -144,6 +144,10 @@ class Pulse:
             os.close(self._stacks)
         self._map.close()
         os.close(self._file)
+
+    def _write_durations(self) -> None:
+        packed = _STEPS.pack(len(self._durations), *self._durations, *[0.0] * (_KEPT - len(self._durations)))
+        self._map[_SECOND:] = zlib.crc32(packed).to_bytes(4, "little") + packed
 
     def _write(self) -> None:
         self._number += 1
@@ -262,7 +266,7 @@ def making() -> int:
 def _at(made: int, phase: str, outer: str) -> int:
     """The step that a process is at: the last one, while it is recorded, evaluated and saved, else the next."""
     after = ("record", "save", "evaluate")
-    return made if (outer if phase == "wait" else phase) in after or outer in after[1:] else made + 1
+    return max(0, made if (outer if phase == "wait" else phase) in after or outer in after[1:] else made + 1)
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -288,16 +292,14 @@ def read(path: Path) -> Record | None:
         if int.from_bytes(first[:4], "little") == zlib.crc32(first[4:]):
             number, pid, rank, made, since, began, ended, now, outer, *rest = _NOW.unpack_from(first, 4)
             detail = first[4 + _NOW.size :][: rest[-1]].decode(errors="replace")
-            durations: tuple[float, ...] = ()
-            if int.from_bytes(second[:4], "little") == zlib.crc32(second[4:]):
-                count, *all_ = _STEPS.unpack_from(second, 4)
-                durations = tuple(all_[:count])
-            elif ended:
+            if int.from_bytes(second[:4], "little") != zlib.crc32(second[4:]):
                 continue
+            count, *durations = _STEPS.unpack_from(second, 4)
             totals = dict(zip(PHASES, rest[:-1], strict=True))
             return Record(
-                rank, pid, number, made, PHASES[now], PHASES[outer], detail, since, began, ended, totals, durations
-            )
+                rank, pid, number, made, PHASES[now], PHASES[outer], detail, since, began, ended, totals,
+                tuple(durations[:count]),
+            )  # fmt: skip
     return None
 
 

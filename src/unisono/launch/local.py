@@ -232,6 +232,9 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     ended_others = {-signal.SIGTERM, preemption.ENDED + signal.SIGTERM}
     by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
+    # Torch's launcher takes exit code 0 for success, however early it comes.
+    early = watch.untold() if watch is not None else []
+    deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in told]
     if not faults or faults[0]["kind"] == "DeadlineError":
         if found is not None and found["kind"] == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
@@ -244,7 +247,7 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
         if found is not None:
             return LostWorkerError(found["text"], LostError.exit_code)
         if lost is not None:
-            code = ended_with[lost]
+            code = dict(deaths)[lost]
             text = f"rank {lost} died without a message ({death(code)}); see {logs}"
             return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
     if not faults:

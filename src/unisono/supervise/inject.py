@@ -165,7 +165,8 @@ def _sleep() -> None:
 
 
 def _hold() -> None:
-    ctypes.PyDLL(None).sleep(3600)
+    while True:  # a signal ends one sleep
+        ctypes.PyDLL(None).sleep(3600)
 
 
 def _spin() -> None:

@@ -1,0 +1,47 @@
+"""A rank that is slow by itself is named, with what it is slow in; one that waits for it is not."""
+
+from __future__ import annotations
+
+from unisono.pulse import PHASES, Record
+from unisono.supervise.stragglers import Stragglers
+
+
+def record(rank: int, made: int, **seconds: float) -> Record:
+    totals = {phase: round(1e9 * made * seconds.get(phase, 0.0)) for phase in PHASES}
+    return Record(rank, 1, made, made, "compute", "record", "", 0, 0, 0, totals, (1.0,))
+
+
+def looked(steps: int, **slow: float) -> list[str]:
+    stragglers, lines = Stragglers(), []
+    for made in range(0, steps + 1, 7):  # the monitor looks now and then, and not at every step
+        ranks = {rank: record(rank, made, compute=0.1, data=0.01, wait=0.2) for rank in range(3)}
+        ranks[1] = record(1, made + made % 2, **{"compute": 0.1, "data": 0.01, "wait": 0.0, **slow})
+        lines += stragglers.look(ranks)
+    return lines
+
+
+def test_a_rank_that_is_three_times_slower_is_named_once_with_the_phase():
+    (line,) = looked(200, compute=0.3)
+    assert line.startswith(
+        "rank 1 holds up the others: compute takes it 0.3 s a step, and the others 0.1 s (3.0 times)"
+    )
+    (line,) = looked(200, data=0.2)
+    assert line.startswith("rank 1 holds up the others: data takes it 0.2 s a step")
+
+
+def test_waiting_is_no_sign_of_being_slow():
+    assert looked(200, wait=5.0) == []
+
+
+def test_what_nobody_would_notice_is_not_told():
+    assert looked(200, compute=0.19) == []  # not twice as slow
+    assert looked(200, data=0.03) == []  # three times as slow, and 20 ms
+
+
+def test_a_hiccup_is_not_told():
+    assert looked(30, compute=0.3) == []  # one window is not enough
+
+
+def test_one_rank_alone_has_nobody_to_be_slower_than():
+    stragglers = Stragglers()
+    assert [stragglers.look({0: record(0, made, compute=1.0)}) for made in range(0, 200, 10)] == [[]] * 20

@@ -1,0 +1,153 @@
+"""What a process tells is read whole, by whoever looks and whenever, and costs next to nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unisono import pulse
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Path]:
+    pulse.start(tmp_path, 3)
+    yield pulse.file_of(tmp_path, 3)
+    pulse.stop()
+
+
+def read(path: Path) -> pulse.Record:
+    record = pulse.read(path)
+    assert record is not None
+    return record
+
+
+def test_without_a_start_nothing_is_told_and_nothing_fails():
+    pulse.stop()
+    with pulse.phase("compute"), pulse.unchanged():
+        pulse.step(3, 0.1)
+        pulse.waits("nobody")
+    assert not pulse.active()
+
+
+def test_a_phase_is_told_with_what_is_around_it_and_then_the_one_around_it_again(told: Path):
+    pulse.step(4)
+    with pulse.phase("compute"):
+        assert (read(told).phase, read(told).step) == ("compute", 5)
+        with pulse.phase("wait", "the gradients of step 5"):
+            record = read(told)
+            assert (record.phase, record.outer, record.detail) == ("wait", "compute", "the gradients of step 5")
+            assert record.awaited == "the gradients of step 5"
+        assert (read(told).phase, read(told).detail) == ("compute", "")
+    assert (read(told).rank, read(told).pid, read(told).phase) == (3, os.getpid(), "start")
+
+
+@pytest.mark.parametrize(("phase", "step"), [("data", 5), ("compute", 5), ("save", 4), ("evaluate", 4), ("record", 4)])
+def test_what_is_saved_and_evaluated_belongs_to_the_step_before(told: Path, phase: str, step: int):
+    pulse.step(4)
+    with pulse.phase("record"), pulse.phase(phase):
+        assert read(told).step == pulse.making() == step
+        with pulse.phase("wait", "x"):
+            assert read(told).step == step
+
+
+def test_a_backward_pass_becomes_a_wait_and_what_comes_after_is_none(told: Path):
+    with pulse.phase("compute", "a new shape"):
+        with pulse.unchanged():
+            pulse.waits("the gradients of step 1")
+            assert (read(told).phase, read(told).outer) == ("wait", "compute")
+        assert (read(told).phase, read(told).detail) == ("compute", "a new shape")
+
+
+def test_what_failed_stays_told_with_the_exit_code(told: Path):
+    with pytest.raises(KeyError), pulse.phase("compute"), pulse.phase("wait", "the sums of step 1"):
+        raise KeyError
+    pulse.stop(5)
+    record = read(told)
+    assert (record.phase, record.code, record.outer, record.awaited) == ("left", 5, "wait", "the sums of step 1")
+
+
+def test_durations_and_times_of_phases_add_up(told: Path):
+    for made in range(1, 101):
+        pulse.step(made, made / 10)
+    with pulse.phase("data"):
+        time.sleep(0.02)
+        with pulse.phase("wait", "x"):
+            time.sleep(0.05)
+    record = read(told)
+    assert record.durations == tuple(made / 10 for made in range(37, 101))
+    assert 0.015e9 < record.totals["data"] < record.totals["wait"]
+    assert sum(record.totals.values()) == record.since - record.began
+
+
+def test_other_threads_tell_nothing(told: Path):
+    def elsewhere() -> None:
+        with pulse.phase("wait", "a save in the background"):
+            assert read(told).phase == "start"
+
+    thread = threading.Thread(target=elsewhere)
+    before = read(told).number
+    thread.start()
+    thread.join()
+    assert read(told).number == before
+
+
+def test_long_and_foreign_words_are_cut_and_kept(told: Path):
+    with pulse.phase("wait", "é" * 500):
+        assert read(told).detail.startswith("é" * 99)
+
+
+def write(directory: Path, seconds: float) -> None:
+    pulse.start(directory, 0)
+    end = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < end:
+        number += 1
+        with pulse.phase("wait", str(number) * 20):
+            pulse.step(number, float(number))
+
+
+def test_a_record_is_never_torn(tmp_path: Path):
+    process = multiprocessing.get_context("fork").Process(target=write, args=(tmp_path, 1.5))
+    process.start()
+    seen = set()
+    while process.is_alive():
+        record = pulse.read(pulse.file_of(tmp_path, 0))
+        if record is not None and record.phase == "wait":
+            number = record.detail[: len(record.detail) // 20]
+            assert record.detail == number * 20
+            assert record.made in (int(number) - 1, int(number))
+            assert not record.durations or record.durations[-1] in (record.made, record.made + 1, record.made + 2)
+            seen.add(record.number)
+    process.join()
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100])
+def test_what_is_no_record_is_none(tmp_path: Path, content: bytes):
+    assert pulse.read(tmp_path / "none") is None
+    (tmp_path / "some").write_bytes(content)
+    assert pulse.read(tmp_path / "some") is None
+
+
+def test_a_file_that_was_changed_is_no_record(told: Path):
+    content = bytearray(told.read_bytes())
+    content[60] ^= 1
+    told.with_name("other").write_bytes(content)
+    assert pulse.read(told.with_name("other")) is None
+
+
+def test_an_update_is_cheap(told: Path):
+    def took() -> float:
+        began = time.perf_counter()
+        for _ in range(2000):
+            with pulse.phase("wait", "the gradients of step 4"):
+                pass
+        return (time.perf_counter() - began) / 4000
+
+    assert min(took() for _ in range(5)) < 50e-6  # 1.4 µs where nothing else runs
