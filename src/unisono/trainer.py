@@ -39,7 +39,7 @@ from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
-from unisono.supervise import lease
+from unisono.supervise import lease, space
 from unisono.supervise.boundary import Boundary
 from unisono.supervise.shapes import Shapes
 from unisono.task import Task
@@ -144,6 +144,8 @@ class Training:
             with pulse.phase("setup"):
                 self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
                 self.first = self.made = _resume(self._engine, self.plan, self._folder)
+            if self._writing:
+                self._find_room()
             self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
             about = {"config": fingerprint.plain(self._config), "facts": self._told()}
@@ -226,6 +228,18 @@ class Training:
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
+
+    def _find_room(self) -> None:
+        """See, on rank 0, that the checkpoints to come fit on the disk."""
+        told, folder, config = None, self._folder, self._config
+        if self._place.is_first:
+            size = space.of_newest(folder) or space.estimated(config, self._facts.parameters)
+            try:
+                space.check(folder, config, size, space.planned(config, self.first, self.plan.steps))
+            except RunError as error:
+                told = str(error)
+        if refused := self._engine.group.gather(told, "room for the checkpoints")[0]:
+            raise RunError(refused)
 
     def _evaluates(self, made: int) -> bool:
         evaluation = self._config.eval

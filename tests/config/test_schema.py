@@ -36,6 +36,11 @@ def test_a_run_s_name_may_be_any_one_folder(name: str):
     assert Run(name=name).name == name
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\0b", "a\x1b[1m", "a\udc80"])
+def test_a_run_s_name_that_cannot_be_printed_is_refused(name: str):
+    assert "has characters that cannot be printed; choose another" in refusal(Run, name=name)
+
+
 def test_a_resume_that_must_happen_needs_the_name_of_the_run():
     assert "run.resume=must needs run.name" in refusal(Run, resume="must")
 

@@ -9,8 +9,9 @@ import pytest
 
 from unisono.doctor import rules
 from unisono.doctor.facts import Facts
-from unisono.doctor.rules import CONDITIONS, VARIABLES, Finding
+from unisono.doctor.rules import CONDITIONS
 from unisono.launch.network import Interface
+from unisono.launch.variables import VARIABLES, Finding
 
 HEALTHY = Facts(
     environment={"PATH": "/bin", "HOME": "/root", "LANG": "C.UTF-8"},
@@ -78,28 +79,31 @@ BAD = [  # one at least for every rule of the table, in its order
     (2, "PYTORCH_NO_CUDA_MEMORY_CACHING", ["1"]),
     (3, "CUDA_VISIBLE_DEVICES", ["", "-1", "NoDevFiles"]),
     (4, "CUDA_VISIBLE_DEVICES", ["0,0", "0,1,0", "1, 2,2", "3,0,1,0"]),
-    (5, "CUDA_LAUNCH_BLOCKING", ["1"]),
-    (6, "TORCH_DISTRIBUTED_DEBUG", ["1", "VERBOSE"]),
-    (7, "TORCH_DISTRIBUTED_DEBUG", ["DETAIL"]),
-    (8, "NCCL_DEBUG", ["INFO", "trace"]),
-    (9, "PYTHONOPTIMIZE", ["1", "2"]),
-    (10, "TORCH_COMPILE_DISABLE", ["1"]),
-    (11, "TORCHINDUCTOR_FORCE_DISABLE_CACHES", ["1"]),
-    (12, "TORCH_NCCL_ASYNC_ERROR_HANDLING", ["0"]),
-    (13, "TORCH_NCCL_BLOCKING_WAIT", ["1"]),
-    (14, "NCCL_ASYNC_ERROR_HANDLING", ["1"]),
-    (15, "TORCH_NCCL_TRACE_BUFFER_SIZE", ["2000"]),
-    (16, "TORCH_NCCL_ENABLE_MONITORING", ["0"]),
-    (17, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", ["0"]),
-    (18, "NCCL_IB_DISABLE", ["1"]),
-    (19, "NVIDIA_TF32_OVERRIDE", ["1"]),
-    (20, "CUBLAS_WORKSPACE_CONFIG", ["4096:8", "1"]),
-    (21, "OMP_NUM_THREADS", ["0", "auto", "-1"]),
-    (22, "OMP_PROC_BIND", ["true", "close"]),
-    (23, "TOKENIZERS_PARALLELISM", ["false"]),
-    (24, "UNISONO_NODE", ["{}"]),
-    (25, "TRANSFORMERS_CACHE", ["/data"]),
-    (26, "HF_HUB_OFFLINE", ["1"]),
+    (5, "CUDA_VISIBLE_DEVICES", ["0;1", "0:1", "0 1", ",0"]),
+    (6, "CUDA_LAUNCH_BLOCKING", ["1"]),
+    (7, "TORCH_DISTRIBUTED_DEBUG", ["1", "VERBOSE"]),
+    (8, "TORCH_DISTRIBUTED_DEBUG", ["DETAIL"]),
+    (9, "NCCL_DEBUG", ["INFO", "trace"]),
+    (10, "PYTHONOPTIMIZE", ["1", "2"]),
+    (11, "TORCH_COMPILE_DISABLE", ["1"]),
+    (12, "TORCHINDUCTOR_FORCE_DISABLE_CACHES", ["1"]),
+    (13, "TORCH_NCCL_ASYNC_ERROR_HANDLING", ["0"]),
+    (14, "TORCH_NCCL_BLOCKING_WAIT", ["1"]),
+    (15, "NCCL_ASYNC_ERROR_HANDLING", ["1"]),
+    (16, "TORCH_NCCL_TRACE_BUFFER_SIZE", ["2000"]),
+    (17, "TORCH_NCCL_ENABLE_MONITORING", ["0"]),
+    (18, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", ["0"]),
+    (19, "TORCH_NCCL_ENABLE_MONITORING", ["maybe", "2"]),
+    (20, "NCCL_DEBUG", ["1", "debug"]),
+    (21, "NCCL_IB_DISABLE", ["1"]),
+    (22, "NVIDIA_TF32_OVERRIDE", ["1"]),
+    (23, "CUBLAS_WORKSPACE_CONFIG", ["4096:8", "1"]),
+    (24, "OMP_NUM_THREADS", ["0", "auto", "-1"]),
+    (25, "OMP_PROC_BIND", ["true", "close"]),
+    (26, "TOKENIZERS_PARALLELISM", ["false"]),
+    (27, "UNISONO_NODE", ["{}"]),
+    (28, "TRANSFORMERS_CACHE", ["/data"]),
+    (29, "HF_HUB_OFFLINE", ["1"]),
 ]
 
 
@@ -134,6 +138,10 @@ SICK: list[tuple[str, dict[str, Any], str]] = [
     ("GLOO_SOCKET_IFNAME", {"environment": {"GLOO_SOCKET_IFNAME": "lo,eth1"}}, "GLOO_SOCKET_IFNAME=lo,eth1, but"),
     ("NCCL_SOCKET_IFNAME", {"environment": {"NCCL_SOCKET_IFNAME": "ib"}}, "NCCL_SOCKET_IFNAME=ib, but"),
     ("NCCL_SOCKET_IFNAME", {"environment": {"NCCL_SOCKET_IFNAME": "=eth"}}, "NCCL_SOCKET_IFNAME==eth, but"),
+    (
+        "misspelt variables", {"environment": {"NCCL_SOCKET_IFNAMES": "eth0"}},
+        "NCCL_SOCKET_IFNAMES is set, which nothing reads: is NCCL_SOCKET_IFNAME meant?",
+    ),
     ("proxy", {"environment": {"HTTPS_PROXY": "http://me:secret@proxy"}}, "https_proxy is set"),
     ("host name", {"resolves": ""}, "the name of this host, 'node7', leads to no address"),
     (

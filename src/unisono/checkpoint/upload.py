@@ -274,7 +274,9 @@ class Uploads:
                 self._take_up()
 
     def _since(self) -> str:
-        return "nothing uploaded since the start" if self.uploaded is None else f"not uploaded since step {self.uploaded}"
+        return (
+            "nothing uploaded since the start" if self.uploaded is None else f"not uploaded since step {self.uploaded}"
+        )
 
 
 def _whole(path: Path) -> bool:

@@ -49,6 +49,8 @@ class Run(Settings):
     def _name_is_one_folder(self) -> Run:
         if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
             raise ValueError(f"run.name must be the name of one folder, not {self.name!r}; use run.dir for the place")
+        if self.name is not None and not self.name.isprintable():  # it stands in lines, commands and URLs
+            raise ValueError(f"run.name={self.name!r} has characters that cannot be printed; choose another")
         if self.resume == "must" and self.name is None:
             raise ValueError("run.resume=must needs run.name: which run?")
         return self

@@ -6,39 +6,12 @@ where the host does not tell. Values of variables are patterns for the whole val
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from unisono.doctor.facts import Facts
-from unisono.launch import network
-
-Level = Literal["FAIL", "WARNING", "ABSTAIN"]
-ON = r"1|true|yes|on|y"
-OFF = r"0|false|no|off|n"
-SET = r".+"
-# A pair of options, as torch's ConfigTokenizer reads it (c10/core/AllocatorConfig.h): spaces do not count.
-_PAIR = r"\s*[a-z0-9_]+\s*:\s*(\[[^\]]*\]|[^,:=\[\]\s]+)\s*"
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A rule about variables of the environment.
-
-    Attributes:
-        names: of variables, separated by spaces.
-        level: of the finding.
-        bad: pattern of values that are not right.
-        why: what such a value does.
-        remedy: what to do.
-    """
-
-    names: str
-    level: Level
-    bad: str
-    why: str
-    remedy: str
+from unisono.launch import network, variables
+from unisono.launch.variables import Finding, Level
 
 
 @dataclass(frozen=True)
@@ -60,145 +33,6 @@ class Condition:
     needs: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a rule has to say.
-
-    Attributes:
-        level: FAIL, WARNING or ABSTAIN.
-        rule: its name: that of the variable, or of the condition.
-        what: what is wrong, or why nothing can be said.
-        remedy: what to do.
-    """
-
-    level: Level
-    rule: str
-    what: str
-    remedy: str = ""
-
-
-def but(good: str) -> str:
-    """The pattern of all values that another does not fit.
-
-    >>> bool(re.fullmatch(but("a|b"), "c")), bool(re.fullmatch(but("a|b"), "a"))
-    (True, False)
-    """
-    return rf"(?!(?:{good})\Z).*"
-
-
-VARIABLES = (
-    # memory of accelerators
-    Variable(
-        "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "FAIL", but(rf"({_PAIR}(,{_PAIR})*)?"),
-        "torch cannot read it, and refuses to start on an accelerator",
-        "write option:value, with commas between several, as in max_split_size_mb:128",
-    ),
-    Variable(
-        "PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "WARNING", SET,
-        "the old name, kept as an alias", "call it PYTORCH_ALLOC_CONF",
-    ),
-    Variable(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING", "WARNING", ON, "every allocation goes to the driver", "unset it",
-    ),
-    Variable(
-        "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES", "WARNING", r"\s*|-1|none|NoDevFiles",
-        "it hides every accelerator, so runs go to the CPU", "unset it, or name devices",
-    ),
-    Variable(
-        "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES", "FAIL",
-        r"(.*,)?\s*([^,\s]+)\s*,(.*,)?\s*\2\s*(,.*)?",
-        "a device is named twice: the driver hides what follows", "name each device once",
-    ),
-    # left on after a search for a fault
-    Variable(
-        "CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING", "WARNING", ON, "the CPU waits for every kernel",
-        "unset it, unless you look for the kernel that fails",
-    ),
-    Variable(
-        "TORCH_DISTRIBUTED_DEBUG", "FAIL", but("off|info|detail|"), "torch refuses the value",
-        "OFF, INFO or DETAIL, or unset it",
-    ),
-    Variable(
-        "TORCH_DISTRIBUTED_DEBUG", "WARNING", "detail", "every collective is compared on all ranks before it runs",
-        "unset it, unless you look for ranks that disagree",
-    ),
-    Variable(
-        "NCCL_DEBUG", "WARNING", "info|trace", "NCCL writes a line for every communicator, or for every call",
-        "WARN, or unset it",
-    ),
-    Variable(
-        "PYTHONOPTIMIZE", "WARNING", but("0|"), "assertions are left out, also those that guard results", "unset it",
-    ),
-    Variable(
-        "TORCHDYNAMO_DISABLE TORCH_COMPILE_DISABLE", "WARNING", ON, "layout.compile=true compiles nothing", "unset it",
-    ),
-    Variable(
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "WARNING", ON, "every start compiles anew", "unset it",
-    ),
-    # waiting
-    Variable(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING", "FAIL", "0",
-        "NCCL's deadline ends no process: where one rank is gone, the others wait for ever", "unset it",
-    ),
-    Variable(
-        "TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT", "WARNING", ON,
-        "the CPU waits for every collective, so that nothing overlaps", "unset it; there is a deadline without it",
-    ),
-    Variable(
-        "NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_ENABLE_TIMING", "WARNING", SET,
-        "the old name of a setting of torch", "write TORCH_ before it, or unset it",
-    ),
-    Variable(
-        "TORCH_NCCL_TRACE_BUFFER_SIZE", "WARNING", SET, "the old name of a setting of torch",
-        "call it TORCH_FR_BUFFER_SIZE",
-    ),
-    Variable(
-        "TORCH_NCCL_ENABLE_MONITORING", "WARNING", OFF, "a stuck watchdog of NCCL is no longer ended", "unset it",
-    ),
-    Variable(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "WARNING", OFF,
-        "processes that are started again may read the addresses of those before (pytorch/pytorch#135712)", "unset it",
-    ),
-    # ways between devices
-    Variable(
-        "NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE", "WARNING", ON, "NCCL leaves its fastest way out",
-        "unset it, unless that way is broken here",
-    ),
-    # numbers
-    Variable(
-        "NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "WARNING", "1",
-        "fp32 products are computed with 10 bits of mantissa", "unset it; train.precision says what is computed with",
-    ),
-    Variable(
-        "CUBLAS_WORKSPACE_CONFIG", "WARNING", but(r"(:\d+:\d+)+|"), "cuBLAS cannot read it",
-        ":4096:8, or unset it",
-    ),
-    # the CPU
-    Variable(
-        "OMP_NUM_THREADS MKL_NUM_THREADS", "WARNING", but(r"[1-9]\d*(,[1-9]\d*)*|"), "not a number of threads",
-        "unset it: `unisono train` divides the cores among its processes",
-    ),
-    Variable(
-        "OMP_PROC_BIND", "WARNING", but(f"{OFF}|"),
-        "every process of this host binds its threads to the same first cores", "unset it",
-    ),
-    Variable(
-        "TOKENIZERS_PARALLELISM", "WARNING", OFF, "documents are tokenised on one core", "unset it",
-    ),
-    # left over from elsewhere
-    Variable(
-        "UNISONO_RUN_ID UNISONO_NODE", "FAIL", SET,
-        "left over from a process of a run: another would take itself for one", "unset it, or open a new shell",
-    ),
-    Variable(
-        "TRANSFORMERS_CACHE PYTORCH_TRANSFORMERS_CACHE", "WARNING", SET, "not read any more", "set HF_HOME",
-    ),
-    Variable(
-        "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE", "WARNING", ON,
-        "nothing is downloaded: models and data must be here", "unset it where there is a network",
-    ),
-)  # fmt: skip
-
 CONDITIONS = (
     Condition(
         "stale launcher", "FAIL", lambda facts: _stale(facts.environment),
@@ -211,6 +45,9 @@ CONDITIONS = (
     Condition(
         "NCCL_SOCKET_IFNAME", "FAIL", lambda facts: _absent(facts, network.NCCL, whole=False),
         "name an interface that is up, or unset it",
+    ),
+    Condition(
+        "misspelt variables", "WARNING", lambda facts: _misspelt(facts.environment), "correct the name, or unset it",
     ),
     Condition(
         "proxy", "WARNING", lambda facts: _proxied(facts.environment),
@@ -305,11 +142,7 @@ CONDITIONS = (
 
 def examine(facts: Facts) -> Iterator[Finding]:
     """What the rules find, in the order of the tables."""
-    for rule in VARIABLES:
-        for name in rule.names.split():
-            value = facts.environment.get(name)
-            if value is not None and re.fullmatch(rule.bad, value, re.IGNORECASE):
-                yield Finding(rule.level, name, f"{name}={value}: {rule.why}", rule.remedy)
+    yield from variables.examine(facts.environment)
     for condition in CONDITIONS:
         unknown = [name for name in condition.needs.split() if getattr(facts, name) is None]
         if unknown:
@@ -328,23 +161,12 @@ def _stale(environment: Mapping[str, str]) -> str | None:
 
 
 def _absent(facts: Facts, name: str, *, whole: bool) -> str | None:
-    """A variable that names interfaces that are not there and up.
-
-    Gloo needs all of them (`whole`); one is enough for NCCL, which takes beginnings of names, whole ones after `=`,
-    and all others after `^`.
-    """
-    value = facts.environment.get(name, "")
-    if not value or value.startswith("^"):
-        return None
     up = [interface.name for interface in facts.interfaces if interface.up]
-    exact = whole or value.startswith("=")
-    found = [
-        any(there == one or (not exact and there.startswith(one)) for there in up)
-        for one in value.removeprefix("=").split(",")
-    ]
-    if all(found) if whole else any(found):
-        return None
-    return f"{name}={value}, but the interfaces that are up are {', '.join(up)}"
+    return variables.absent(facts.environment, up, name, whole=whole)
+
+
+def _misspelt(environment: Mapping[str, str]) -> str | None:
+    return "; ".join(variables.misspelt(environment)) or None
 
 
 def _proxied(environment: Mapping[str, str]) -> str | None:

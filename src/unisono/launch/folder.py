@@ -23,7 +23,7 @@ from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
 from unisono.files import TEMPORARY, write_whole
-from unisono.supervise import lease
+from unisono.supervise import lease, space
 from unisono.task import Task
 from unisono.version import __version__
 
@@ -50,7 +50,11 @@ def check(config: RunConfig) -> RunConfig:
         RunError: if the directory is not writable, holds another run, or holds nothing to resume where that is a must.
     """
     folder = path_of(config)
-    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    try:
+        existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
+        reason = error.strerror if isinstance(error, OSError) else "symbolic links that lead in a circle"
+        raise RunError(f"{folder} cannot be a folder: {reason}; choose another run.dir or run.name") from error
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -64,6 +68,8 @@ def check(config: RunConfig) -> RunConfig:
     if others and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
     newest = commit.find(folder / "checkpoints")[-1:]
+    if newest:
+        space.check(folder, config, space.of_newest(folder), 1)
     if config.checkpoint.upload is not None:
         newest = restore.begun(folder) or newest  # it is newer, and about to be there
     if config.run.resume == "must" and not newest:

@@ -22,7 +22,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
-from unisono.launch import environment, folder, local, meeting, nodes, restart, watch, worker
+from unisono.launch import environment, folder, host, local, meeting, nodes, restart, watch, worker
 from unisono.place import Group, Place, cores
 from unisono.supervise import preemption
 from unisono.task import Task
@@ -124,7 +124,7 @@ class Checked:
 
 
 def preflight(task: Task, config: RunConfig) -> Checked:
-    """Refuse everything about numbers and data that can be refused before processes start."""
+    """Refuse everything about this host, numbers and data that can be refused before processes start."""
     from unisono import trainer
     from unisono.data.planning import facts_of, files_of, plan_of, source_of
     from unisono.engines.torch import adapter
@@ -132,6 +132,7 @@ def preflight(task: Task, config: RunConfig) -> Checked:
     from unisono.optim import ema
 
     assert isinstance(config.layout.world_size, int)
+    host.check(config)
     split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
     task.check()
     trackers.check(config.observe.trackers)
@@ -257,6 +258,7 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
     """Run as one of the processes that torchrun or srun started: agree on the run, then train."""
     from unisono import trainer
 
+    host.check(config)
     group = worker.join(config, place)
     if allow is not None:
         _allowed_everywhere(config, place, group, allow)

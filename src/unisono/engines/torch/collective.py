@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,7 @@ _PEER_FAULT = re.compile(
 )
 
 _starts = itertools.count()
+_AT_ONCE = 25.0  # seconds for what depends on no other process
 
 
 def start(place: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchGroup:
@@ -49,8 +51,12 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
         hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        whole = _meeting_point(host, port, place.world_size, hosts, start_timeout)
-    except RuntimeError as error:  # DistNetworkError, DistStoreError: the address is wrong, taken, or nobody is there
+        _known(host, port)
+        # Whoever hosts the store finds it at once, unless the address is not this host's.
+        patience = min(start_timeout, _AT_ONCE) if hosts else start_timeout
+        whole = _meeting_point(host, port, place.world_size, hosts, patience)
+        whole.set_timeout(timedelta(seconds=start_timeout))
+    except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {reason}") from error
@@ -92,6 +98,22 @@ def _meeting_point(host: str, port: int, world_size: int, hosts: bool, timeout: 
         multi_tenant=True,
     )
     return store
+
+
+def _known(host: str, port: int) -> None:
+    """See that a host's name leads somewhere, or raise an OSError; torch would try until its deadline.
+
+    A name may be new, as in a cluster that has just been made, so it is asked for more than once.
+    """
+    deadline = time.monotonic() + _AT_ONCE / 2
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"the name {host!r} leads to no address ({error.strerror})") from error
+        time.sleep(1.0)
 
 
 def stop() -> None:
