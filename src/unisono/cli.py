@@ -27,6 +27,7 @@ examples:
   unisono config language                                       print every setting and where it comes from
   unisono generate runs/NAME "once upon a time"                 let a trained language model write
   unisono export runs/NAME                                      write its weights for transformers
+  unisono import weights.pt out=weights.safetensors             take the tensors out of a pickle, running nothing
   unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise ahead; `unisono data --help`
 """
 
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unisono: error: {told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        how = " with run.name=… goes on from the newest checkpoint" if parsed.verb != "data" else " goes on from there"
+        how = {"data": " goes on from there", "export": " begins anew", "import": " begins anew"}.get(
+            parsed.verb, " with run.name=… goes on from the newest checkpoint"
+        )
         print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
         if arguments is None:  # What was interrupted may hold a lock that the interpreter's way out would wait for.
             from unisono.launch.worker import leave_now

@@ -293,7 +293,7 @@ class _Content:
         if output.made is not None:
             yield self._converted(output)
             return
-        for offset, shape in sharded.blocks(entry.shape, entry.dtype.itemsize):
+        for offset, shape in sharded.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
             yield _cast(self._reader.read(output.source, offset, shape), entry)
 
     def _converted(self, output: Output) -> Tensor:

@@ -183,8 +183,9 @@ def _answer(text: str) -> dict[str, Any] | None:
 def _why(done: subprocess.CompletedProcess[str], told: dict[str, Any] | None) -> str:
     """What is wrong with a pickle, as the end of a sentence."""
     if told is not None and "global" in told:
+        asked = _plain(told["global"])
         return (
-            f"is refused: to be read it asks for {_plain(told['global'])}, which is neither a tensor nor plain data and "
+            f"is refused: to be read it asks for {asked}, which is neither a tensor nor plain data and "
             "could run code. Nothing of it was run. Who made the file can save tensors alone: "
             "torch.save(model.state_dict(), …), or safetensors.torch.save_file"
         )

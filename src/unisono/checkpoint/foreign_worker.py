@@ -72,7 +72,13 @@ def take_out(source: str, key: str | None, limit: int, descriptor: int) -> dict[
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
     except pickle.UnpicklingError as error:
         asked = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
-        return {"global": asked[1]} if asked else {"sentence": f"is no file of tensors: {_first(error)}"}
+        if asked:
+            return {"global": asked[1]}
+        detail = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
+        return {
+            "sentence": "is refused: it is no file of torch.save, or a pickle of more than tensors and plain data "
+            f"({detail[:200] or 'no pickle'}). Nothing of it was run"
+        }
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
         return {"sentence": f"cannot be read as a file of torch.save: {_first(error)}"}
     except MemoryError:

@@ -214,9 +214,8 @@ def _index(folder: Path) -> dict[str, str] | None:
     try:
         if file.stat().st_size > _LARGEST_INDEX:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, which no index needs; it is not read")
-        where = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): where[name] for name in where}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file} cannot be read as an index of tensors: {error!r}") from error

@@ -235,10 +235,10 @@ def _check_index(path: Path) -> None:
     """Refuse an index that names files elsewhere, which the library would open."""
     for file in path.glob("*.safetensors.index.json"):
         try:
-            names = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            names = list(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model.path: {file} cannot be read as an index of tensors: {error!r}") from error
-        for name in names:
+        for name in {str(name) for name in names}:
             try:
                 inside(path, name)
             except CheckpointError as error:
