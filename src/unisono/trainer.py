@@ -18,7 +18,6 @@ import yaml
 
 from unisono import pulse
 from unisono.checkpoint import commit, retention
-from unisono.checkpoint.arrays import ArrayReader
 from unisono.checkpoint.saver import Saver
 from unisono.checkpoint.upload import Uploads
 from unisono.config import fingerprint
@@ -405,7 +404,7 @@ def _resume(engine: Engine, plan: Plan, folder: Path) -> int:
             f"{folder / 'checkpoints'}: the ranks see different newest checkpoints, {names}; is it a shared folder?"
         )
     checkpoint = commit.open_(folder / "checkpoints" / names[0])
-    engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
+    engine.load(checkpoint.reader())
     if (plans := checkpoint.state.get("plan")) is not None:
         plan.resume(plans)
     log.info("continuing after step %d from %s", checkpoint.step, checkpoint.path)

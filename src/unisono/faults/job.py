@@ -193,10 +193,9 @@ def newest(run: Path) -> int:
 def state(run: Path) -> dict[str, str]:
     """Hashes of everything that a run's newest commit holds, and of the samples that each step took."""
     from unisono.checkpoint import commit
-    from unisono.checkpoint.arrays import ArrayReader
 
     checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
-    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    reader = checkpoint.reader()
     found = {}
     for name, shape in reader.shapes.items():
         value = reader.read(name, (0,) * len(shape), shape).contiguous()
@@ -208,10 +207,9 @@ def state(run: Path) -> dict[str, str]:
 def values(run: Path) -> dict[str, Any]:
     """Everything that a run's newest commit holds."""
     from unisono.checkpoint import commit
-    from unisono.checkpoint.arrays import ArrayReader
 
     checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
-    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    reader = checkpoint.reader()
     return {name: reader.read(name, (0,) * len(shape), shape).double() for name, shape in reader.shapes.items()}
 
 
