@@ -57,7 +57,7 @@ class Crossing:
         group: Group,
         randomness: Randomness,
         local: Local,
-        owed: Owed,
+        owed: Owed | None = None,
     ) -> None:
         name = type(task).__name__
         if task.cross_sample not in ("rows", "whole"):
@@ -70,7 +70,7 @@ class Crossing:
             )
         self._task, self._place, self._group = task, place, group
         self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
-        self._randomness, self._local, self._owed = randomness, local, owed
+        self._randomness, self._local, self._owed = randomness, local, owed or Owed()
         self._nothing: Callable[[], Tensor] | None = None  # in place of a gradient that there is no memory for
         self._parts: list[_Part] = []
         self._settled: dict[int, _Part] = {}
