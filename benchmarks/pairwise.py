@@ -1,7 +1,7 @@
 """Losses across samples: time, memory and gradient of ours, of all pairs everywhere, and of two libraries, in one run.
 
     pip install --no-deps pytorch-metric-learning sentence-transformers
-    python -m benchmarks.pairwise [--write] [--world 1 2 4] [--repeats 7]
+    python -m benchmarks.pairwise [--write] [--world 1 2 4] [--repeats 7] [--most 4096]
 
 Only the loss is measured, from the embeddings that a model has returned to their gradients: a contrast (InfoNCE with
 the same temperature everywhere) and a regression of distances, whose pairs are written as a broadcast difference. Ours
@@ -204,12 +204,12 @@ def embeddings(rows: int, features: int) -> Pair:
     return torch.randn(rows, features, generator=made), torch.randn(rows, features, generator=made)
 
 
-def measure(place: Place, group: Group, repeats: int) -> list[list[Any]]:
+def measure(place: Place, group: Group, repeats: int, most: int) -> list[list[Any]]:
     """Of this process: loss, rows, way, seconds, bytes, squared error of the gradient and squared gradient."""
     warnings.simplefilter("ignore")
     found: list[list[Any]] = []
     for name, (features, sizes) in SIZES.items():
-        for rows in sizes:
+        for rows in (rows for rows in sizes if rows <= most):
             size = rows // place.world_size
             mine = slice(place.rank * size, (place.rank + 1) * size)
             own = [each[mine].clone() for each in embeddings(rows, features)]
@@ -250,14 +250,14 @@ def peak() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-def table(worlds: list[int], repeats: int) -> str:
+def table(worlds: list[int], repeats: int, most: int) -> str:
     lines = [
         "| loss | rows × features | processes | way | ms | memory | error of the gradient |",
         "|---|---|---|---|---|---|---|",
     ]
     everything = []
     for world in worlds:
-        ranks = processes.run(measure, world, repeats, timeout=1800)
+        ranks = processes.run(measure, world, repeats, most, timeout=1800)
         for entry in zip(*ranks, strict=True):
             name, features, rows, way = entry[0][:4]
             slowest = statistics.median(map(max, zip(*(rank[4] for rank in entry), strict=True)))
@@ -277,8 +277,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--most", type=int, default=4096, help="rows of the largest global batch")
     arguments = parser.parse_args()
-    made = table(arguments.world, arguments.repeats)
+    made = table(arguments.world, arguments.repeats, arguments.most)
     print(made)
     if arguments.write:
         page.put("pairwise", made)

@@ -28,7 +28,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
     "unisono.task", "unisono.config.base", "unisono.config.data", "unisono.config.schema", "unisono.errors",
     "unisono.files", "unisono.keys", "unisono.data.order", "unisono.data.mixture", "unisono.data.sources",
-    "unisono.data.shards", "unisono.data.prepare", "unisono.launch.reload",
+    "unisono.data.shards", "unisono.data.prepare", "unisono.launch.reload", "unisono.observe.pictures",
 )  # fmt: skip
 MODULES = {
     ".".join(("unisono", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path

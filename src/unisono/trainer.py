@@ -21,7 +21,7 @@ from unisono.checkpoint import commit, retention
 from unisono.checkpoint.saver import Saver
 from unisono.checkpoint.upload import Uploads
 from unisono.config import fingerprint
-from unisono.config.schema import RunConfig
+from unisono.config.schema import Layout, RunConfig
 from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader, MicroBatch
@@ -253,13 +253,13 @@ class Training:
     def _cut_smaller(self, error: MemoryExhaustedError) -> None:
         """Go on with the next smaller micro-batch after a step ran out of memory, or raise the error.
 
-        The step is made again as if it had never begun. With several processes it cannot be: some have reduced a part
-        of their gradients by then, and wait for the rest.
+        The step is made again as if it had never begun, by all processes. Where they cannot leave it together, the
+        configuration in the run's folder has the smaller one, with which a later start goes on from a checkpoint.
         """
         split, config = self._split, self._config
         rows = split.passes * split.micro_batch
         smaller = max((n for n in divisors(rows) if n < split.micro_batch), default=None)
-        if not error.again or smaller is None:
+        if smaller is None:
             raise error
         if self._engine.random and "layout.micro_batch" not in config.run.allow_change:
             raise MemoryExhaustedError(
@@ -267,6 +267,11 @@ class Training:
                 "together, so another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it"
             )
         layout = config.layout.model_copy(update={"micro_batch": smaller})
+        if not error.again:
+            self._freeze(layout)
+            raise MemoryExhaustedError(
+                f"{error}. The run's config.yaml has layout.micro_batch={smaller} from now on, for a start without one"
+            )
         self._config = config.model_copy(update={"layout": layout})
         self._split = Split.of(split.global_batch, split.world_size, smaller)
         self._loader.close()
@@ -275,13 +280,18 @@ class Training:
             self.held_out.close()
             self.held_out = held_out_of(self._task, self._config, self._place, self._split)
         self._engine.cut(self._split)
+        if self._place.is_first:
+            self._freeze(layout)
+        log.warning(
+            "out of memory with %d rows in a micro-batch; the step is made again with %d", split.micro_batch, smaller
+        )
+
+    def _freeze(self, layout: Layout) -> None:
+        """Write another layout into the run's configuration."""
         if self._writing:
             frozen = self._folder / "config.yaml"
             values = {**yaml.safe_load(frozen.read_text(encoding="utf-8")), "layout": layout.model_dump(mode="json")}
             write_whole(frozen, yaml.safe_dump(values, sort_keys=False))
-        log.warning(
-            "out of memory with %d rows in a micro-batch; the step is made again with %d", split.micro_batch, smaller
-        )
 
     def _batches(self, watch: Stopwatch, first: int) -> Generator[list[MicroBatch]]:
         """The micro-batches of all steps from `first` on; waiting for them is watched, whoever asks and when."""

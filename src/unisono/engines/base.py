@@ -108,7 +108,8 @@ class Engine(Protocol):
         Raises:
             NonFiniteError: on every rank, before the update, if the loss or the gradient is not finite.
             SpikeError: on every rank, if too many updates in a row would be left out.
-            MemoryExhaustedError: on a rank that ran out of memory before the update.
+            MemoryExhaustedError: if a rank ran out of memory before the update; on every rank where the step can be
+                made again, else on that rank at least.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,12 +29,22 @@ class Tracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG file."""
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(path) as picture:
+            self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write what is left."""
         self._text("summary", dict(summary))
         self._writer.close()
 
     def _text(self, name: str, values: Mapping[str, Any]) -> None:
+        if not values:
+            return
         lines = yaml.safe_dump(_plain(values), sort_keys=False).splitlines()
         self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), self._step)  # a block of Markdown
 

@@ -43,8 +43,8 @@ class Tracked:
         project: that it stands in.
         id: of the tracked run, the same after every resumption and unlike that of any other run.
         first_step: updates made before; 0 for a new run.
-        config: the whole configuration, nested.
-        facts: versions, host, devices, and what the task says of its data.
+        config: the whole configuration, nested; empty where the tracker knows it already.
+        facts: versions, host, devices, and what the task says of its data; the same.
         timeout: seconds that a tracker may take to finish.
     """
 
@@ -63,6 +63,10 @@ class Tracker(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Values by name after `step` updates. Several calls may have the same step."""
+        ...
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG file under a name."""
         ...
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
@@ -102,6 +106,11 @@ class Trackers:
         self._summary |= values
         for line in self._lines:
             line.put(("write", step, dict(values)))
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Hand a PNG file to every tracker; never waits."""
+        for line in self._lines:
+            line.put(("picture", step, name, path))
 
     def close(self, failed: bool = False) -> None:
         """Let every tracker finish, all of them within one deadline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from unisono.observe.trackers import Tracked
 
@@ -19,7 +20,9 @@ class Tracker:
             name=f"{run.name}-{run.id[:6]}",
             resume="allow",
             embed=False,
-            config=json.loads(json.dumps({"config": run.config, "facts": run.facts}, default=str)),
+            config=json.loads(json.dumps({"config": run.config, "facts": run.facts}, default=str))
+            if run.config
+            else None,
         )
         self._step = run.first_step
 
@@ -28,7 +31,15 @@ class Tracker:
         self._step = step
         self._run.log(dict(values), step=step)
 
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG file in a row of the database."""
+        import trackio
+
+        self._step = step
+        self._run.log({name: trackio.Image(str(path))}, step=step)
+
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write what is left; trackio has no summary, so it stands with the last step."""
-        self._run.log({f"summary/{name}": value for name, value in summary.items()}, step=self._step)
+        if summary:
+            self._run.log({f"summary/{name}": value for name, value in summary.items()}, step=self._step)
         self._run.finish()

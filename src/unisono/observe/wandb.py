@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from unisono.errors import ConfigError
 from unisono.observe.trackers import Tracked
@@ -63,7 +64,7 @@ class Tracker:
             name=run.name,
             dir=str(run.folder),
             resume="allow",
-            config={"config": dict(run.config), "facts": dict(run.facts)},
+            config={"config": dict(run.config), "facts": dict(run.facts)} if run.config else None,
             allow_val_change=True,  # the layout of a resumed run may be another
             settings=settings,
         )
@@ -73,6 +74,12 @@ class Tracker:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """A row of history."""
         self._run.log({"step": step, **values})
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG file in a row of history."""
+        import wandb
+
+        self._run.log({"step": step, name: wandb.Image(str(path))})
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Upload what is left, or leave it on the disk."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unisono.data.loader import MicroBatch
-from unisono.engines.torch.sums import Names
+from unisono.engines.torch.exhausted import TOTALS, Owed
+from unisono.engines.torch.sums import Names, over_ranks
 from unisono.errors import ConfigError, KernelError
 from unisono.place import Group
 from unisono.task import Task
@@ -48,6 +48,7 @@ def totals(
     world_size: int,
     device: torch.device,
     wide: torch.dtype,
+    owed: Owed,
 ) -> dict[str, Tensor]:
     """What `Task.totals` comes to over all micro-batches of all ranks, idle ones left out; collective.
 
@@ -57,6 +58,7 @@ def totals(
         world_size: number of ranks.
         device: where they are added up.
         wide: dtype in which they are; whole numbers are exact in it, so no layout changes them.
+        owed: what this process still has to exchange.
     """
     added: dict[str, Tensor] = {}
     for micro in batches:
@@ -64,32 +66,31 @@ def totals(
             mine = torch.zeros_like(value, dtype=wide) if micro.idle else value.detach().to(device, wide)
             added[name] = added[name] + mine if name in added else mine
     if world_size > 1 and added:
-        vector = torch.cat([value.reshape(-1) for value in added.values()])
-        dist.all_reduce(vector)
-        parts = vector.split([value.numel() for value in added.values()])
-        added = {name: part.reshape(added[name].shape) for name, part in zip(added, parts, strict=True)}
+        with owed.exchange(TOTALS):
+            added = over_ranks(added)
     return added
 
 
-def left_out(group: Group, names: Names | None, own: Sequence[str]) -> list[str]:
-    """Parameters that some process left out of its first pass, if all of them report the same; collective.
+def left_out(group: Group, names: Names | None, own: Sequence[str], random: bool) -> tuple[bool, list[str]]:
+    """Whether the first pass of any process drew, and parameters that some left out of it; collective.
 
     Args:
         group: all processes.
         names: of terms, metrics and work.
         own: parameters that this process left out.
+        random: whether it drew random numbers.
 
     Raises:
         ConfigError: for other names on another process.
     """
-    everyone = group.gather([names, list(own)], "the others to warm up")
-    for rank, (others, _) in enumerate(everyone):
+    everyone = group.gather([names, list(own), random], "the others to warm up")
+    for rank, (others, _, _) in enumerate(everyone):
         if others != names:
             raise ConfigError(
                 f"terms, metrics and work of rank {group.rank} and rank {rank} have other names: {names} and {others}. "
                 "They may not depend on the rows."
             )
-    return sorted({name for _, left in everyone for name in left})
+    return any(drew for _, _, drew in everyone), sorted({name for _, left, _ in everyone for name in left})
 
 
 def at_fault(group: Group, own: list[list[Any]]) -> str:

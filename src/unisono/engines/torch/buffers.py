@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.place import Place
 
 log = logging.getLogger(__name__)
+
+Mark = list[tuple[Tensor, int]]  # every buffer, and how often it was written
 
 
 class Buffers:
@@ -31,6 +34,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module, place: Place, synchronised: Collection[str] = ()) -> None:
         self._model, self._place = model, place
+        self._undone: Counter[str] = Counter()  # writes that are no change: what was written was put back
         together = [name for name in synchronised if _has_running_statistics(model.get_submodule(name))]
         self._together = {f"{name}.{buffer}" for name in together for buffer, _ in _of(model, name)}
         layers = [name for name, module in model.named_modules() if _has_running_statistics(module)]
@@ -69,6 +73,20 @@ class Buffers:
         for name in sorted(self.local) if self._place.world_size > 1 else ():
             dist.broadcast(buffers[name], 0)
 
+    def mark(self) -> Mark:
+        """What `untouched` compares with; no copy."""
+        return [(buffer, self._writes(name, buffer)) for name, buffer in self._model.named_buffers()]
+
+    def untouched(self, mark: Mark) -> bool:
+        """Whether every buffer is what it was when this mark was made, or has been put back to it."""
+        now = self.mark()
+        return len(now) == len(mark) and all(
+            mine is theirs and writes == before for (mine, writes), (theirs, before) in zip(now, mark, strict=True)
+        )
+
+    def _writes(self, name: str, buffer: Tensor) -> int:
+        return buffer._version - self._undone[name]
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put all of them back to what they were, after a pass that does not count."""
@@ -84,12 +102,16 @@ class Buffers:
     @contextmanager
     def _put_back(self, chosen: Callable[[str], bool]) -> Iterator[None]:
         kept = {name: buffer.clone() for name, buffer in self._model.named_buffers() if chosen(name)}
+        before = {name: (buffer, self._writes(name, buffer)) for name, buffer in self._model.named_buffers()}
         try:
             yield
         finally:
             for name, buffer in self._model.named_buffers():
                 if name in kept:
                     buffer.copy_(kept[name])
+                    same, writes = before[name]
+                    if buffer is same:
+                        self._undone[name] = buffer._version - writes
 
 
 def _of(model: nn.Module, name: str) -> list[tuple[str, Tensor]]:

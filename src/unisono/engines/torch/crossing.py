@@ -19,6 +19,7 @@ from torch import Tensor
 from unisono.config.schema import RunConfig
 from unisono.data.loader import MicroBatch
 from unisono.engines.torch import precision, wrap
+from unisono.engines.torch.exhausted import LOSSES, OUTPUTS, OutElsewhereError, Owed
 from unisono.engines.torch.gradients import add_onto, additions
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.transfer import each, leaves
@@ -28,6 +29,7 @@ from unisono.task import Batch, Context, Everyone, Loss, Task
 
 Local = Callable[[MicroBatch, Context], tuple[Batch, Context]]
 Kind = list[Any]  # name, shape of a row, dtype
+_SHORT = "out of memory"  # in place of a fault
 _REPEATED = 1e-2  # relative; other draws change more, other kernels less
 
 
@@ -41,6 +43,7 @@ class Crossing:
         group: all processes.
         randomness: seeded for every loss.
         local: a micro-batch on the device, and the context with the carry of its rows.
+        owed: what this process still has to exchange.
 
     Raises:
         ConfigError: for a way of crossing that there is not.
@@ -54,6 +57,7 @@ class Crossing:
         group: Group,
         randomness: Randomness,
         local: Local,
+        owed: Owed | None = None,
     ) -> None:
         name = type(task).__name__
         if task.cross_sample not in ("rows", "whole"):
@@ -66,7 +70,8 @@ class Crossing:
             )
         self._task, self._place, self._group = task, place, group
         self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
-        self._randomness, self._local = randomness, local
+        self._randomness, self._local, self._owed = randomness, local, owed or Owed()
+        self._nothing: Callable[[], Tensor] | None = None  # in place of a gradient that there is no memory for
         self._parts: list[_Part] = []
         self._settled: dict[int, _Part] = {}
         self._is_repeated = False
@@ -127,6 +132,17 @@ class Crossing:
         """Let go of a step that was not finished."""
         self._parts, self._settled = [], {}
 
+    def take_part(self) -> None:
+        """Take part in the exchanges that are left, without memory for what they are about; collective."""
+        if OUTPUTS in self._owed.left:
+            with self._owed.exchange(OUTPUTS):
+                self._group.gather([_SHORT, 0, []], "what the outputs of all ranks are like")
+            self._owed.drop(LOSSES)  # nobody gets that far
+        elif LOSSES in self._owed.left:
+            assert self._nothing is not None
+            nothing, self._nothing = self._nothing(), None
+            self._summed(nothing)
+
     def not_finite(self, micro: MicroBatch) -> list[int]:
         """Rows of a settled micro-batch that have an output which is not finite."""
         part = self._settled[micro.number]
@@ -144,7 +160,14 @@ class Crossing:
         except ConfigError as error:
             fault = str(error)
         mine = [fault, sum(part.rows for part in real) if kinds else 0, kinds]
+        with self._owed.exchange(OUTPUTS):
+            return self._side_by_side(parts, real, training, mine)
+
+    def _side_by_side(self, parts: Sequence[_Part], real: Sequence[_Part], training: bool, mine: list[Any]) -> _Every:
         told = self._group.gather(mine, "what the outputs of all ranks are like")
+        if any(why == _SHORT for why, _, _ in told):
+            self._owed.drop(OUTPUTS, LOSSES)
+            raise OutElsewhereError
         for rank, (why, _, theirs) in enumerate(told):
             if why:
                 raise ConfigError(f"rank {rank}: {why}" if self._place.world_size > 1 else why)
@@ -169,6 +192,7 @@ class Crossing:
         self, parts: Sequence[_Part], every: _Every, context: Context, scales: Mapping[str, Tensor]
     ) -> Tensor | None:
         """The local rows' share of the loss, and its gradient in everyone's outputs, added up over processes."""
+        self._nothing = every.nothing if context.training else None
         stack: list[Tensor | None] = []
         for (part, first), adds in zip(every.placed(parts), additions(len(parts)), strict=True):
             outputs, everyone = part.outputs, Everyone(part.outputs, part.shared, 0)  # of an idle one, which is nowhere
@@ -184,7 +208,12 @@ class Crossing:
         if not context.training:
             return None
         vector = every.nothing() if vector is None else vector
-        return summed(vector, self._place.world_size, self._ordered)
+        self._nothing = None  # it holds everyone's outputs
+        return self._summed(vector)
+
+    def _summed(self, vector: Tensor) -> Tensor:
+        with self._owed.exchange(LOSSES):
+            return summed(vector, self._place.world_size, self._ordered)
 
     def _whole(
         self, parts: Sequence[_Part], every: _Every, context: Context, scales: Mapping[str, Tensor]

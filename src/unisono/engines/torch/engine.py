@@ -31,7 +31,7 @@ from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
 from unisono.engines.torch.backward import backward_told
 from unisono.engines.torch.batch_norm import BatchStatistics
-from unisono.engines.torch.buffers import Buffers
+from unisono.engines.torch.buffers import Buffers, Mark
 from unisono.engines.torch.build import built
 from unisono.engines.torch.carry import Carry
 from unisono.engines.torch.crossing import Crossing
@@ -43,7 +43,7 @@ from unisono.engines.torch.recompile import Recompilations
 from unisono.engines.torch.spikes import Spikes
 from unisono.engines.torch.sums import Names, Sums, count
 from unisono.engines.torch.transfer import Transfer
-from unisono.errors import ConfigError, NonFiniteError
+from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError
 from unisono.optim import optimizers
 from unisono.place import Group, Place
 from unisono.state import Reader, Shard
@@ -78,10 +78,11 @@ class TorchEngine:
         self.profiler: base.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
         crosses = task.cross_sample is not None
-        self._crossing = Crossing(task, config, place, group, self._randomness, self._here) if crosses else None
-        # The only micro-batch of a process has its outputs, and their graph, when the loss across samples needs them.
-        self._looks_ahead = task.needs_totals or (crosses and split.passes > 1)
+        self._owed = exhausted.Owed()
+        crossing = (task, config, place, group, self._randomness, self._here, self._owed)
+        self._crossing = Crossing(*crossing) if crosses else None
         self._names: Names | None = None
+        self._totals: Mapping[str, Tensor] = {}
         self._statistics: BatchStatistics | None = None
         self.random = False
         self._steps_made = 0
@@ -140,7 +141,12 @@ class TorchEngine:
             self._ordered = gradients.OrderedSum(self._trainable, self._split.passes, self._place.world_size)
             if isinstance(self._wrapped, DistributedDataParallel):
                 hooked = self._desync.of_bucket  # not through the engine, which holds the wrapper
-                self._wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: hooked(ordered.hook, bucket))
+                both = self._ordered, self._owed
+                self._wrapped.register_comm_hook(
+                    both, lambda both, bucket: hooked(lambda one: exhausted.ordered(both[0], both[1], one), bucket)
+                )
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._owed.watch(self._trainable)
 
     def _build(self) -> nn.Module:
         self._kernels = agreed.kernels(self._task, self.group, self._device.type, self._precision)
@@ -202,7 +208,8 @@ class TorchEngine:
         sums = Sums(self._device, self._wide)
         sums.add(first, loss)
         self._names = sums.names
-        return agreed.left_out(self.group, self._names, left_out)
+        self.random, everywhere = agreed.left_out(self.group, self._names, left_out, self.random)
+        return everywhere
 
     # the step ---------------------------------------------------------------------------------------------------
 
@@ -210,6 +217,7 @@ class TorchEngine:
         """One update; see `Engine.step`."""
         with precision.promoting(self._precision), self._waiting(f"the other processes in step {step + 1}"):
             self._recompilations.settle()
+            before = self._buffers.mark()
             context, counts, scales, sums = self._passes(batches, step, scalars)
             if left_out := wrap.left_out(self._wrapped):
                 raise ConfigError(
@@ -231,6 +239,8 @@ class TorchEngine:
                 self._desync.check(f"step {step + 1}")
                 squares = squares if whole else squares / copies
                 result = sums.reduce(counts, self._place.world_size, squares, whole, alive, len(recompiled))
+            if sums.void:
+                raise self._left_off(step, before, sums.short or "")
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
                 self._refuse(batches, context, scales, result)
             if sums.without_gradient:
@@ -254,26 +264,54 @@ class TorchEngine:
         self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]
     ) -> tuple[Context, dict[str, Tensor], dict[str, Tensor], Sums]:
         """All of a step that comes before its update; only this may run out of memory and be made again."""
-        before, short = exhausted.versions(self._step.model), ""
+        with self.profiler.part("reduction"), pulse.phase("wait", f"the counts of step {step + 1}"):
+            counts = self._count(batches)
+        scales, context, short = self._scales(counts), Context(step, training=True, scalars=scalars), ""
+        self._owed.begin(*exhausted.exchanges(self._task))
         try:
-            with self.profiler.part("reduction"), pulse.phase("wait", f"the counts of step {step + 1}"):
-                counts = self._count(batches)
-            scales = self._scales(counts)
-            context = self._first_pass(batches, Context(step, training=True, scalars=scalars), scales)
+            context = self._first_pass(batches, context, scales)
             with unused.forgetting(self._step, self._layout, self._device):
                 return context, counts, scales, self._accumulate(batches, context, scales)
+        except exhausted.OutElsewhereError:
+            pass
         except Exception as error:
             if not exhausted.ran_out(error):
                 raise
-            short = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            short = exhausted.told(error)
         # Here, since until now the error has held whatever the passes had made.
+        return context, counts, scales, self._taken_part(step, short)
+
+    def _taken_part(self, step: int, short: str) -> Sums:
+        """Nothing, of a step that was not finished, in which the others get to their end with zeros of this process."""
+        self._forget_passes()
+        if self._place.world_size > 1:
+            self._begin(passes_left=1)
+            others = self._crossing.take_part if self._crossing else None
+            try:
+                if self._layout.strategy != "ddp" or (self._statistics and self._statistics.layers):
+                    raise RuntimeError("passes are exchanges")
+                self._owed.take_part(self._wrapped, self._totals, others, self._device)
+            except RuntimeError as error:
+                raise exhausted.fault(step, self._split, {self._place.rank: short}, alone=True) from error
+        sums = Sums(self._device, self._wide)
+        sums.add_nothing(self._names, short)
+        return sums
+
+    def _left_off(self, step: int, before: Mark, short: str) -> MemoryExhaustedError:
+        """What to say of a step that all processes leave off, since one of them ran out of memory; collective."""
+        self._forget_passes()
+        self._optimizer.zero_grad(set_to_none=True)
+        untouched = not self._carry and self._buffers.untouched(before)
+        everyone = self.group.gather([short, untouched, self.random], "which processes ran out of memory")
+        self.random = any(random for _, _, random in everyone)
+        why = {rank: text for rank, (text, _, _) in enumerate(everyone) if text}
+        return exhausted.fault(step, self._split, why, again=all(same for _, same, _ in everyone))
+
+    def _forget_passes(self) -> None:
         self._made_carry = []
         if self._crossing:
             self._crossing.forget()
-        self._optimizer.zero_grad(set_to_none=True)
         exhausted.give_back(self._device)
-        whole = self._place.world_size == 1 and not self._carry and exhausted.versions(self._step.model) == before
-        raise exhausted.fault(self._place, step, self._split, short, again=whole)
 
     def cut(self, split: Split) -> None:
         """Make steps of other micro-batches from now on; see `Engine.cut`."""
@@ -281,7 +319,12 @@ class TorchEngine:
         self._carry = Carry(split, self._place.rank, self._device)
         self._transfer.forget()
         if self._ordered:
-            self._ordered = gradients.OrderedSum(self._trainable, split.passes, self._place.world_size)
+            self._ordered.cut(split.passes)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether a step has a first pass: the only micro-batch of a process has its graph when its loss is settled."""
+        return self._task.needs_totals or (self._crossing is not None and self._split.passes > 1)
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """See `Engine.incoming`."""
@@ -306,6 +349,7 @@ class TorchEngine:
             sums.add(micro, loss)
             if loss.carry is not None and not micro.idle:
                 self._made_carry.append((micro, loss.carry))
+        self._owed.made = None
         if self._ordered and self._place.world_size == 1:
             self._ordered.finish()
         return sums
@@ -360,6 +404,8 @@ class TorchEngine:
             self._statistics.idle = micro.idle
         with self.profiler.part("forward"), precision.casting(self._precision, self._device):
             made = self._wrapped(batch, own, scales)
+        if scales is not None and wrap.reduces(self._wrapped):
+            self._owed.reducing(made)
         if self._crossing is None or scales is None:
             return made
         if not self._looks_ahead:
@@ -382,7 +428,8 @@ class TorchEngine:
             return self._task.totals(made, batch, own) if self._task.needs_totals else {}
 
         with self._buffers.restored():
-            totals = agreed.totals(batches, part, self._place.world_size, self._device, self._wide)
+            totals = agreed.totals(batches, part, self._place.world_size, self._device, self._wide, self._owed)
+        self._totals = totals
         wrap.shard_again(self._wrapped)
         context = replace(context, totals=totals)
         if self._crossing is not None:

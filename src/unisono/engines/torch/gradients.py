@@ -83,6 +83,10 @@ class OrderedSum:
         self._partial: dict[Tensor, list[Tensor | None]] = {}
         self._pass = 0
 
+    def cut(self, passes: int) -> None:
+        """Add up so many micro-batches of this process from the next step on."""
+        self._adds = additions(passes)
+
     def begin(self, first: int = 0) -> None:
         """Forget the previous step. The passes before `first` count as made, and as having had no gradient."""
         self._partial = {parameter: [] for parameter in self._parameters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,17 @@ class Sums:
         self.names: Names | None = None
         self.without_gradient: list[int] = []
         self.recompiled = 0
+        self.void = False
+        self.short: str | None = None
+
+    def add_nothing(self, names: Names | None, short: str) -> None:
+        """Have zeros under all names, and in `short` what the allocator said of a step that was not finished."""
+        assert names is not None
+        terms, metrics, work = names
+        self.short = short
+        zeros = partial(torch.zeros, dtype=self._wide, device=self._device)
+        self._terms, self._metrics = {name: zeros(1) for name in terms}, {name: zeros(2) for name in metrics}
+        self._work = dict.fromkeys(work, 0.0)
 
     def add(self, micro: MicroBatch, loss: Loss) -> None:
         """Add what one micro-batch came to.
@@ -67,7 +79,7 @@ class Sums:
         alive: Tensor | None = None,
         recompiled: int = 0,
     ) -> StepResult:
-        """The result over all ranks. Here the step waits for the device.
+        """The result over all ranks; whether any of them has not finished is left in `void`. Waits for the device.
 
         Args:
             counts: of the loss's terms, over the whole global batch already.
@@ -84,18 +96,18 @@ class Sums:
         bad = (~torch.isfinite(squares)).to(self._wide)
         terms, metrics, work = sorted(self._terms), sorted(self._metrics), list(self._work)
         amounts = torch.tensor([self._work[name] for name in work], dtype=self._wide).to(self._device)
-        again = torch.full_like(bad, recompiled)
-        parts = [torch.stack([bad, torch.zeros_like(squares) if whole else squares, again])]
+        again, none = torch.full_like(bad, recompiled), torch.full_like(bad, self.short is not None)
+        parts = [torch.stack([bad, torch.zeros_like(squares) if whole else squares, again, none])]
         parts += [self._terms[name] for name in terms] + [self._metrics[name] for name in metrics] + [amounts, alive]
         vector = torch.cat(parts)
         if world_size > 1:
             dist.all_reduce(vector)
         known = torch.stack([squares, *(counts[name].to(self._device) for name in terms)])
-        bad_ranks, summed, all_again, *rest = torch.cat([vector, known]).tolist()
+        bad_ranks, summed, all_again, without, *rest = torch.cat([vector, known]).tolist()
         own, *counted = rest[-len(known) :]
         flags = rest[len(rest) - len(known) - len(alive) : len(rest) - len(known)]
         self.without_gradient = [number for number, flag in enumerate(flags) if flag == 0]
-        self.recompiled = round(all_again)
+        self.recompiled, self.void = round(all_again), bool(without)
         values = iter(rest)
         means = {name: _ratio(next(values), count) for name, count in zip(terms, counted, strict=True)}
         return StepResult(
@@ -142,3 +154,11 @@ def count(batches: Sequence[MicroBatch], world_size: int, device: torch.device, 
     if world_size > 1:
         dist.all_reduce(counts)
     return dict(zip(names, counts.unbind(), strict=True))
+
+
+def over_ranks(added: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums of tensors over all processes; collective."""
+    vector = torch.cat([value.reshape(-1) for value in added.values()])
+    dist.all_reduce(vector)
+    parts = vector.split([value.numel() for value in added.values()])
+    return {name: part.reshape(added[name].shape) for name, part in zip(added, parts, strict=True)}

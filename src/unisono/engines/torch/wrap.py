@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from unisono.config.schema import Layout
-from unisono.engines.torch import data_parallel
+from unisono.engines.torch import data_parallel, exhausted
 from unisono.engines.torch.precision import promoting
 from unisono.errors import ConfigError
 from unisono.task import Batch, Context, Loss, Task
@@ -44,12 +44,14 @@ class Step(nn.Module):
         self.model = model
         self.task = task
 
-    def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
+    def forward(self, batch: Batch | None, context: Context | None, scales: Mapping[str, Tensor] | None) -> Any:
         """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums.
 
         Without scales, what these rows contribute to the task's totals. Of a task whose loss crosses samples, always
-        its outputs.
+        its outputs. Without a batch, a zero that depends on all parameters: of a process that has run out of memory.
         """
+        if batch is None or context is None:
+            return exhausted.zero([parameter for parameter in self.parameters() if parameter.requires_grad])
         outputs = self.task.outputs(self.model, batch, context)
         if self.task.cross_sample is not None:
             return outputs
@@ -186,6 +188,11 @@ def left_out(wrapped: Wrapped) -> list[str]:
         named = unwrapped(wrapped).model.named_parameters()
         return [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
     return []
+
+
+def reduces(wrapped: Wrapped) -> bool:
+    """Whether the pass that is being made has DDP reduce its gradients in the backward pass."""
+    return isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
 
 
 def _has_vectors_only(module: nn.Module) -> bool:

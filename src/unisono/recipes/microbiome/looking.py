@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unisono.observe import pictures
 from unisono.recipes.microbiome import losses
 from unisono.recipes.microbiome.model import Body, Network
 from unisono.recipes.microbiome.predict import Loaded, Predicted, Prediction, of_loaded, true_distances
@@ -23,7 +24,7 @@ _NAMED = 20  # groups in a legend
 def look(folder: Path, prediction: Prediction | None = None, changes: Mapping[str, Any] | None = None) -> list[Path]:
     """Plots and the table of taxa of a run's newest checkpoint; returns what was written.
 
-    The plots also go to the run's TensorBoard, where it has one.
+    The plots also go to the run's trackers, where it has any.
 
     Args:
         folder: of the run.
@@ -50,12 +51,7 @@ def look(folder: Path, prediction: Prediction | None = None, changes: Mapping[st
     for name, figure in figures.items():
         written.append(out / f"{name}.png")
         figure.savefig(written[-1], dpi=150)
-    if figures and (folder / "tensorboard").is_dir():
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(str(folder / "tensorboard")) as writer:
-            for name, figure in figures.items():
-                writer.add_figure(f"looking/{name}", figure, close=False)
+    pictures.show(folder, {f"looking/{name}": out / f"{name}.png" for name in figures})
     return written
 
 
