@@ -47,6 +47,10 @@ class CheckpointError(UnisonoError):
     """A checkpoint that is damaged, incomplete, or does not fit the model."""
 
 
+class FormatError(CheckpointError):
+    """A checkpoint that is whole, but of a version of Unisono that keeps other things than this one."""
+
+
 class NonFiniteError(UnisonoError):
     """A loss or a gradient that is not finite. It never reached the parameters."""
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import yaml
 
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
+from unisono.checkpoint import about, commit, resume
+from unisono.checkpoint.resume import Found
 from unisono.config import fingerprint
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.plan import Plan
 from unisono.data.planning import facts_of, plan_of, source_of
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import CheckpointError, GuardError, MemoryExhaustedError, RunError, page
+from unisono.errors import GuardError, MemoryExhaustedError, RunError, page
+from unisono.evaluation.best import Best
 from unisono.evaluation.held_out import HeldOut
 from unisono.files import write_whole
-from unisono.observe import events, logs
+from unisono.observe import events, logs, trackers
 from unisono.observe.peaks import peak_flops
 from unisono.observe.profile import Profile
 from unisono.observe.progress import Speed, Stopwatch, short
@@ -119,7 +119,8 @@ class Training:
         self._task, self._source = task, source
         self._loader = self._load()
         self._engine = engine_of(task, config, place, group, self._split)
-        self._about = {**facts_of(source), **task.facts()}
+        self._rows = facts_of(source)
+        self._about = {**self._rows, **task.facts()}
         self.evaluated: dict[str, float] = {}
 
     def _load(self) -> Loader:
@@ -130,14 +131,17 @@ class Training:
     def __enter__(self) -> Training:
         with ExitStack() as opened:
             opened.callback(self._close)
+            self._found = self._where_to_go_on()
             self._loader.start()  # beside the model's making
             self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
-            self.first = _resume(self._engine, self.plan, self._folder)
+            self.first = self._found.load(self._engine, self.plan)
             self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
-            about = {"config": fingerprint.plain(self._config), "facts": self._told()}
-            record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
+            told = {"config": fingerprint.plain(self._config), "facts": self._told()}
+            record = Record(self._folder, observe, self._place, self.first, total, self._writing, told)
             self.record = opened.enter_context(record)
+            for note in self._found.notes(total):
+                self.record.note(self.first, **note)
             self._introduce()
             profile = Profile(observe.profile, self._engine, self._folder, self.first, total, self.record.say)
             self._profile = opened.enter_context(profile)
@@ -233,6 +237,7 @@ class Training:
         if self.held_out is not None:
             began = perf_counter()
             self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
+            self.best.see(made, self.evaluated)
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
     def _rows_of(self, batches: list[MicroBatch]) -> list[int]:
@@ -245,20 +250,43 @@ class Training:
         start = group.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
         return Ledger(self._folder, group.rank, group.size, self.first, start)
 
+    def _where_to_go_on(self) -> Found:
+        """The checkpoint to go on from, once all processes have the same data; see `unisono.checkpoint.resume`."""
+        group = self._engine.group
+        about.agree(group, {"the data": self._rows})
+        self._here = about.of(self._config, self._rows, self._place)
+        found = resume.choose(
+            self._folder, self._config, self._here, self.plan.steps, group, self._place, writing=self._writing
+        )
+        self.best = Best(found.kept("best"))
+        if self._writing and self._place.is_first:
+            trackers.restore(self._folder, found.kept("trackers") or {})
+        return found
+
     def _save(self, made: int) -> None:
+        mark = None
         if self._ledger is not None:
             self._ledger.flush()
-        group, keep = self._engine.group, self._config.checkpoint.keep
-        random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
-        own = self._split.own(self._place.rank)
-        plans = group.gather(self.plan.state(made, own), "where all ranks are in the order")
-        state = {
-            "step": made,
-            "random": random,
-            "micro_batch": self._split.micro_batch,
-            "plan": None if all(plan is None for plan in plans) else plans,
-        }
-        commit.save(self._folder / "checkpoints", made, self._engine.state(), state, group, keep)
+            mark = self._ledger.mark()
+        group, settings = self._engine.group, self._config.checkpoint
+        final = settings.final if made == self.plan.steps else "everything"
+        state = resume.state(
+            self._found,
+            made,
+            self.plan,
+            self._split.own(self._place.rank),
+            group,
+            random=self._engine.random,
+            micro_batch=self._split.micro_batch,
+            mark=mark,
+            best=self.best.state(),
+            trackers=trackers.ids(self._folder),
+            about=about.now(self._here, self._config),
+            final=final,
+        )
+        shards = self._engine.state()
+        shards = resume.weights(shards) if final == "model" else shards
+        commit.save(self._folder / "checkpoints", made, shards, state, group, settings.keep)
 
     def _introduce(self) -> None:
         """Say what is about to be trained, on what."""
@@ -275,8 +303,8 @@ class Training:
         for line in facts.updates:
             self.record.say(f"  {line}")
         self.record.say(f"  loading: {self._loader.facts()}")
-        if self.first:
-            self.record.say(f"continuing after step {self.first}")
+        for line in self._found.lines():
+            self.record.say(line)
 
     def _told(self) -> dict[str, Any]:
         """Facts of the run and its system, for trackers."""
@@ -310,24 +338,6 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
         more = f"`unisono prove {shlex.quote(recipe)}`, with the settings of this run, shows where it begins"
         error.args = (f"{error}\n  likely: {error.fault}\n  page: {page(error.fault)}\n  {more}",)
         raise
-
-
-def _resume(engine: Engine, plan: Plan, folder: Path) -> int:
-    """Load the newest checkpoint, the one that rank 0 sees; returns the updates made, 0 if there is none."""
-    found = commit.find(folder / "checkpoints")
-    names = engine.group.gather(found[-1].name if found else None, "the newest checkpoint")
-    if names[0] is None:
-        return 0
-    if len(set(names)) > 1:
-        raise CheckpointError(
-            f"{folder / 'checkpoints'}: the ranks see different newest checkpoints, {names}; is it a shared folder?"
-        )
-    checkpoint = commit.open_(folder / "checkpoints" / names[0])
-    engine.load(ArrayReader(checkpoint.path, checkpoint.arrays))
-    if (plans := checkpoint.state.get("plan")) is not None:
-        plan.resume(plans)
-    log.info("continuing after step %d from %s", checkpoint.step, checkpoint.path)
-    return checkpoint.step
 
 
 class Scalars:

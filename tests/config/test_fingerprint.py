@@ -48,6 +48,7 @@ HARMLESS = {
     "eval.at_end": "false",
     "checkpoint.every": "3",
     "checkpoint.keep": "3",
+    "checkpoint.final": "model",
     "checkpoint.at_end": "false",
     "observe.log_every": "3",
     "observe.progress": "false",

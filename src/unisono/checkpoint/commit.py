@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint import arrays
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, FormatError
 from unisono.files import sync
 from unisono.place import Group, Json
 from unisono.state import Shard
@@ -109,7 +109,7 @@ def read(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has checkpoint format {manifest['format']}; this version reads {FORMAT}")
+            raise FormatError(f"{path} has checkpoint format {manifest['format']}; this version reads {FORMAT}")
         if manifest.pop("sha256") != _digest(manifest):
             raise CheckpointError(
                 f"{path / 'manifest.json'} is damaged: its content is not what was written. {_advice(path)}"

@@ -29,6 +29,8 @@ EVENT_NAMES = frozenset(
         "skipped_rows",
         "masked",
         "recompiled",
+        "changed",
+        "fallback",
     }
 )
 
@@ -39,8 +41,10 @@ class Run(Settings):
     name: str | None = Field(None, description="folder of the run; null makes a new one from the recipe and the time")
     dir: Path = Field(Path("runs"), description="folder that holds all runs")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew"
+    resume: Literal["auto", "never", "must", "exact"] = Field(
+        "auto",
+        description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew; exact: "
+        "as must, on the same layout, versions and environment, from the newest checkpoint and no other",
     )
     allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
 
@@ -48,8 +52,13 @@ class Run(Settings):
     def _name_is_one_folder(self) -> Run:
         if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
             raise ValueError(f"run.name must be the name of one folder, not {self.name!r}; use run.dir for the place")
-        if self.resume == "must" and self.name is None:
-            raise ValueError("run.resume=must needs run.name: which run?")
+        if self.resume in ("must", "exact") and self.name is None:
+            raise ValueError(f"run.resume={self.resume} needs run.name: which run?")
+        if self.resume == "exact" and self.allow_change:
+            raise ValueError(
+                f"run.resume=exact allows no change, but run.allow_change=[{','.join(self.allow_change)}]; leave it "
+                "out, or use run.resume=must"
+            )
         return self
 
 
@@ -271,6 +280,9 @@ class Checkpoint(Settings):
     every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
     keep: PositiveInt = Field(2, description="newest checkpoints to keep")
     at_end: bool = True
+    final: Literal["everything", "model"] = Field(
+        "everything", description="what the checkpoint of the end holds; model: weights alone, which cannot be resumed"
+    )
 
 
 class Observe(Settings):

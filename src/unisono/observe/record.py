@@ -102,6 +102,11 @@ class Record:
         told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
 
+    def note(self, step: int, **what: Any) -> None:
+        """Keep how a run goes on after `step` updates, under one of `unisono.observe.events.NOTES`."""
+        if self._events is not None:
+            self._events.note({"step": step, **what})
+
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         if self._events is not None:
             self._events.write({"step": step, **values})
