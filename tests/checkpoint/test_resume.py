@@ -353,3 +353,25 @@ def test_a_finished_run_of_the_model_only_has_nothing_left_to_do(model_only: Pat
     before = files(model_only / "checkpoints")
     assert run(model_only, how).step == 4
     assert files(model_only / "checkpoints") == before
+
+
+# the ledger ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_that_was_changed_is_refused_with_the_step(cut: Path) -> None:
+    (file,) = (cut / "ledger").iterdir()
+    lines = file.read_text().splitlines()
+    assert json.loads(lines[2])["step"] == 1
+    file.write_text("\n".join([*lines[:2], lines[2].replace('"samples":8', '"samples":7'), *lines[3:]]) + "\n")
+    before = file.read_bytes()
+    with pytest.raises(CheckpointError, match=r"rank-00000\.jsonl, line 3 \(step 2\) is not what was written"):
+        run(cut, config())
+    assert file.read_bytes() == before
+
+
+def test_a_ledger_that_is_gone_is_told_and_an_exact_run_refuses_that(cut: Path, finished: Path) -> None:
+    shutil.rmtree(cut / "ledger")
+    with pytest.raises(CheckpointError, match=r"rank-00000\.jsonl is gone"):
+        run(cut, config(how="exact"))
+    run(cut, config())
+    assert final(cut) == final(finished)
