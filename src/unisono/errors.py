@@ -53,6 +53,10 @@ class SaveError(CheckpointError):
     exit_code = 7
 
 
+class FormatError(CheckpointError):
+    """A checkpoint that is whole, but of a version of Unisono that keeps other things than this one."""
+
+
 class NonFiniteError(UnisonoError):
     """A loss or a gradient that is not finite and never reached the parameters, or a state that is never saved."""
 

@@ -62,8 +62,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Group(Protocol):
-    """All processes of the job as one party. Every method is collective: all ranks call it, in the same order."""
+class Party(Protocol):
+    """All processes of the job, or all its nodes. Every method is collective: all call it, in the same order."""
 
     rank: int
     size: int
@@ -75,6 +75,10 @@ class Group(Protocol):
     def barrier(self, what: str) -> None:
         """Return once every rank has come here."""
         ...
+
+
+class Group(Party, Protocol):
+    """All processes of the job as one party."""
 
     def another(self) -> Group:
         """The same processes once more, for threads of theirs: neither group waits for what goes on in the other."""

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from unisono import pulse
-from unisono.checkpoint import commit, retention
+from unisono.checkpoint import about, resume, retention
+from unisono.checkpoint.resume import Found
 from unisono.checkpoint.saver import Saver
 from unisono.checkpoint.upload import Uploads
 from unisono.config import fingerprint
@@ -25,13 +26,13 @@ from unisono.config.schema import Layout, RunConfig
 from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.plan import Plan
 from unisono.data.planning import facts_of, plan_of, source_of
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import CheckpointError, GuardError, MemoryExhaustedError, RunError, page
+from unisono.errors import GuardError, MemoryExhaustedError, RunError, page
+from unisono.evaluation.best import Best
 from unisono.evaluation.held_out import HeldOut
 from unisono.files import write_whole
-from unisono.observe import events, logs
+from unisono.observe import events, logs, trackers
 from unisono.observe.peaks import peak_flops
 from unisono.observe.profile import Profile
 from unisono.observe.progress import Speed, Stopwatch, short
@@ -125,7 +126,8 @@ class Training:
         self._task, self._source = task, source
         self._loader = self._load()
         self._engine = engine_of(task, config, place, group, self._split)
-        self._about = {**facts_of(source), **task.facts()}
+        self._rows = facts_of(source)
+        self._about = {**self._rows, **task.facts()}
         self._boundary = Boundary(group, folder, config.launch.preempt_deadline, lease.inherited(folder), writing)
         self.evaluated: dict[str, float] = {}
         self._evaluated_after: int | None = None
@@ -139,16 +141,17 @@ class Training:
     def __enter__(self) -> Training:
         with ExitStack() as opened:
             opened.callback(self._close)
+            self._found = self._where_to_go_on()
             self._loader.start()  # beside the model's making
             with pulse.phase("setup"):
                 self._facts = self._engine.setup(next(iter(self._loader.steps(0))), self._scalars(0))
-                self.first = self.made = _resume(self._engine, self.plan, self._folder)
+                self.first = self.made = self._found.load(self._engine, self.plan)
             if self._writing:
                 self._find_room()
             self._ledger = opened.enter_context(self._open_ledger()) if self._writing else None
             total, observe = self.plan.steps, self._config.observe
-            about = {"config": fingerprint.plain(self._config), "facts": self._told()}
-            record = Record(self._folder, observe, self._place, self.first, total, self._writing, about)
+            told = {"config": fingerprint.plain(self._config), "facts": self._told()}
+            record = Record(self._folder, observe, self._place, self.first, total, self._writing, told)
             self.record = opened.enter_context(record)
             uploading = self._writing and self._place.is_first
             self.uploads = Uploads(self._config, self._folder, uploading, self.record.say, self.record.note)
@@ -160,6 +163,8 @@ class Training:
                     first=self.first, finished=self.uploads.finished, say=self.record.say,
                 )  # fmt: skip
                 self._saver = opened.enter_context(saver)
+            for note in self._found.notes(total):
+                self.record.note(self.first, note)
             self._introduce()
             profile = Profile(observe.profile, self._engine, self._folder, self.first, total, self.record.say)
             self._profile = opened.enter_context(profile)
@@ -308,6 +313,7 @@ class Training:
             with pulse.phase("evaluate"):
                 self.evaluated = self.held_out.evaluate(self._engine, made, self._scalars(made))
                 self._evaluated_after = made
+                self.best.see(made, self.evaluated)
             self.record.evaluation(made, self.evaluated, self.held_out.rows, perf_counter() - began)
 
     def _rows_of(self, batches: list[MicroBatch]) -> list[int]:
@@ -320,6 +326,17 @@ class Training:
         start = group.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
         return Ledger(self._folder, group.rank, group.size, self.first, start)
 
+    def _where_to_go_on(self) -> Found:
+        """The checkpoint to go on from, once all processes have the same data; see `unisono.checkpoint.resume`."""
+        group = self._engine.group
+        about.agree(group, {"the data": self._rows})
+        self._here = about.of(self._config, self._rows, self._place)
+        found = resume.choose(self._folder, self._config, self._here, self.plan.steps, group, writing=self._writing)
+        self.best = Best(found.kept("best"))
+        if self._writing and self._place.is_first:
+            trackers.restore(self._folder, found.kept("trackers") or {})
+        return found
+
     def _save(self, made: int, at_once: bool) -> None:
         self._boundary.owned()
         with pulse.phase("save"), self._boundary.saving():
@@ -328,21 +345,20 @@ class Training:
                 self._saver.finish()
 
     def _commit(self, made: int) -> None:
+        mark = None
         if self._ledger is not None:
             self._ledger.flush()
-        group = self._engine.group
-        random = any(group.gather(self._engine.random, "whether random numbers were drawn"))
-        own = self._split.own(self._place.rank)
-        plans = group.gather(self.plan.state(made, own), "where all ranks are in the order")
-        state = {
-            "step": made,
-            "random": random,
-            "micro_batch": self._split.micro_batch,
-            "plan": None if all(plan is None for plan in plans) else plans,
-        }
-        about = {"config": fingerprint.plain(self._config)}
+            mark = self._ledger.mark()
+        state = resume.state(
+            self._found, made, self.plan, self._split.own(self._place.rank), self._engine.group,
+            random=self._engine.random, micro_batch=self._split.micro_batch, mark=mark, best=self.best.state(),
+            trackers=trackers.ids(self._folder),
+        )  # fmt: skip
+        holds = self._config.checkpoint.final if made == self.plan.steps else "everything"
+        shards = self._engine.state()
+        shards = resume.weights(shards) if holds == "model" else shards
         metric = self.evaluated if self._evaluated_after == made else None
-        self._saver.save(made, self._engine.state(), state, about, metric)
+        self._saver.save(made, shards, state, about.now(self._here, self._config), metric, holds=holds)
 
     def _check_best(self) -> None:
         """Refuse to keep the best checkpoint by what no evaluation says, before the first step."""
@@ -366,8 +382,8 @@ class Training:
         for line in facts.updates:
             self.record.say(f"  {line}")
         self.record.say(f"  loading: {self._loader.facts()}")
-        if self.first:
-            self.record.say(f"continuing after step {self.first}")
+        for line in self._found.lines():
+            self.record.say(line)
 
     def _told(self) -> dict[str, Any]:
         """Facts of the run and its system, for trackers."""
@@ -401,24 +417,6 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
         more = f"`unisono prove {shlex.quote(recipe)}`, with the settings of this run, shows where it begins"
         error.args = (f"{error}\n  likely: {error.fault}\n  page: {page(error.fault)}\n  {more}",)
         raise
-
-
-def _resume(engine: Engine, plan: Plan, folder: Path) -> int:
-    """Load the newest checkpoint, the one that rank 0 sees; returns the updates made, 0 if there is none."""
-    found = commit.find(folder / "checkpoints")
-    names = engine.group.gather(found[-1].name if found else None, "the newest checkpoint")
-    if names[0] is None:
-        return 0
-    if len(set(names)) > 1:
-        raise CheckpointError(
-            f"{folder / 'checkpoints'}: the ranks see different newest checkpoints, {names}; is it a shared folder?"
-        )
-    checkpoint = commit.open_(folder / "checkpoints" / names[0])
-    engine.load(checkpoint.reader())
-    if (plans := checkpoint.state.get("plan")) is not None:
-        plan.resume(plans)
-    log.info("continuing after step %d from %s", checkpoint.step, checkpoint.path)
-    return checkpoint.step
 
 
 class Scalars:

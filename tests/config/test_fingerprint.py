@@ -51,6 +51,7 @@ HARMLESS = {
     "checkpoint.keep_every": "3",
     "checkpoint.background": "false",
     "checkpoint.on_failure": "continue",
+    "checkpoint.final": "model",
     "checkpoint.at_end": "false",
     "checkpoint.upload": "s3://bucket/runs",
     "checkpoint.upload_keep": "3",

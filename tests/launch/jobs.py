@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from unisono.observe import events as events_
+
 UNISONO = str(Path(sys.executable).with_name("unisono"))
 
 SMALL = '''
@@ -151,8 +153,9 @@ def wait_for(true: Callable[[], bool], seconds: float) -> None:
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    """What `events.jsonl` of a run holds."""
-    return [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The steps and evaluations in `events.jsonl` of a run."""
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    return [event for event in lines if not events_.NOTES & event.keys()]
 
 
 def _alive(path: Path) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from tests import tasks
 from tests.launch import jobs
-from unisono.checkpoint import commit
+from unisono.checkpoint import about, commit, resume
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
@@ -39,9 +39,11 @@ def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") 
     return folder.make(config(*overrides, name=name), facts or {}, tasks.LinearTask())
 
 
-def checkpoint(path: Path, random: bool = False, step: int = 3) -> None:
-    """A checkpoint of nothing."""
-    commit.save(path / "checkpoints", step, [], {"step": step, "random": random, "micro_batch": 4}, Alone(), keep=9)
+def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
+    """A checkpoint of nothing, by the run that lies there."""
+    kept: dict[str, Any] = dict.fromkeys(resume.KEYS) | {"step": step, "random": random, "holds": "everything"}
+    kept["about"] = {**about.of(resolve.read(path / "config.yaml")), **told}
+    commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9)
 
 
 def refusal(told: RunConfig) -> str:

@@ -377,7 +377,7 @@ def test_a_run_goes_on_where_it_was_interrupted():
     first = unisono.train(LinearTask, {**SHORT, "run.name": "a", "checkpoint.every": 2, "checkpoint.at_end": False})
     again = unisono.train(LinearTask, {**SHORT, "run.name": "a"})
     assert again.loss == first.loss
-    assert [event["step"] for event in events.read(Path("runs/a/events.jsonl"))] == [1, 2, 3]
+    assert [event["step"] for event in events.steps(events.read(Path("runs/a/events.jsonl")))] == [1, 2, 3]
 
 
 def test_a_run_that_is_finished_is_not_trained_again():

@@ -13,11 +13,11 @@ import pytest
 
 from tests.launch import jobs
 from unisono import cli, trainer
-from unisono.config import resolve
+from unisono.config import code, resolve
 from unisono.config.schema import RunConfig
 from unisono.engines.torch import devices
 from unisono.errors import RunError
-from unisono.launch import code, folder, local, start
+from unisono.launch import folder, local, start
 from unisono.place import Place
 from unisono.proof import certificate, prove, worker
 from unisono.proof.cases import Proof, cases

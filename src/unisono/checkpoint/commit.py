@@ -28,12 +28,12 @@ import torch
 from unisono.checkpoint import arrays, manifest, verify
 from unisono.checkpoint.manifest import Checkpoint, read
 from unisono.checkpoint.retention import Known, Retention
-from unisono.errors import CheckpointError, NonFiniteError, SaveError
+from unisono.errors import CheckpointError, FormatError, NonFiniteError, SaveError
 from unisono.files import sync
 from unisono.place import Alone, Group, Json
 from unisono.state import Shard
 
-__all__ = ["Checkpoint", "find", "in_order", "name_of", "open_", "read", "save"]
+__all__ = ["Checkpoint", "aside", "find", "in_order", "name_of", "open_", "read", "save"]
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def save(
                 _write(temporary / manifest.NAME, manifest.dumps(content))
                 sync(temporary)
             if final.exists():
-                final.rename(_aside(final))
+                final.rename(aside(final))
             temporary.rename(final)
             sync(folder)
 
@@ -147,16 +147,17 @@ def open_(path: Path, group: Group | None = None) -> Checkpoint:
     """
     if group is None:
         return verify.content(read(path), Alone())
-    checkpoint, fault = None, None
+    checkpoint, fault, other = None, None, False
     try:
         checkpoint = read(path)
     except CheckpointError as error:
-        fault = str(error)
-    mine = [fault, checkpoint.sha256 if checkpoint else None]
+        fault, other = str(error), isinstance(error, FormatError)
+    mine = [fault, checkpoint.sha256 if checkpoint else None, other]
     everyone = group.gather(mine, "all ranks to read the manifest")
-    if fault := next((told for told, _ in everyone if told), None):
-        raise CheckpointError(fault)
-    if any(digest != everyone[0][1] for _, digest in everyone):
+    for told, _, of_another_version in everyone:
+        if told:
+            raise FormatError(told) if of_another_version else CheckpointError(told)
+    if any(digest != everyone[0][1] for _, digest, _ in everyone):
         raise CheckpointError(f"{path}: the ranks read different manifests there; is it a shared folder?")
     assert checkpoint is not None
     return verify.content(checkpoint, group)
@@ -247,15 +248,15 @@ def _refuse_to_overwrite(final: Path) -> None:
     try:
         open_(final)
     except CheckpointError as error:
-        log.warning("%s; it will be kept as %s", error, _aside(final).name)
+        log.warning("%s; it will be kept as %s", error, aside(final).name)
         return
     raise SaveError(
         f"{final} is there and whole, and a checkpoint is never overwritten. Move it away, or resume from it"
     )
 
 
-def _aside(final: Path) -> Path:
-    """A name that is free for what may be damaged."""
+def aside(final: Path) -> Path:
+    """A name that is free for a checkpoint that is damaged, or may be; none is lost."""
     names = (f"damaged-{final.name}" + (f"-{number}" if number else "") for number in itertools.count())
     return next(path for name in names if not (path := final.with_name(name)).exists())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.arrays import ArrayReader
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, FormatError
 from unisono.place import Json
 
 FORMAT = 2
@@ -79,7 +79,7 @@ def read(path: Path) -> Checkpoint:
         written = file.read_bytes()
         content = json.loads(written.decode())
         if content["format"] != FORMAT:
-            raise CheckpointError(f"{path} has checkpoint format {content['format']}; this version reads {FORMAT}")
+            raise FormatError(f"{path} has checkpoint format {content['format']}; this version reads {FORMAT}")
         sha256 = content.pop("sha256")
         if sha256 != digest(content) or written != dumps(content):
             raise CheckpointError(f"{file} is damaged: its content is not what was written. {advice(path)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +58,18 @@ def mathematics(config: RunConfig | dict[str, Any], random: bool) -> dict[str, A
     return kept
 
 
-def normalised_together(config: RunConfig) -> tuple[int, int] | None:
+def normalised_together(config: RunConfig | dict[str, Any]) -> tuple[int, int] | None:
     """Which rows have common batch statistics where those are synchronised; part of the mathematics of a run under way.
 
     Returns:
         Processes and rows of a micro-batch. None where it is always the same: the whole global batch, or where each
         process has statistics of its own micro-batches.
     """
-    layout = config.layout
-    if not (layout.sync_batch_norm and isinstance(layout.micro_batch, int) and isinstance(layout.world_size, int)):
+    values = flat(plain(config) if isinstance(config, RunConfig) else config)
+    world, micro_batch = values["layout.world_size"], values["layout.micro_batch"]
+    if not (values.get("layout.sync_batch_norm") and isinstance(micro_batch, int) and isinstance(world, int)):
         return None
-    whole = layout.world_size * layout.micro_batch == config.train.global_batch
-    return None if whole else (layout.world_size, layout.micro_batch)
+    return None if world * micro_batch == values["train.global_batch"] else (world, micro_batch)
 
 
 def changes(
@@ -81,18 +80,6 @@ def changes(
     keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     there, here = ({**flat(plain(c) if isinstance(c, RunConfig) else c), **m} for c, m in ((old, before), (new, after)))
     return {key: (there.get(key), here.get(key)) for key in keys}
-
-
-def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """What two flat configurations, versions or the like do not agree in, as a part of a sentence; empty if nothing.
-
-    >>> differing({"a": 1, "b": 2}, {"a": 1, "c": 3})
-    'b, c: b is 2 here and None there'
-    """
-    keys = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
-    if not keys:
-        return ""
-    return f"{', '.join(keys[:5])}: {keys[0]} is {here.get(keys[0])!r} here and {there.get(keys[0])!r} there"
 
 
 def digest(config: RunConfig) -> str:

@@ -30,6 +30,8 @@ EVENT_NAMES = frozenset(
         "masked",
         "recompiled",
         "unsaved_since",
+        "changed",
+        "fallback",
     }
 )
 
@@ -40,8 +42,10 @@ class Run(Settings):
     name: str | None = Field(None, description="folder of the run; null makes a new one from the recipe and the time")
     dir: Path = Field(Path("runs"), description="folder that holds all runs")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew"
+    resume: Literal["auto", "never", "must", "exact"] = Field(
+        "auto",
+        description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew; exact: "
+        "as must, on the same layout, versions and environment, from the newest checkpoint and no other",
     )
     allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
 
@@ -51,8 +55,13 @@ class Run(Settings):
             raise ValueError(f"run.name must be the name of one folder, not {self.name!r}; use run.dir for the place")
         if self.name is not None and not self.name.isprintable():  # it stands in lines, commands and URLs
             raise ValueError(f"run.name={self.name!r} has characters that cannot be printed; choose another")
-        if self.resume == "must" and self.name is None:
-            raise ValueError("run.resume=must needs run.name: which run?")
+        if self.resume in ("must", "exact") and self.name is None:
+            raise ValueError(f"run.resume={self.resume} needs run.name: which run?")
+        if self.resume == "exact" and self.allow_change:
+            raise ValueError(
+                f"run.resume=exact allows no change, but run.allow_change=[{','.join(self.allow_change)}]; leave it "
+                "out, or use run.resume=must"
+            )
         return self
 
 
@@ -283,6 +292,9 @@ class Checkpoint(Settings):
     keep_every: PositiveInt | None = Field(None, description="checkpoints of steps that this divides are kept, too")
     keep_best: KeepBest | None = Field(None, description="the best checkpoint by a metric is kept, too")
     at_end: bool = True
+    final: Literal["everything", "model"] = Field(
+        "everything", description="what the checkpoint of the end holds; model: weights alone, which cannot be resumed"
+    )
     background: bool = Field(True, description="write while training goes on; takes memory for one copy of the state")
     on_failure: Literal["stop", "continue"] = Field(
         "stop", description="continue: go on when a checkpoint could not be written, say so, and try again when due"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -61,6 +61,7 @@ class Ledger:
         path = folder / FOLDER / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         self._chain, torn = _recover(path)
+        self._consumed = 0
         self._held: list[str] = []
         self._file = path.open("a", encoding="utf-8")
         marker = {"start": start, "first": first, "world_size": world_size, "rank": rank}
@@ -90,6 +91,7 @@ class Ledger:
         masked = [sample for part in made for sample in part.masked]
         if masked:
             line["masked"] = [[m.slot, m.row, m.epoch, m.first, m.reason[:_REASON]] for m in masked]
+        self._consumed = (self._consumed + total * _factor(step)) % (1 << 64)
         self._write(line)
         if len(self._held) >= _EVERY:
             self._pour()
@@ -98,6 +100,11 @@ class Ledger:
         """Have everything on disk; before a checkpoint, which must not know more than the ledger."""
         self._pour()
         os.fsync(self._file.fileno())
+
+    def mark(self) -> dict[str, Any]:
+        """Where the flushed file of this process stands, for a checkpoint: see `joined`."""
+        size = os.fstat(self._file.fileno()).st_size
+        return {"file": Path(self._file.name).name, "bytes": size, "chain": self._chain, "consumed": self._consumed}
 
     def _write(self, line: dict[str, Any]) -> None:
         body = json.dumps(line, separators=(",", ":"))
@@ -108,6 +115,63 @@ class Ledger:
         self._file.write("".join(self._held))
         self._file.flush()
         self._held.clear()
+
+
+def joined(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint keeps of the ledger.
+
+    Args:
+        before: the same of the checkpoint from which the run goes on.
+        marks: of all processes, since then.
+
+    Returns:
+        `consumed`, a digest of the samples of all steps so far, which depends neither on the processes nor on
+        interruptions; and how far each file goes, with the digest of its last line.
+    """
+    start: Mapping[str, Any] = before or {"consumed": "0", "files": {}}
+    total = int(start["consumed"], 16) + sum(mark["consumed"] for mark in marks)
+    files = {mark["file"]: {"bytes": mark["bytes"], "chain": mark["chain"]} for mark in marks}
+    return {"consumed": f"{total % (1 << 64):016x}", "files": {**start["files"], **files}}
+
+
+def missing(folder: Path, kept: Mapping[str, Any]) -> list[str]:
+    """Files that a checkpoint knows of and that are not there."""
+    return [name for name in kept["files"] if not (folder / FOLDER / name).is_file()]
+
+
+def fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
+    """Why a file is not what it was when a checkpoint was written, or None; what was added since is not looked at.
+
+    Args:
+        folder: of the run.
+        name: of the file.
+        until: how far the checkpoint knows it.
+    """
+    with (folder / FOLDER / name).open("rb") as file:
+        content = file.read(until["bytes"])
+    chain, step = "", "its first line"
+    for number, raw in enumerate(content.splitlines(), start=1):
+        body, said = _parted(raw.decode("utf-8", errors="replace"))
+        if body is None or said != _chained(chain, body):
+            place = _step_of(raw) or f"after {step}"
+            return f"{name}, line {number} ({place}) is not what was written, or lines before it are missing"
+        chain, step = said, _step_of(raw) or step
+    if len(content) < until["bytes"]:
+        return f"{name} ends after {step}, and the checkpoint knows {until['bytes'] - len(content)} bytes more"
+    return None if chain == until["chain"] else f"{name} is of another run: {step} is not what the checkpoint knows"
+
+
+def _step_of(line: bytes) -> str | None:
+    """The step of a line, counted from 1 as everywhere outside of this file, as part of a sentence."""
+    try:
+        return f"step {int(json.loads(line)['step']) + 1}"
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _factor(step: int) -> int:
+    """An odd number for each step, so that the same samples in other steps add up to something else."""
+    return int(mix(np.array([step], dtype=np.uint64))[0]) | 1
 
 
 @dataclass(frozen=True)

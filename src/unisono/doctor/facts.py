@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from unisono.launch import folder, network
+from unisono.config import surroundings
+from unisono.launch import network
 from unisono.launch.network import Interface
 from unisono.place import cores
 
@@ -118,7 +119,7 @@ def _versions(kind: str) -> dict[str, str]:
     import torch
 
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    found = {**folder.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
+    found = {**surroundings.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
     found["torch"] = torch.__version__  # with its build
     with suppress(Exception):  # each of these is there on some builds only
         if torch.version.cuda:

@@ -130,8 +130,11 @@ class Engine(Protocol):
         """The pieces of the state that this process has to save; those of all processes make it whole."""
         ...
 
-    def load(self, reader: Reader) -> None:
-        """Take over a saved state. Every array must be there, with its shape, and no other."""
+    def load(self, reader: Reader, weights_only: bool = False) -> None:
+        """Take over a saved state. Every array must be there, with its shape, and no other.
+
+        Or the weights and their moving average alone, where no update is to follow.
+        """
         ...
 
     def close(self) -> None:

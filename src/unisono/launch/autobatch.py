@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from unisono.config import fingerprint, fitting, resolve
+from unisono.config import code, fingerprint, fitting, resolve, surroundings
 from unisono.config.schema import RunConfig
 from unisono.config.split import divisors
 from unisono.engines.torch import devices
 from unisono.errors import ConfigError
 from unisono.files import cache_dir, write_whole
-from unisono.launch import code, folder, local, memory, probe
+from unisono.launch import local, memory, probe
 from unisono.place import cores
 
 _STARTS = 6  # of processes: as often as that one may run out of memory
@@ -169,7 +169,7 @@ def _key(config: RunConfig) -> str:
         "mathematics": fingerprint.digest(config),
         "layout": layout,
         "code": code.digests(config.recipe),
-        "versions": folder.versions(),
+        "versions": surroundings.versions(),
         "device": devices.product(config.layout.device),
         "cores": cores(),
     }

@@ -12,20 +12,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from unisono.checkpoint import commit, owner, restore
-from unisono.config import fingerprint, resolve
+from unisono.checkpoint import about, commit, owner, restore, resume
+from unisono.config import fingerprint, resolve, surroundings
 from unisono.config.schema import RunConfig
-from unisono.errors import RunError
+from unisono.errors import CheckpointError, RunError
 from unisono.files import TEMPORARY, write_whole
 from unisono.supervise import lease, space
 from unisono.task import Task
-from unisono.version import __version__
 
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
@@ -63,42 +61,43 @@ def check(config: RunConfig) -> RunConfig:
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
     harmless = {lease.FOLDER, CERTIFICATE, owner.KEPT}
-    there = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
-    others = set(there) - harmless
+    inside = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
+    others = set(inside) - harmless
     if others and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
-    newest = commit.find(folder / "checkpoints")[-1:]
-    if newest:
-        space.check(folder, config, space.of_newest(folder), 1)
-    if config.checkpoint.upload is not None:
-        newest = restore.begun(folder) or newest  # it is newer, and about to be there
-    if config.run.resume == "must" and not newest:
-        raise RunError(f"{folder} has no checkpoint to resume from, and run.resume=must; start it with run.resume=auto")
-    if not (folder / "config.yaml").is_file():
-        return config
-    if config.run.resume == "never":
+    if config.run.resume == "never" and (folder / "config.yaml").is_file():
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
         )
-    old = resolve.read(folder / "config.yaml", moved=config.recipe)
-    random = any(commit.read(path).state["random"] for path in newest)
+    newest, damaged = resume.newest_readable(folder / "checkpoints")
+    if newest is not None:
+        space.check(folder, config, space.of_newest(folder), 1)
+    if config.checkpoint.upload is not None and (begun := restore.begun(folder)):  # newer, and about to be there
+        newest, damaged = commit.read(begun[-1]), []
+    if config.run.resume == "exact" and damaged:
+        raise CheckpointError(f"{damaged[0].why} {resume.NO_OTHER}")
+    if newest is None and damaged:
+        raise resume.none_whole(folder / "checkpoints", damaged)
+    if config.run.resume in ("must", "exact") and newest is None:
+        raise resume.nothing_there(folder, config)
+    if not (folder / "config.yaml").is_file():
+        about.check_names(config)
+        return config
+    there: about.About
+    if newest is not None:
+        there, random = newest.about, bool(newest.state["random"])
+    else:  # interrupted before its first checkpoint
+        random = False
+        there = {"config": fingerprint.plain(resolve.read(folder / "config.yaml", moved=config.recipe))}
+    about.check_names(config, there["config"])
+    old = about.filled(there["config"], config)
+    before = old["layout"]["micro_batch"]
     whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
     open_ = not isinstance(config.layout.micro_batch, int)
-    if open_ and (random or (_divides(old.layout.micro_batch, config) and not whole)):
-        config = config.model_copy(
-            update={"layout": config.layout.model_copy(update={"micro_batch": old.layout.micro_batch})}
-        )
-    changed = {
-        key: pair
-        for key, pair in fingerprint.changes(old, config, random).items()
-        if key not in config.run.allow_change
-    }
-    if changed:
-        listed = "\n".join(f"  {key}: {before!r} there, {after!r} here" for key, (before, after) in changed.items())
-        raise RunError(
-            f"{folder} already holds another run:\n{listed}\nChoose another run.name, or go on with these changes by "
-            f"run.allow_change=[{','.join(changed)}]"
-        )
+    kept = random or config.run.resume == "exact" or (_divides(before, config) and not whole)
+    if open_ and kept:
+        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": before})})
+    about.refuse(str(folder), about.compare(there, about.of(config), config, random), config)
     together = fingerprint.normalised_together(old), fingerprint.normalised_together(config)
     if together[0] != together[1] and "layout.micro_batch" not in config.run.allow_change:
         raise RunError(
@@ -158,11 +157,11 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, 
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
         values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
-        write_whole(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+        _write_config(folder, yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
-            "versions": versions(),
+            "versions": surroundings.versions(),
             "host": platform.node(),
         }
         write_whole(folder / FILES, json.dumps(files or {}, indent=1) + "\n")  # first, as the other one is looked for
@@ -192,21 +191,20 @@ def _same_data(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> No
             )
 
 
+def _write_config(folder: Path, text: str) -> None:
+    """Write `config.yaml`, and keep what stood there as `config.0001.yaml`, `config.0002.yaml`, … if it was another."""
+    path = folder / "config.yaml"
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    if before is not None and before != text:
+        earlier = [int(number) for old in folder.glob("config.*.yaml") if (number := old.name.split(".")[1]).isdigit()]
+        write_whole(folder / f"config.{max(earlier, default=0) + 1:04d}.yaml", before)
+    write_whole(path, text)
+
+
 def path_of(config: RunConfig) -> Path:
     """Where a named run lies."""
     assert config.run.name is not None
     return config.run.dir / config.run.name
-
-
-def versions() -> dict[str, str]:
-    """Versions of whatever could change what a run computes."""
-    names = ("torch", "numpy", "transformers", "tokenizers", "peft", "pydantic", "safetensors", "flash_attn")
-    installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    return {
-        "unisono": __version__,
-        "python": platform.python_version(),
-        **{n: metadata.version(n) for n in names if n in installed},
-    }
 
 
 def _unwritable(folder: Path, error: OSError) -> RunError:

@@ -30,7 +30,7 @@ _GRACE = 10.0  # seconds for this node's processes to notice by themselves that 
 
 
 class Meeting:
-    """All nodes of a job as one party; a `unisono.place.Group` whose ranks are nodes.
+    """All nodes of a job as one party; a `unisono.place.Party` whose ranks are nodes.
 
     Attributes:
         rank: of this node.

@@ -7,21 +7,19 @@ checkpoint.
 
 from __future__ import annotations
 
-import platform
 import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.config import fingerprint
+from unisono.checkpoint import about
 from unisono.config.schema import RunConfig
 from unisono.errors import RunError
 from unisono.files import write_whole
-from unisono.launch import code, folder, network
+from unisono.launch import network
 from unisono.launch.meeting import Meeting
 from unisono.place import Node
 
@@ -44,27 +42,8 @@ def agree(meeting: Meeting, config: RunConfig) -> Node:
     Raises:
         RunError: naming two nodes and what they differ in, or two that cannot reach each other.
     """
-    values = fingerprint.flat(fingerprint.plain(config))
-    mine = {
-        "the configuration": {key: value for key, value in values.items() if key not in _OWN},
-        "the versions": folder.versions(),
-        "the code": code.digests(config.recipe),
-    }
-    told = meeting.gather({"host": platform.node(), "given": mine}, "the configuration and code of all nodes")
-    for rank, other in enumerate(told):
-        for what, first in told[0]["given"].items():
-            if differing := _differing(what, first, other["given"][what]):
-                raise RunError(
-                    f"node 0 ({told[0]['host']}, here) and node {rank} ({other['host']}, there) differ in {what}: "
-                    f"{differing}. Start all nodes with one command, one environment and one copy of the code"
-                )
+    about.agree(meeting, about.given(config, _OWN), "node")
     return _connected(meeting, config)
-
-
-def _differing(what: str, first: dict[str, Any], other: dict[str, Any]) -> str:
-    if what == "the code":
-        return "; ".join(code.changes(first, other)[:5])
-    return fingerprint.differing(first, other)
 
 
 def _connected(meeting: Meeting, config: RunConfig) -> Node:
@@ -156,20 +135,6 @@ def shared(path: Path, token: str) -> None:
         raise RunError(
             f"{path} cannot be written to from this node: {error.strerror}; choose another run.dir"
         ) from error
-
-
-def same_data(facts: Sequence[Mapping[str, Any]]) -> None:
-    """See that all nodes have the same data.
-
-    Args:
-        facts: of every node's task.
-
-    Raises:
-        RunError: naming a node whose data are not those of node 0.
-    """
-    for rank, theirs in enumerate(facts):
-        if differing := fingerprint.differing(facts[0], theirs):
-            raise RunError(f"node 0 (here) and node {rank} (there) have different data, in {differing}")
 
 
 def _holds(path: Path, token: str) -> bool:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint import about
 from unisono.checkpoint.restore import Restore
 from unisono.config import resolve, secrets
 from unisono.config.compose import Composed, compose
@@ -216,8 +217,8 @@ def outcome(path: Path) -> Any:
     from unisono.trainer import Result
 
     seen = events.read(path / "events.jsonl")
-    steps = [event for event in seen if "loss" in event and not event.get("eval")]
-    last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
+    steps = events.steps(seen)
+    last: Mapping[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
     return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
 
 
@@ -310,7 +311,7 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
         )[0]
         path = Path(told)
         facts = all_nodes.everywhere(sees, "all nodes to prepare the data")
-        nodes.same_data(facts)
+        about.agree(all_nodes, {"the data": facts[node.rank]}, "node")
         nodes.unmark(path, node)
         here = config.layout.world_size // node.count
         config = resolve.read(path / "config.yaml")

@@ -16,17 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono import pulse
-from unisono.config import fingerprint, resolve, secrets
+from unisono.checkpoint import about
+from unisono.config import resolve, secrets
 from unisono.config.schema import RunConfig
-from unisono.errors import (
-    ConfigError,
-    MemoryExhaustedError,
-    NonFiniteError,
-    Preempted,
-    RunError,
-    SaveError,
-    UnisonoError,
-)
+from unisono.errors import MemoryExhaustedError, NonFiniteError, Preempted, RunError, SaveError, UnisonoError
 from unisono.launch import environment
 from unisono.observe import logs
 from unisono.place import Alone, Group, Place
@@ -37,11 +30,11 @@ _HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom
 
 
 def join(config: RunConfig, place: Place) -> Group:
-    """Meet the other processes, if there can be any, and agree with them on the configuration.
+    """Meet the other processes, if there can be any, and agree with them on what they were given.
 
     Raises:
         DeadlineError: naming ranks that did not appear.
-        ConfigError: naming the keys in which ranks differ.
+        RunError: naming two ranks and the entries in which they differ.
     """
     if config.layout.threads is not None:
         import torch
@@ -54,13 +47,7 @@ def join(config: RunConfig, place: Place) -> Group:
     environment.complete(place)
     device = devices.device_of(config.layout.device, place)
     group = collective.start(place, device, config.launch.timeout, config.launch.start_timeout)
-    mine = {k: v for k, v in fingerprint.flat(fingerprint.plain(config)).items() if k != "run.name"}
-    for rank, theirs in enumerate(group.gather(mine, "the configuration of all ranks")):
-        if differing := fingerprint.differing(mine, theirs):
-            raise ConfigError(
-                f"ranks {place.rank} and {rank} were given different configurations, in {differing}. Start all "
-                "processes with one command."
-            )
+    about.agree(group, about.given(config))
     return group
 
 

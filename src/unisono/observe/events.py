@@ -10,11 +10,14 @@ from typing import IO, Any
 
 from unisono.files import write_whole
 
+NOTES = frozenset({"changed", "fallback"})  # events that say where and how a run went on
+
 
 class Events:
     """An append-only file of JSON lines.
 
     A resumed run takes back the lines of steps that it will make again, so that every step stands in the file once.
+    What says where it went on before, and how, stays.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
@@ -22,7 +25,8 @@ class Events:
         kept = []
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step(line) is not None and _step(line) <= first_step]  # type: ignore[operator]
+            kept = [line for line in lines if (step := _step(line)) is not None and (step <= first_step or _note(line))]
+        self._notes = {line for line in kept if _note(line)}
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -31,6 +35,11 @@ class Events:
         assert self._file is not None
         self._file.write(json.dumps({name: _plain(value) for name, value in event.items()}) + "\n")
         self._file.flush()
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Append what is no step and stays whatever is made again, one of `NOTES`; the same is written once."""
+        if json.dumps(event) not in self._notes:
+            self.write(event)
 
     def close(self) -> None:
         """Close the file."""
@@ -50,10 +59,19 @@ def append(path: Path, event: Mapping[str, Any]) -> None:
         file.write("\n" * (not text.endswith(b"\n") and bool(text)) + json.dumps(dict(event)) + "\n")
 
 
+def steps(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the events that are steps."""
+    return [event for event in events if "loss" in event and not event.get("eval")]
+
+
 def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Loss and metrics of the newest evaluation among events, or nothing."""
     newest: Mapping[str, Any] = next((event for event in reversed(events) if event.get("eval")), {})
     return {name: value for name, value in newest.items() if name not in ("step", "eval", "rows", "seconds")}
+
+
+def _note(line: str) -> bool:
+    return bool(NOTES & json.loads(line).keys())
 
 
 def _step(line: str) -> int | None:

@@ -110,9 +110,9 @@ class Record:
         self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
-        """What happened to a checkpoint, in `events.jsonl` alone."""
+        """Keep in `events.jsonl` alone what happened to a checkpoint, or how a run went on, after `step` updates."""
         if self._events is not None:
-            self._events.write({"step": step, **values})
+            self._events.note({"step": step, **values})
 
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         if self._events is not None:

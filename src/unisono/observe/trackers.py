@@ -200,13 +200,25 @@ def open_(
     return Trackers(names, run, timeout)
 
 
+def ids(folder: Path) -> dict[str, str]:
+    """The ids of a run's tracked runs, by tracker, for its checkpoints; nothing where it has none."""
+    path = folder / IDS
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def restore(folder: Path, kept: Mapping[str, str]) -> None:
+    """Write the ids that a checkpoint keeps down again where they are gone; what is there counts more."""
+    known = ids(folder)
+    if kept.keys() - known.keys():
+        write_whole(folder / IDS, json.dumps({**kept, **known}, indent=1) + "\n")
+
+
 def _ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """The id of each tracked run, as it was when the run began; those of trackers that are new here are made."""
-    path = folder / IDS
-    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = ids(folder)
     missing = {name: uuid.uuid4().hex[:12] for name in names if name not in known}
     if missing:
-        write_whole(path, json.dumps({**known, **missing}, indent=1) + "\n")
+        write_whole(folder / IDS, json.dumps({**known, **missing}, indent=1) + "\n")
     return {**known, **missing}
 
 

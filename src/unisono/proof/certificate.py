@@ -19,13 +19,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from unisono.config import fingerprint, secrets
+from unisono.config import code, fingerprint, secrets, surroundings
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.engines.torch import devices
 from unisono.errors import RunError
 from unisono.files import write_whole
-from unisono.launch import code, folder
+from unisono.launch import folder
 from unisono.proof.cases import Proof
 from unisono.proof.comparison import Mark
 from unisono.proof.verdict import Verdict, exit_code
@@ -187,7 +187,7 @@ class Here:
         """The run that this process is about to start."""
         device = devices.product(config.layout.device)
         data = None if facts is None else json.loads(json.dumps(dict(facts), default=str))
-        return cls(config, code.digests(config.recipe), folder.versions(), device, data)
+        return cls(config, code.digests(config.recipe), surroundings.versions(), device, data)
 
     def misfits(self, certificate: Certificate) -> list[str]:
         """Every way in which a certificate is not one of this run."""

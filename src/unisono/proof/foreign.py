@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from unisono.config import code, surroundings
 from unisono.errors import ConfigError
-from unisono.launch import code, environment, local, start
-from unisono.launch import folder as run_folder
+from unisono.launch import environment, local, start
 from unisono.proof import certificate, comparison, prove, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Compared, Difference
@@ -227,4 +227,4 @@ def _by(worst: Difference) -> str:
 def _versions() -> dict[str, str]:
     installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
     libraries = {"accelerate", "lightning", "lightning-fabric"} & installed
-    return {**run_folder.versions(), **{name: importlib.metadata.version(name) for name in sorted(libraries)}}
+    return {**surroundings.versions(), **{name: importlib.metadata.version(name) for name in sorted(libraries)}}

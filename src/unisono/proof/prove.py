@@ -12,12 +12,11 @@ from typing import Any
 
 import yaml
 
-from unisono.config import fingerprint
+from unisono.config import code, fingerprint, surroundings
 from unisono.config.optimizers import Sgd
 from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError, KernelError, RunError
-from unisono.launch import code, local, start
-from unisono.launch import folder as run_folder
+from unisono.launch import local, start
 from unisono.proof import certificate, comparison, diagnose, worker
 from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.trace import QUANTITIES, Trace, folder_of
@@ -245,7 +244,7 @@ def about(config: RunConfig, proof: Proof, facts: dict[str, Any]) -> dict[str, A
         "config": fingerprint.plain(config),
         "proof": json.loads(proof.model_dump_json()),
         "data": facts,
-        "versions": run_folder.versions(),
+        "versions": surroundings.versions(),
         "hardware": certificate.hardware(),
     }
 

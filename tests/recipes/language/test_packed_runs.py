@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_with_the_same_losses_on_another_number_of_pr
 
 
 def _losses(folder: Path) -> list[float]:
-    return [event["loss"] for event in events.read(folder / "events.jsonl") if not event.get("eval")]
+    return [event["loss"] for event in events.steps(events.read(folder / "events.jsonl"))]
 
 
 def _train(texts: Path, runs: Path, **more: Any) -> list[float]:

@@ -555,9 +555,13 @@ class TorchEngine:
         pieces += self._adapter.shards() if self._place.is_first else []
         return pieces
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: Reader, weights_only: bool = False) -> None:
         """Take over a saved state; see `Engine.load`."""
         self._adapter.check_base(reader)
+        if weights_only:
+            tensors.load(self._adapter.kept(tensors.of_model(self._step.model)), reader, kinds=("model/",))
+            self._average.load(reader)
+            return
         tensors.make_optimizer_state(self._optimizer, self._step.model, reader)
         tensors.load(self._named(), reader)
         self._average.load(reader)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import tasks
-from unisono.config import resolve
-from unisono.launch import code
+from unisono.config import code, resolve
 
 TASK = """
 import json

@@ -34,10 +34,12 @@ def digests(recipe: str) -> dict[str, str]:
     root = Path(__file__).resolve().parents[1]
     files = {f"unisono/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
     place = resolve.TASKS.get(recipe, recipe).rpartition(":")[0]
-    if place.endswith(".py"):
+    if place.endswith(".py") and not Path(place).is_file():
+        pass  # a task whose file is gone, or was never one, has no code that could be read
+    elif place.endswith(".py"):
         path = Path(place).resolve()
         files |= _project(resolve.in_package(path)[1] or path.stem, path)
-    else:
+    elif place:  # else a recipe of no file, as callers of `unisono.trainer` may have it
         files |= _project(place, None)
     return {name: _digest(path) for name, path in files.items()}
 

@@ -1,0 +1,97 @@
+"""What a checkpoint keeps of the ledger: a digest of everything consumed, and how far each file goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data import made
+from tests.data.made import BATCH, WithBad
+from tests.data.test_audit import _edited, _lines, _write
+from unisono.config.split import Split
+from unisono.data import ledger
+from unisono.data.ledger import Ledger
+from unisono.data.loader import Loader
+
+STEPS = 4
+
+
+def kept(folder: Path, first: int, last: int, world: int = 1, before: Any = None, seed: int = 0) -> dict[str, Any]:
+    """Make steps on so many processes; returns what a checkpoint after them keeps."""
+    folder.mkdir(exist_ok=True)
+    marks = []
+    for rank in range(world):
+        with Ledger(folder, rank, world, first, f"{first}") as book:
+            task, plan = WithBad(), made.plan()
+            loader = Loader(task, task.data(), plan, Split.of(BATCH, world, 2), rank, on_error="mask", contents=True)
+            steps = loader.steps(first + seed)
+            for step in range(first, last):
+                book.step(step, next(steps))
+            loader.close()
+            book.flush()
+            marks.append(book.mark())
+    return ledger.joined(before, marks)
+
+
+def test_the_digest_depends_neither_on_processes_nor_on_interruptions(tmp_path: Path) -> None:
+    whole = kept(tmp_path / "whole", 0, STEPS)
+    assert whole["consumed"] == kept(tmp_path / "three", 0, STEPS, 3)["consumed"]
+    part = kept(tmp_path / "parts", 0, 2, 2)
+    later = kept(tmp_path / "parts", 2, STEPS, 1, part)
+    assert later["consumed"] == whole["consumed"]
+    assert later["files"].keys() == {"rank-00000.jsonl", "rank-00001.jsonl"}
+    assert part["consumed"] != whole["consumed"]
+
+
+def test_other_samples_or_the_same_in_other_steps_have_another_digest(tmp_path: Path) -> None:
+    whole = kept(tmp_path / "whole", 0, STEPS)["consumed"]
+    assert kept(tmp_path / "later", 0, STEPS, seed=1)["consumed"] != whole
+    twice = kept(tmp_path / "twice", 0, 2, before=kept(tmp_path / "twice", 0, STEPS))["consumed"]
+    assert twice != whole
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> dict[str, Any]:
+    """A ledger that a checkpoint knows, and that went on afterwards."""
+    known = kept(tmp_path, 0, STEPS, 2)
+    kept(tmp_path, STEPS, STEPS + 1, 2, known)
+    return known
+
+
+def fault(folder: Path, known: dict[str, Any], rank: int = 0) -> str | None:
+    name = f"rank-{rank:05d}.jsonl"
+    return ledger.fault(folder, name, known["files"][name])
+
+
+def test_a_ledger_that_went_on_is_that_of_the_checkpoint(tmp_path: Path, known: dict[str, Any]) -> None:
+    assert [fault(tmp_path, known, rank) for rank in (0, 1)] == [None, None]
+    assert ledger.missing(tmp_path, known) == []
+
+
+def test_a_line_that_was_changed_is_named_with_its_step(tmp_path: Path, known: dict[str, Any]) -> None:
+    lines = _lines(tmp_path)
+    assert json.loads(lines[3])["step"] == 2
+    lines[3] = _edited(lines[3], content="0" * 16)
+    _write(tmp_path, lines)
+    assert str(fault(tmp_path, known)).startswith("rank-00000.jsonl, line 4 (step 3) is not what was written")
+    assert fault(tmp_path, known, 1) is None
+
+
+def test_a_ledger_that_was_written_anew_is_another(tmp_path: Path, known: dict[str, Any]) -> None:
+    lines = _lines(tmp_path)
+    lines[3] = _edited(lines[3], content="0" * 16)
+    _write(tmp_path, lines, chained=True)
+    assert "is of another run: step 4 is not what the checkpoint knows" in str(fault(tmp_path, known))
+
+
+def test_a_ledger_that_lacks_its_end_says_after_which_step(tmp_path: Path, known: dict[str, Any]) -> None:
+    _write(tmp_path, _lines(tmp_path)[:4])
+    assert "rank-00000.jsonl ends after step 3, and the checkpoint knows" in str(fault(tmp_path, known))
+
+
+def test_a_file_that_is_gone_is_missing(tmp_path: Path, known: dict[str, Any]) -> None:
+    (tmp_path / "ledger" / "rank-00001.jsonl").unlink()
+    assert ledger.missing(tmp_path, known) == ["rank-00001.jsonl"]
