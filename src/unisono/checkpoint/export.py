@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unisono.checkpoint import commit, forms, sharded
 from unisono.checkpoint.forms import Form, Output
-from unisono.checkpoint.sharded import Entry, File
+from unisono.checkpoint.sharded import CODES, DTYPES, Entry, File
 from unisono.config.export_verb import Export
 from unisono.config.schema import Lora
 from unisono.errors import CheckpointError, RunError, ranges
@@ -114,7 +114,7 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
             if len(shares) == 1:
                 _write(plan, temporary, {file.name for file in plan.files})
             else:
-                _write_together([str(path), str(folder), words.model_dump_json(), str(temporary)], shares)
+                _write_together(plan, [str(path), str(folder), words.model_dump_json(), str(temporary)], shares)
             if plan.form.indexed or len(plan.files) > 1:
                 name = f"{plan.form.stem}.safetensors.index.json"
                 (temporary / name).write_text(sharded.index(plan.files), encoding="utf-8")
@@ -308,7 +308,9 @@ class _Content:
 def _cast(block: Tensor, entry: Entry) -> Tensor:
     """A block in another dtype, if it can be had in it."""
     made = block.to(entry.dtype)
-    if made.dtype != block.dtype and bool((made.isfinite() != block.isfinite()).any()):
+    if made.dtype == block.dtype or bool(made.isfinite().all()):
+        return made
+    if not torch.equal(made.isfinite(), block.isfinite()):
         raise CheckpointError(
             f"'{entry.name}' has values up to {float(block[block.isfinite()].abs().max()):.3g}, which "
             f"{str(entry.dtype).removeprefix('torch.')} cannot hold; choose another dtype"
@@ -319,14 +321,23 @@ def _cast(block: Tensor, entry: Entry) -> Tensor:
 # several processes --------------------------------------------------------------------------------------------------
 
 
-def _write_together(job: list[str], shares: Sequence[list[str]]) -> None:
-    """Write the files of a plan, each process its own; the first that fails ends the others."""
+def _write_together(plan: _Plan, job: list[str], shares: Sequence[list[str]]) -> None:
+    """Write the files of a plan, each process its own; the first that fails ends the others.
+
+    Where every tensor is an array as it is, a process is told its part of the plan, and imports nothing to make one.
+    """
+    sources = {output.entry.name: output.source for output in plan.form.outputs if output.made is None}
+    alike = len(sources) == len(plan.form.outputs)
     context = multiprocessing.get_context("spawn")
     running: dict[Connection, Any] = {}
     try:
         for names in shares:
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_share, args=(json.dumps([*job, names]), theirs), daemon=True)
+            own = [file for file in plan.files if file.name in names]
+            told = [
+                [f.name, [[e.name, CODES[e.dtype], e.shape, sources[e.name]] for e in f.entries]] for f in own if alike
+            ]
+            process = context.Process(target=_share, args=(json.dumps([*job, names, told]), theirs), daemon=True)
             process.start()
             theirs.close()
             running[mine] = process
@@ -367,11 +378,15 @@ def _hear(connection: Connection, process: Any) -> None:
 def _share(job: str, connection: Connection) -> None:
     """One process's part: it plans as the others do, and writes the files that are its own."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    path, folder, words, temporary, names = json.loads(job)
+    path, folder, words, temporary, names, told = json.loads(job)
     torch.set_num_threads(1)
     fault: list[Any] | None = None
     try:
-        plan = _plan_of(Path(path), Path(folder), Export.model_validate_json(words))
+        plan = (
+            _plan_told(Path(path), told)
+            if told
+            else _plan_of(Path(path), Path(folder), Export.model_validate_json(words))
+        )
         _write(plan, Path(temporary), set(names))
     except OSError as error:
         fault = ["os", error.errno, error.strerror, error.filename]
@@ -380,6 +395,18 @@ def _share(job: str, connection: Connection) -> None:
     except Exception:
         fault = ["bug", 0, traceback.format_exc(), None]
     connection.send_bytes(json.dumps(fault).encode())
+
+
+def _plan_told(path: Path, told: list[Any]) -> _Plan:
+    """The part of a plan that is a process's own."""
+    files, outputs = [], []
+    for name, entries in told:
+        made = [Output(Entry(n, DTYPES[code], tuple(shape)), source) for n, code, shape, source in entries]
+        files.append(File(name, tuple(output.entry for output in made)))
+        outputs += made
+    checkpoint = commit.read(path)
+    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
+    return _Plan(Form("", tuple(outputs), "", False, lambda folder: None), files, reader)
 
 
 def _end_with_parent() -> None:

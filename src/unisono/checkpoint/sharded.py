@@ -27,7 +27,7 @@ CODES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LARGEST_INDEX = 256 << 20  # bytes; that of a model with a million tensors is smaller
 
 
@@ -159,10 +159,10 @@ class Sharded:
                 if name in self._where:
                     raise CheckpointError(f"{path}: {self._where[name].name} and {file.name} both have '{name}'")
                 view = opened.get_slice(name)
-                if view.get_dtype() not in _DTYPES:
+                if view.get_dtype() not in DTYPES:
                     raise CheckpointError(f"{file}: '{name}' is of dtype {view.get_dtype()}, which torch has not")
                 self._where[name] = file
-                self.entries.append(Entry(name, _DTYPES[view.get_dtype()], tuple(view.get_shape())))
+                self.entries.append(Entry(name, DTYPES[view.get_dtype()], tuple(view.get_shape())))
         for name, file_name in (where or {}).items():
             if self._where.get(name) != path / file_name:
                 raise CheckpointError(f"{path}: the index says that {file_name} has '{name}', and it has not")
