@@ -9,8 +9,9 @@ import shutil
 import signal
 import socket
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,6 +29,12 @@ from unisono.errors import CheckpointError, DataError
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of these tests lives on elsewhere, so none is waited for."""
+    monkeypatch.setattr(owner, "PATIENCE", 0.02)
 
 
 @pytest.fixture
@@ -207,6 +214,56 @@ def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: Sto
     assert not list(here.parent.rglob("outside"))
 
 
+class KilledError(BaseException):
+    pass
+
+
+def test_whenever_an_upload_is_killed_the_newest_whole_checkpoint_is_found_and_the_rest_is_sent_later(
+    there: Path, tmp_path: Path
+) -> None:
+    """Before every single write and removal of an upload that replaces one checkpoint by another."""
+    paths = commit.find(there / "checkpoints")[:2]
+    found: list[int] = []
+    for instant in range(100):
+        store = Store(f"memory://killed-{instant}")
+        sender = Upload(store, there, None, Retention(1))
+        sender.commit(paths[0], paths[0].name, commit.read(paths[0]).files)
+        (there / "config.yaml").write_text(f"recipe: test  # {instant}\n")  # described anew
+        calls = iter(range(1000))
+        originals = {name: getattr(Store, name) for name in ("put", "send", "remove")}
+
+        def killed(name: str, instant: int = instant, calls: Any = calls, originals: Any = originals) -> Any:
+            def act(*arguments: Any) -> Any:
+                if next(calls) == instant:
+                    raise KilledError
+                return originals[name](*arguments)
+
+            return act
+
+        whole = True
+        with ExitStack() as patched:
+            for name in originals:
+                patched.enter_context(mock.patch.object(Store, name, killed(name)))
+            try:
+                sender.commit(paths[1], paths[1].name, commit.read(paths[1]).files)
+            except KilledError:
+                whole = False
+        owner.claim(store, there)
+        (there / owner.KEPT).unlink()
+        here = tmp_path / f"here {instant}"
+        begun(store, here).finish()
+        found += steps(here)
+        assert is_of(commit.find(here / "checkpoints")[-1], found[-1])
+        assert (here / "config.yaml").read_text().startswith("recipe: test")
+        again = Upload(store, there, None, Retention(1))
+        again.commit(paths[1], paths[1].name, commit.read(paths[1]).files)
+        restored = restore.newest(store, tmp_path / f"again {instant}")
+        assert restored is not None and restored.step == 6 and store.names("checkpoints") == ["step-00000006"]
+        if whole:
+            break
+    assert found == sorted(found) and set(found) == {4, 6} and len(found) > 6
+
+
 # a whole run --------------------------------------------------------------------------------------------------------
 
 STEPS = 6
@@ -240,7 +297,6 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
 ) -> None:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(owner, "PATIENCE", 1.0)
     assert trained(tmp_path / "never stopped", monkeypatch) == 0
     upload = f"checkpoint.upload=s3://{stores.BUCKET}/runs"
     first, second, store = tmp_path / "first", tmp_path / "second", server.store("runs/a")

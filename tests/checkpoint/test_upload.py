@@ -408,7 +408,7 @@ def test_a_run_whose_last_checkpoint_is_not_there_in_the_end_says_so(
     folder = tmp_path / "run"
     folder.mkdir()
     beside = Beside(folder, server, uuid.uuid4().hex, upload_timeout=1.0, upload_required=required)
-    told = r"the checkpoint of step 4 is not in s3://.* \(nothing uploaded yet\); it is whole in "
+    told = r"the checkpoint of step 4 is not in s3://.* \(nothing uploaded since the start\); it is whole in "
     server.stop()
     try:
         beside.uploads.finished(save(folder / "checkpoints", 4))

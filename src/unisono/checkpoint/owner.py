@@ -117,6 +117,7 @@ def claim(store: Store, folder: Path) -> None:
             f"{store.url} was taken by another run in this moment: {_told(there or mine)}. Choose another run.name or "
             "checkpoint.upload"
         )
+    beat(store, mine["start"], 0)
     write_whole(folder / KEPT, json.dumps(mine, indent=1) + "\n", lasting=True)
 
 

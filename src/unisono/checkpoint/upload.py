@@ -55,6 +55,7 @@ def check(store: Store) -> None:
         store.put(name, content)
         found = store.get(name)
         store.remove(name)
+        store.get(name)  # S3 forbids it to those who may not list, and then nobody can say what is missing
     except FileNotFoundError as error:
         raise ConfigError(f"checkpoint.upload: {store.url} does not exist ({error}); make the bucket first") from error
     except DataError as error:
