@@ -71,6 +71,16 @@ HARMLESS = {
     "launch.rendezvous": "10.0.0.1:29400",
     "launch.interface": "eth0",
     "launch.desync": "false",
+    "launch.monitor": "false",
+    "launch.stuck_after": "3",
+    "launch.stuck_factor": "3",
+    "launch.deadlines.setup": "3",
+    "launch.deadlines.shape": "3",
+    "launch.deadlines.data": "3",
+    "launch.deadlines.save": "3",
+    "launch.deadlines.evaluate": "3",
+    "launch.straggler_factor": "3",
+    "launch.max_restarts": "3",
 }
 MATHEMATICS = {
     "run.seed": "1",

@@ -178,3 +178,47 @@ def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(t
     assert (one.run / record["stacks"] / "rank-00001.txt").is_file()
     assert commit.open_(commit.find(one.run / "checkpoints")[-1]).step == 2
     assert jobs.working_in(tmp_path) == []
+
+
+def test_a_rank_that_is_slower_than_the_others_is_named_and_not_ended(tmp_path: Path):
+    slow = jobs.SMALL.replace("time.sleep(self.config.sleep)", "time.sleep(self.config.sleep * rank)")
+    (tmp_path / "small.py").write_text(slow)
+    words = ("train.steps=90", "task.sleep=0.06", "checkpoint.every=null", "launch.straggler_factor=2")
+    done = jobs.unisono(*TRAIN, *words, cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"unisono: WARNING: rank 1 holds up the others: compute takes it [\d.]+ s a step", done.stderr)
+    assert "rank 0 holds up" not in done.stderr
+    assert "rank 1 holds up" in (tmp_path / "runs" / "a" / "logs" / "monitor-node-0.log").read_text()
+
+
+def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_processes(tmp_path: Path):
+    jobs.task_file(tmp_path)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0"]
+    done = jobs.finished(
+        [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", "--no-python", jobs.UNISONO, *words], tmp_path,
+        UNISONO_FAULT="rank=1,step=4,phase=forward,act=gil", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr  # torchrun has no other code
+    told = [line for line in done.stderr.splitlines() if line.startswith("unisono: error: ")]
+    assert len(told) == 1, done.stderr
+    assert "rank 1 (" in told[0]
+    assert "is stuck in step 4, compute, at " in told[0]
+    assert "rank 0 waits for the gradients of step 4" in told[0]
+    record = json.loads((tmp_path / "runs" / "a" / "logs" / "monitor-node-0.json").read_text())
+    assert record["code"] == 10
+    assert jobs.all_gone(tmp_path, 5)
+
+
+def test_a_launcher_that_is_killed_leaves_neither_processes_nor_a_monitor_nor_shared_memory(tmp_path: Path):
+    jobs.task_file(tmp_path)
+    (tmp_path / "marks").mkdir()
+    words = ("train.steps=500", "task.sleep=0.1", f"task.marks={tmp_path}/marks")
+    with jobs.started([jobs.UNISONO, *TRAIN, *words], tmp_path) as process:
+        ranks = jobs.training(tmp_path / "marks", 2)
+        (monitor,) = [p for p in procs.everyone() if p.parent == process.pid and "supervise.monitor" in line(p.pid)]
+        directory = Path(json.loads(Path(f"/proc/{monitor.pid}/cmdline").read_bytes().split(b"\0")[3])["directory"])
+        assert directory.is_dir()
+        process.kill()
+        jobs.wait_for(lambda: not any(procs.look(pid) for pid in (*ranks, monitor.pid)), 10)
+        assert not directory.exists()

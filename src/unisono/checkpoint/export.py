@@ -404,9 +404,8 @@ def _plan_told(path: Path, told: list[Any]) -> _Plan:
         made = [Output(Entry(n, DTYPES[code], tuple(shape)), source) for n, code, shape, source in entries]
         files.append(File(name, tuple(output.entry for output in made)))
         outputs += made
-    checkpoint = commit.read(path)
-    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
-    return _Plan(Form("", tuple(outputs), "", False, lambda folder: None), files, reader)
+    form = Form("", tuple(outputs), "", False, lambda folder: None)
+    return _Plan(form, files, commit.read(path).reader())
 
 
 def _end_with_parent() -> None:

@@ -363,7 +363,7 @@ class Deadlines(Settings):
 
     setup: Positive = Field(1800.0, description="before the first step: the model's making and its first compilation")
     shape: Positive = Field(300.0, description="the first step, and one with a new shape where models are compiled")
-    data: Positive = Field(300.0, description="the next micro-batch")
+    data: Positive = Field(600.0, description="the next micro-batch")
     save: Positive = Field(1800.0, description="writing a checkpoint or a step's records")
     evaluate: Positive = Field(600.0, description="between two batches of an evaluation")
 

@@ -28,7 +28,7 @@ from unisono.launch import environment, network
 from unisono.launch.environment import OURS
 from unisono.launch.watch import Watch, watching
 from unisono.place import Node
-from unisono.supervise import inject, preemption
+from unisono.supervise import preemption
 from unisono.supervise.judge import death
 
 TRAINS = "unisono.launch.worker"
@@ -64,7 +64,6 @@ def launch(
     threads: int,
     module: str = TRAINS,
     node: Node | None = None,
-    attempt: int = 0,
 ) -> None:
     """Start the processes of a run, this node's share of `layout.world_size`, and wait for them.
 
@@ -74,7 +73,6 @@ def launch(
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
         node: which one this is, where there are several.
-        attempt: how often these processes were started before.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -91,7 +89,6 @@ def launch(
     with (
         preemption.passed_on(lambda: _running(module), lambda: _kill(module), deadline) as asked,
         watch or nullcontext(),
-        _environment({inject.ATTEMPT: str(attempt)}),
     ):
         try:
             processes(module, folder, count, threads, config.recipe, loopback, node, watch, "SIGINT,SIGHUP,SIGQUIT")
@@ -170,7 +167,7 @@ def processes(
         signals_to_handle=signals,
     )
     try:
-        with _environment(variables):
+        with variables_set(variables):
             elastic_launch(settings, sys.executable)("-m", module, str(folder))
     except SignalException as error:
         raise KeyboardInterrupt from error
@@ -197,7 +194,7 @@ def _import_path(reference: str) -> str:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
     """This process's environment changed for the processes that it starts, and then as it was."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

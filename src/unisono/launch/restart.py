@@ -15,6 +15,7 @@ from unisono.config.schema import RunConfig
 from unisono.errors import DeadlineError, LostError, StuckError
 from unisono.launch import local
 from unisono.observe import events
+from unisono.supervise import inject
 
 AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code)
 
@@ -27,7 +28,8 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
     """
     for attempt in range(config.launch.max_restarts + 1):
         try:
-            local.launch(config, folder, threads, attempt=attempt)
+            with local.variables_set({inject.ATTEMPT: str(attempt)}):
+                local.launch(config, folder, threads)
             return
         except local.WorkerError as error:
             left = config.launch.max_restarts - attempt

@@ -37,7 +37,7 @@ class Limits:
     stuck_factor: float = 5.0
     setup: float = 1800.0
     shape: float = 300.0
-    data: float = 300.0
+    data: float = 600.0
     save: float = 1800.0
     evaluate: float = 600.0
 
