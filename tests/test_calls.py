@@ -60,6 +60,19 @@ def test_without_a_folder_a_ring_is_in_memory(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_ring_that_cannot_be_shared_is_kept_in_memory_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calls.os, "posix_fallocate", full)
+    log = Log(0, tmp_path)
+    noting(log, Members("0", range(2), 0), SUM)
+    assert (log.path, len(log.calls())) == (None, 1)
+    assert "No space left on device: the last collectives are kept in memory only" in caplog.text
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 4096])
 def test_what_is_no_ring_is_told_and_left_out(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rank-00000.calls"

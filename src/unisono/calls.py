@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import struct
@@ -21,6 +22,8 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 LAST = 1024  # calls that a ring holds
 COMPARISON = "the comparison of collectives"  # the site of the calls that compare
@@ -130,17 +133,14 @@ class Log:
     """
 
     def __init__(self, rank: int, folder: Path | None = None) -> None:
-        size = _HEAD.size + LAST * _SLOT
         self.path = None if folder is None else folder / f"rank-{rank:05d}.calls"
-        self._ring: mmap.mmap | bytearray = bytearray(size)
+        self._ring: mmap.mmap | bytearray = bytearray(_HEAD.size + LAST * _SLOT)
         if self.path is not None:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.ftruncate(descriptor, 0)  # what an earlier attempt has left is no call of this one
-                os.ftruncate(descriptor, size)
-                self._ring = mmap.mmap(descriptor, size)
-            finally:
-                os.close(descriptor)
+                self._ring = _shared_ring(self.path, len(self._ring))
+            except OSError as error:
+                log.warning("%s: the last collectives are kept in memory only, for nobody else to read", error)
+                self.path = None
         self._ring[: _HEAD.size] = _HEAD.pack(_MAGIC, rank, LAST, _SLOT)
         self._made = 0
         self._lock = threading.Lock()
@@ -188,6 +188,18 @@ class Log:
         if isinstance(self._ring, mmap.mmap):
             self._ring.close()
         self._ring = bytearray(_HEAD.size + LAST * _SLOT)
+
+
+def _shared_ring(path: Path, size: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(descriptor, 0)  # what an earlier attempt has left is no call of this one
+        os.ftruncate(descriptor, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # else a full /dev/shm ends the process at its first call
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def folder() -> Path | None:

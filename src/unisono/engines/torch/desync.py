@@ -22,13 +22,14 @@ from torch._C._distributed_c10d import GradBucket
 from unisono import calls
 from unisono.engines.torch.collective import TorchGroup, waiting
 from unisono.engines.torch.intercept import Interception
-from unisono.errors import DeadlineError, DesyncError
+from unisono.errors import DeadlineError, DesyncError, page
 from unisono.place import Place
 
 _LOOK = 1.0  # seconds of waiting for the others until their rings are looked at
 _REMEDY = (
     "Every rank has to make the same collectives in the same order, from the same lines: move them out of branches "
-    "that not every rank takes (`if rank == 0`), and make a call that may come from several places in one function"
+    "that not every rank takes (`if rank == 0`), and make a call that may come from several places in one function; "
+    f"{page(DesyncError.fault)}"
 )
 
 

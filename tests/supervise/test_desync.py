@@ -1,0 +1,41 @@
+"""Rings as processes leave them, read from outside; real processes are in `tests/engines/torch/test_desync.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from unisono.calls import Log, Members, What, written
+from unisono.supervise import desync
+
+SUM = What("0", "0-2", "all_reduce", "SUM", -1, "float32", "[4]", "task.py:12", "task.py:12 loss")
+OTHER = replace(SUM, operation="all_gather", reduce="", site="task.py:30")
+
+
+def left(folder: Path, *made: list[What]) -> Path:
+    for rank, whats in enumerate(made):
+        log, members = Log(rank, folder), Members("0", range(3), rank)
+        for what in whats:
+            log.add(members, what.fingerprint, written(what))
+    return folder
+
+
+def test_nothing_is_explained_where_there_is_nothing_to_read(tmp_path: Path) -> None:
+    assert desync.explain(tmp_path) is None
+    assert desync.explain(tmp_path / "not there") is None
+    assert desync.last(tmp_path) == {}
+
+
+def test_a_process_that_died_or_is_slow_is_not_called_desynchronised(tmp_path: Path) -> None:
+    assert desync.explain(left(tmp_path, [SUM] * 9, [SUM] * 9, [SUM] * 7)) is None
+
+
+def test_the_two_that_differ_are_named_and_a_ring_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    left(tmp_path, [SUM, SUM, SUM], [SUM, SUM], [SUM, OTHER])
+    (tmp_path / "rank-00007.calls").write_bytes(b"half")
+    (tmp_path / "rank-x.calls").write_bytes(b"")
+    assert desync.explain(tmp_path) == (
+        "ranks made different collectives. call 2: rank 0 did all_reduce(SUM, float32, [4]) at task.py:12, "
+        "rank 2 did all_gather(float32, [4]) at task.py:30"
+    )
+    assert desync.last(tmp_path)[2] == "all_gather(float32, [4]) at task.py:30"
