@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import socket
 import threading
 import time
@@ -101,6 +103,40 @@ def test_node_0_that_does_not_come_is_told_with_its_address():
     assert isinstance(end, DeadlineError)
     assert "node 1 could not meet node 0 at 127.0.0.1:" in str(end)
     assert "within 0.5 s (launch.start_timeout): Connection refused." in str(end)
+
+
+def test_who_does_not_know_the_token_is_sent_away_and_the_nodes_meet_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(meeting.TOKEN, "secret")
+    port, ends = free_port(), []
+
+    def node(rank: int) -> None:
+        with meeting.meet(rank, 2, f"127.0.0.1:{port}", 10, 5) as met:
+            ends.append(met.gather(rank, "ranks"))
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
+    threads[0].start()
+    told = ""
+    while not told:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 5) as stranger, stranger.makefile("rw") as line:
+                nonce = json.loads(line.readline())["nonce"]
+                proof = hmac.new(b"guessed", f"{nonce} 1".encode(), "sha256").hexdigest()
+                greeting = {"node": 1, "nodes": 2, "host": "far", "pid": 7, "proof": proof}
+                line.write(json.dumps(greeting) + "\n")
+                line.flush()
+                told = json.loads(line.readline())["refused"]
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert told == (
+        "node 0 has sent this node away: UNISONO_TOKEN is not the same there and on node 0; set it alike on all nodes"
+    )
+    assert "unisono: node 0 has sent away far: UNISONO_TOKEN is not the same" in capsys.readouterr().err
+    assert ends == [[0, 1], [0, 1]]
 
 
 def test_two_nodes_of_one_number_are_refused():

@@ -7,10 +7,12 @@ which torch's TCPStore does not promise: there a wait that has timed out still w
 from __future__ import annotations
 
 import errno
+import hmac
 import ipaddress
 import json
 import os
 import platform
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +26,7 @@ from unisono.errors import ConfigError, DeadlineError, RunError, UnisonoError
 from unisono.launch import network
 from unisono.place import Json
 
+TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes, if the user has set it; it is never sent
 _GREETING = 5.0  # seconds for whoever connects to say who it is
 _PATIENCE = 5.0  # seconds by which a node waits longer than node 0, which tells why
 _GRACE = 10.0  # seconds for this node's processes to notice by themselves that others are gone
@@ -197,10 +200,17 @@ def _received(size: int, host: str, port: int, deadline: float, start_timeout: f
                 )
                 raise _refused(lines, DeadlineError(text)) from None
             try:
+                nonce = secrets.token_hex(16)
+                line.send({"nonce": nonce}, time.monotonic() + _GREETING)
                 told = line.receive(min(deadline, time.monotonic() + _GREETING), "a greeting")
-                came, theirs = int(told["node"]), int(told["nodes"])
-            except (DeadlineError, KeyError, TypeError, ValueError):  # not one of ours
+                came, theirs, proof = int(told["node"]), int(told["nodes"]), str(told["proof"])
+            except (DeadlineError, OSError, KeyError, TypeError, ValueError):  # not one of ours
                 line.close()
+                continue
+            if not hmac.compare_digest(proof.encode(), _proof(nonce, came).encode()):
+                why = f"{TOKEN} is not the same there and on node 0"
+                print(f"unisono: node 0 has sent away {told.get('host')}: {why}", file=sys.stderr, flush=True)  # noqa: T201
+                _refused({came: line}, ConfigError(f"node 0 has sent this node away: {why}; set it alike on all nodes"))
                 continue
             line.name = f"node {came} ({told['host']}, process {told['pid']})"
             wrong = _wrong_number(came, theirs, size, line.name, lines)
@@ -210,6 +220,11 @@ def _received(size: int, host: str, port: int, deadline: float, start_timeout: f
     for line in lines.values():
         line.send({"welcome": f"node 0 ({platform.node()}, process {os.getpid()})"}, deadline)
     return dict(sorted(lines.items()))
+
+
+def _proof(nonce: str, rank: int) -> str:
+    """What only a node of this job can say, if there is a token that strangers do not know."""
+    return hmac.new(os.environ.get(TOKEN, "").encode(), f"{nonce} {rank}".encode(), "sha256").hexdigest()
 
 
 def _wrong_number(came: int, theirs: int, size: int, name: str, lines: dict[int, _Line]) -> str | None:
@@ -248,7 +263,8 @@ def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_t
             )
         time.sleep(0.1)
     line = _Line(link, f"node 0 at {host}:{port}")
-    me = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid()}
+    nonce = str(line.receive(max(deadline, time.monotonic() + _PATIENCE), "its greeting").get("nonce"))
+    me = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid(), "proof": _proof(nonce, rank)}
     told = line.exchange(me, max(0.0, deadline - time.monotonic()) + _PATIENCE, "all nodes to come")
     if "refused" in told:
         line.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +53,31 @@ def test_ranks_that_do_not_appear_are_named(address: str, world: int, missing: s
         collective.start(Place(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
     assert str(late.value).startswith(f"rank 0: {missing}")
     assert "within 0.3 s (launch.start_timeout)" in str(late.value)
+
+
+def test_the_store_listens_at_the_address_of_the_meeting_point_alone(address: str) -> None:
+    collective.start(Place(0, 1, 0, 1), CPU, timeout=5, start_timeout=5)
+    collective.stop()
+    listens = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [f"{where.ip}:{where.port}" for where in listens if str(where.port) == address.split(":")[1]] == [address]
+
+
+def test_a_meeting_point_whose_name_leads_nowhere_is_named_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "_AT_ONCE", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    for rank in (0, 1):
+        with pytest.raises(DeadlineError, match=r"at no\.such\.host\.invalid:\d+: the name .* leads to no address"):
+            collective.start(Place(rank, 2, rank, 2), CPU, timeout=5, start_timeout=60)
+
+
+def test_a_port_in_use_is_named_at_once(address: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(address.split(":")[1])))
+        other.listen()
+        with pytest.raises(DeadlineError, match=f"at {address}: port .* is in use; choose another MASTER_PORT"):
+            collective.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=60)
 
 
 def test_a_process_that_meets_nobody_says_where_it_was(address: str) -> None:

@@ -5,7 +5,8 @@ Control messages are JSON over gloo, whatever the device; tensors go by the devi
 
 from __future__ import annotations
 
-import functools
+import errno
+import ipaddress
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ _PEER_FAULT = re.compile(
 )
 
 _starts = itertools.count()
+_stores: dict[tuple[str, int], Store] = {}
 _AT_ONCE = 25.0  # seconds for what depends on no other process
 
 
@@ -85,9 +87,11 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     return TorchGroup(place, timeout)
 
 
-@functools.cache
 def _meeting_point(host: str, port: int, world_size: int, hosts: bool, timeout: float) -> Store:
     """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
+    if (host, port) in _stores:
+        return _stores[host, port]
+    listener = _listening(host, port) if hosts else None
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         port,
@@ -95,9 +99,32 @@ def _meeting_point(host: str, port: int, world_size: int, hosts: bool, timeout: 
         is_master=hosts,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
-        multi_tenant=True,
+        multi_tenant=listener is None,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+    _stores[host, port] = store
     return store
+
+
+def _listening(host: str, port: int) -> socket.socket | None:
+    """A socket at the address of the store alone; None where others may know this host by another address.
+
+    Torch would listen on all interfaces, and whoever reaches the store can take part in the job.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+        return None  # many hosts give their own name to 127.0.1.1
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address[0], port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"port {port} of this host is in use; choose another MASTER_PORT") from error
+        return None  # its address may be translated on the way here
+    return listener
 
 
 def _known(host: str, port: int) -> None:
