@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.config.schema import RunConfig
 from unisono.errors import UnisonoError
-from unisono.launch import environment, network
+from unisono.launch import arenas, environment, network
 from unisono.launch.environment import OURS
 from unisono.place import Node
 
@@ -92,6 +92,7 @@ def processes(
         "OMP_NUM_THREADS": str(threads),
         # A later attempt must not read the addresses of the earlier one (pytorch/pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **arenas.variables(),
     }
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if node is not None:

@@ -21,7 +21,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
-from unisono.launch import environment, folder, local, meeting, nodes, worker
+from unisono.launch import arenas, environment, folder, local, meeting, nodes, worker
 from unisono.place import Group, Place, cores
 from unisono.task import Task
 
@@ -77,6 +77,7 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
     """Check a typed configuration and run it, here or on processes of its own, if it is allowed."""
     from unisono import trainer
 
+    arenas.share()
     place = environment.place()
     asked, config = config, concrete(config, place)
     if place is None or place.is_first:
