@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     from unisono.errors import UnisonoError
+    from unisono.launch import arenas
 
+    arenas.share()  # before anything else is imported, which may start threads
     try:
         code: int = parsed.run(parsed)
     except UnisonoError as error:

@@ -24,7 +24,7 @@ from unisono import pulse
 from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
 from unisono.errors import LostError, Preempted, StuckError, UnisonoError
-from unisono.launch import environment, network
+from unisono.launch import arenas, environment, network
 from unisono.launch.environment import OURS
 from unisono.launch.watch import Watch, watching
 from unisono.place import Node
@@ -138,6 +138,7 @@ def processes(
         "OMP_NUM_THREADS": str(threads),
         # A later attempt must not read the addresses of the earlier one (pytorch/pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **arenas.variables(),
     }
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if node is not None:

@@ -23,7 +23,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
-from unisono.launch import environment, folder, host, local, meeting, nodes, restart, watch, worker
+from unisono.launch import arenas, environment, folder, host, local, meeting, nodes, restart, watch, worker
 from unisono.place import Group, Place, cores
 from unisono.supervise import preemption
 from unisono.task import Task
@@ -89,6 +89,7 @@ def start(config: RunConfig, task: Task | None = None, allow: Allow | None = Non
 def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
     from unisono import trainer
 
+    arenas.share()
     place = environment.place()
     asked, config = config, concrete(config, place)
     if place is None or place.is_first:
