@@ -369,9 +369,14 @@ def test_a_ledger_that_was_changed_is_refused_with_the_step(cut: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_a_ledger_that_is_gone_is_told_and_an_exact_run_refuses_that(cut: Path, finished: Path) -> None:
+def test_a_ledger_that_is_gone_is_told_and_an_exact_run_refuses_that(
+    cut: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(cut / "ledger")
     with pytest.raises(CheckpointError, match=r"rank-00000\.jsonl is gone"):
         run(cut, config(how="exact"))
     run(cut, config())
     assert final(cut) == final(finished)
+    assert "rank-00000.jsonl of the ledger is gone; a new one begins" in capsys.readouterr().out
+    run(cut, config())
+    assert "is gone" not in capsys.readouterr().out  # the newest checkpoint knows the new one

@@ -25,6 +25,7 @@ from unisono.config.schema import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.randomness import Randomness
 from unisono.evaluation.best import Best
+from unisono.observe import events
 from unisono.place import Group, Place
 from unisono.task import Context, Loss
 
@@ -70,7 +71,9 @@ def train(place: Place, group: Group, runs: list[tuple[Path, tuple[int, ...]]]) 
     task, step = Everything(Everything.Config(dropout=0.2)), TorchEngine.step
     how = config(place.world_size)
     for folder, stops in runs:
-        for stop in (*stops, None):
+        for stop in stops if -1 in stops else (*stops, None):  # -1: it is left where it stopped
+            if stop == -1:
+                continue
 
             def limited(engine: Any, batches: Any, number: int, scalars: Any, stop: int | None = stop) -> Any:
                 if number == stop:
@@ -119,7 +122,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == 1:
         processes.alone(train, every)
     else:
-        processes.run(train, request.param, every)
+        began = root / "began on one"
+        processes.alone(train, [(began, (3, -1))])
+        processes.run(train, request.param, [*every, (began, ())])
     return root / "never", [folder for folder, _ in stopped]
 
 
@@ -129,6 +134,22 @@ def test_a_stopped_run_ends_as_the_one_that_never_stopped(runs: tuple[Path, list
     assert {"model", "optimizer", "ema", "carry", "spikes", "best", "ledger", "drawn-0"} <= expected.keys()
     for folder in stopped:
         assert state(folder) == expected, folder.name
+
+
+def test_a_run_that_goes_on_on_more_processes_consumes_the_same(runs: tuple[Path, list[Path]]) -> None:
+    began = runs[0].with_name("began on one")
+    if not began.exists():
+        return
+    mine, expected = state(began), state(runs[0])
+    assert mine["ledger"] == expected["ledger"]
+    assert mine.keys() == expected.keys()
+    (note,) = [event for event in events.read(began / "events.jsonl") if "changed" in event]
+    assert note["step"] == 3
+    assert note["changed"]["config"]["layout.world_size"] == [1, 2]
+    assert note["changed"]["config"]["layout.strategy"] == ["single", "ddp"]
+    losses = [[e["loss"] for e in events.steps(events.read(f / "events.jsonl"))] for f in (began, runs[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(set(losses[1])) == STEPS
 
 
 def _scaled(tensors: Any, factor: float) -> None:

@@ -203,7 +203,7 @@ class TestAJobIsRefused:
     def test_where_configurations_differ(self, pair: tuple[Host, Host], here: Path):
         done = run(pair, here, "layout.world_size=2", own=((), ("optim.lr=0.5",)))
         assert [one.returncode for one in done] == [2, 2]
-        assert "differ in the configuration: optim.lr: optim.lr is 0.0003 here and 0.5 there" in fault(done[0])
+        assert "differ in the configuration: optim.lr is 0.0003 on node 0 and 0.5 on node 1" in fault(done[0])
         assert fault(done[0]) == fault(done[1])
 
     def test_where_code_differs(self, pair: tuple[Host, Host], here: Path):
@@ -227,7 +227,7 @@ class TestAJobIsRefused:
         (here / "others").write_text("." * 25)
         done = run(pair, here, "layout.world_size=2", before=("", f"mount --bind {here}/others {here}/rows"))
         assert [one.returncode for one in done] == [2, 2]
-        assert "have different data, in rows: rows is 24 here and 25 there" in fault(done[0])
+        assert "differ in the data: rows is 24 on node 0 and 25 on node 1" in fault(done[0])
 
 
 # a job that fails ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,24 @@ def free_port() -> int:
 
 
 def by_hand(
-    words: Sequence[Sequence[str]], cwd: Path, ranks: Sequence[int], world: int
+    words: Sequence[Sequence[str]],
+    cwd: Path,
+    ranks: Sequence[int],
+    world: int,
+    own: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Processes started with torchrun's variables, but each with words of its own; not all of them need be there."""
+    """Processes started with torchrun's variables, each with words and variables of its own; not all need be there."""
     port = str(free_port())
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
                 jobs.started(
-                    [jobs.UNISONO, *own], cwd, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                    [jobs.UNISONO, *given], cwd, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
                     LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
+                    **(own or {}).get(rank, {}),
                 )
             )
-            for rank, own in zip(ranks, words, strict=True)
+            for rank, given in zip(ranks, words, strict=True)
         ]  # fmt: skip
         ends = [process.communicate(timeout=90) for process in processes]
     return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
@@ -317,8 +322,19 @@ def test_ranks_with_different_configurations_are_refused_with_the_key(here: Path
     first, second = by_hand(words, here, (0, 1), 2)
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr == (
-        "unisono: error on rank 0: ranks 0 and 1 were given different configurations, in optim.lr: optim.lr is 0.1 "
-        "here and 0.2 there. Start all processes with one command.\n"
+        "unisono: error on rank 0: rank 0 and rank 1 differ in the configuration: optim.lr is 0.1 on rank 0 and 0.2 on "
+        "rank 1. Start all ranks with one command, one environment, one copy of the code and the same data\n"
+    )
+    assert second.stderr == ""
+    assert not (here / "runs").exists()
+
+
+def test_ranks_with_different_environments_are_refused_with_the_variable(here: Path):
+    first, second = by_hand([TRAIN, TRAIN], here, (0, 1), 2, {1: {"NVIDIA_TF32_OVERRIDE": "1"}})
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith(
+        "unisono: error on rank 0: rank 0 and rank 1 differ in the environment: NVIDIA_TF32_OVERRIDE is not set on "
+        "rank 0 and '1' on rank 1. Start all ranks with "
     )
     assert not (here / "runs").exists()
 

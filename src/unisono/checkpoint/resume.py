@@ -62,13 +62,13 @@ class Found:
         checkpoint: None for a new run.
         fallen: newer ones that are damaged, the newest first.
         differs: what is not as it was when the checkpoint was written.
-        warnings: what else is worth knowing.
+        gone: files of the ledger that the checkpoint knows and that are not there.
     """
 
     checkpoint: Checkpoint | None = None
     fallen: list[Fallen] = field(default_factory=list)
     differs: Difference = field(default_factory=Difference)
-    warnings: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -96,7 +96,11 @@ class Found:
             for fallen in self.fallen
             if self.checkpoint is not None
         ]
-        told += [f"WARNING: {text}" for text in self.warnings]
+        if self.gone:
+            told.append(
+                f"WARNING: {', '.join(self.gone)} of the ledger is gone; a new one begins, and `unisono data audit` "
+                "cannot say what was consumed before"
+            )
         if self.step:
             told.append(f"continuing after step {self.step}")
             told += [f"  {line}" for line in self.differs.lines()]
@@ -170,12 +174,14 @@ def choose(folder: Path, config: RunConfig, here: About, steps: int, group: Grou
         return Found()
     _known(checkpoint)
     if writing:
+        if group.rank:  # what a checkpoint says is of the first process, and hosts need not be alike
+            here = {**here, "machine": None}
         differs = about.compare(checkpoint.about, here, config, checkpoint.state["random"])
         told = group.gather(_refusal(lambda: about.refuse(str(folder), differs, config)), "whether the run may go on")
         _refuse_together(told)
         _resumable(checkpoint, steps, [checkpoints / name for name in names[0]], differs)
-        warnings = _ledger_fits(folder, checkpoint, config, group)
-        return Found(checkpoint, _set_aside(checkpoints, fallen, group), differs, warnings)
+        gone = _ledger_fits(folder, checkpoint, config, group)
+        return Found(checkpoint, _set_aside(checkpoints, fallen, group), differs, gone)
     return Found(checkpoint)
 
 
@@ -230,6 +236,9 @@ def state(
         trackers: ids of the tracked runs, as rank 0 knows them.
     """
     mine = [random, plan.state(made, own), mark, dict(trackers) if group.rank == 0 else None]
+    before = found.kept("ledger")
+    if before:
+        before = {**before, "files": {name: at for name, at in before["files"].items() if name not in found.gone}}
     randoms, plans, marks, ids = zip(*group.gather(mine, "what all ranks keep"), strict=True)
     return {
         "step": made,
@@ -237,7 +246,7 @@ def state(
         "random": any(randoms),
         "micro_batch": micro_batch,
         "plan": None if all(part is None for part in plans) else list(plans),
-        "ledger": None if None in marks else ledger.joined(found.kept("ledger"), marks),
+        "ledger": None if None in marks else ledger.joined(before, marks),
         "best": best,
         "trackers": ids[0],
     }
@@ -321,7 +330,7 @@ def _ledger_fits(folder: Path, checkpoint: Checkpoint, config: RunConfig, group:
     """See that the ledger is the one that the checkpoint knows; its files are dealt out to the ranks.
 
     Returns:
-        A warning where files are gone.
+        Files that are gone.
 
     Raises:
         CheckpointError: naming file, line and step where it is another.
@@ -343,12 +352,7 @@ def _ledger_fits(folder: Path, checkpoint: Checkpoint, config: RunConfig, group:
             f"{folder / ledger.FOLDER} is not the ledger of {checkpoint.path.name}: {'; '.join(faults)}. Bring it back "
             f"from a copy, or move it away to go on with a new one"
         )
-    if not gone:
-        return []
-    return [
-        f"{folder / ledger.FOLDER}: {', '.join(gone)} of {checkpoint.path.name} is gone; a new one begins, and "
-        "`unisono data audit` cannot say what was consumed before"
-    ]
+    return list(gone)
 
 
 def _set_aside(folder: Path, fallen: Sequence[Fallen], group: Group) -> list[Fallen]:
