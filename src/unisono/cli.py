@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono import cli_data
+from unisono import cli_data, cli_export
 from unisono.version import __version__
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from unisono.config.schema import RunConfig
     from unisono.launch.start import Allow
 
@@ -24,6 +26,8 @@ examples:
   unisono check language optim.lr=1e-3                          say what would run, and whether it can
   unisono config language                                       print every setting and where it comes from
   unisono generate runs/NAME "once upon a time"                 let a trained language model write
+  unisono export runs/NAME                                      write its weights for transformers
+  unisono import weights.pt out=weights.safetensors             take the tensors out of a pickle, running nothing
   unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise ahead; `unisono data --help`
 """
 
@@ -53,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unisono: error: {told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        how = " with run.name=… goes on from the newest checkpoint" if parsed.verb != "data" else " goes on from there"
+        how = {"data": " goes on from there", "export": " begins anew", "import": " begins anew"}.get(
+            parsed.verb, " with run.name=… goes on from the newest checkpoint"
+        )
         print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
         if arguments is None:  # What was interrupted may hold a lock that the interpreter's way out would wait for.
             from unisono.launch.worker import leave_now
@@ -148,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verb.set_defaults(run=_look)
     cli_data.add(verbs, _load)
+    cli_export.add(verbs, _merged)
     return parser
 
 
@@ -290,6 +297,17 @@ def _generate(parsed: argparse.Namespace) -> int:
 
     print(generate(parsed.folder, parsed.prompt, parsed.tokens, parsed.temperature, parsed.seed, parsed.ema))
     return 0
+
+
+def _merged(folder: Path, ema: bool, step: int) -> nn.Module:
+    """The model of a run with its adapters merged; that of the language recipe is made without its documents."""
+    from unisono.config import resolve
+    from unisono.launch import reload
+    from unisono.recipes.language import generate
+
+    of_language = resolve.read(folder / "config.yaml").recipe in ("language", resolve.TASKS["language"])
+    merged = generate.merged if of_language else reload.load_model
+    return merged(folder, ema=ema, step=step)
 
 
 def _predict(parsed: argparse.Namespace) -> int:

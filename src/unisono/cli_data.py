@@ -73,7 +73,7 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.errors import ConfigError
     from unisono.launch import worker
 
-    own = _own(parsed, Prepare)
+    own = own_words(parsed, Prepare)
     share = Share.of(own.shard)
     config = load(parsed)
     task = worker.task_of(config)
@@ -120,8 +120,8 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.reshard import reshard
     from unisono.data.shards import Shards
 
-    own = _own(parsed, Reshard)
-    _only_own(parsed, Reshard)
+    own = own_words(parsed, Reshard)
+    only_own(parsed, Reshard)
     with _progress(own.out, len(Shards(parsed.folder))) as told:
         made = reshard(parsed.folder, own.shards, own.out, told)
     _tell(made)
@@ -133,7 +133,7 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data import preview
     from unisono.launch import start, worker
 
-    own = _own(parsed, Preview)
+    own = own_words(parsed, Preview)
     config = start.concrete(load(parsed), None)
     assert isinstance(config.layout.world_size, int)
     task = worker.task_of(config)
@@ -150,7 +150,7 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 0 if report.passed else 1
 
 
-def _own(parsed: argparse.Namespace, kind: Any) -> Any:
+def own_words(parsed: argparse.Namespace, kind: Any) -> Any:
     """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
     from pydantic import ValidationError
 
@@ -173,7 +173,8 @@ def _own(parsed: argparse.Namespace, kind: Any) -> Any:
         ) from error
 
 
-def _only_own(parsed: argparse.Namespace, kind: Any) -> None:
+def only_own(parsed: argparse.Namespace, kind: Any) -> None:
+    """Refuse words that are left over where there is no recipe."""
     from unisono.errors import ConfigError, nearest
 
     if parsed.overrides:

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
+from unisono.checkpoint.export import adapter_of as adapter_of
+from unisono.checkpoint.export import newest as newest
 from unisono.config import resolve
-from unisono.config.schema import Lora, RunConfig
+from unisono.config.schema import RunConfig
 from unisono.errors import RunError
 from unisono.place import Alone, Place
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False) -> int:
+def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int:
     """Fill a torch module with the weights of a run's newest checkpoint, whatever layout it was trained on.
 
     Adapters (`adapter=lora`) are merged into the weights of their layers.
@@ -29,6 +29,7 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False) -> 
         folder: of the run.
         model: as the task's `build` makes it; for a run with adapters, with the weights of its base.
         ema: whether to take the moving average of the weights; buffers are always the model's.
+        step: updates that made the weights; None for the newest checkpoint.
 
     Returns:
         The number of updates that made these weights.
@@ -39,7 +40,7 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False) -> 
     """
     from unisono.engines.torch import adapter, average, tensors
 
-    checkpoint = commit.open_(newest(Path(folder)))
+    checkpoint = commit.open_(newest(Path(folder), step))
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     chosen = adapter_of(Path(folder))
     if chosen is not None:
@@ -56,13 +57,18 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False) -> 
 
 
 def load_model(
-    folder: Path | str, *, ema: bool = False, build: Callable[[RunConfig], nn.Module] | None = None
+    folder: Path | str,
+    *,
+    ema: bool = False,
+    step: int | None = None,
+    build: Callable[[RunConfig], nn.Module] | None = None,
 ) -> nn.Module:
     """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
 
     Args:
         folder: of the run.
         ema: as for `load_weights`.
+        step: as for `load_weights`.
         build: makes the model that the task's `build` made, from the run's configuration; None asks the task itself,
             which may want its data.
 
@@ -75,24 +81,8 @@ def load_model(
     newest(Path(folder))
     config = resolve.read(Path(folder) / "config.yaml")
     model = built(partial(build, config) if build else worker.task_of(config).build, config.run.seed)
-    load_weights(folder, model, ema=ema)
+    load_weights(folder, model, ema=ema, step=step)
     return model.eval()
-
-
-def adapter_of(folder: Path) -> Lora | None:
-    """The adapters that a run trains, if it does."""
-    values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")).get("adapter")
-    return None if values is None else Lora.model_validate(values)
-
-
-def newest(folder: Path) -> Path:
-    """The newest checkpoint of a run, not yet verified."""
-    if not (folder / "config.yaml").is_file():
-        raise RunError(f"{folder} is not a run: it has no config.yaml")
-    found = commit.find(folder / "checkpoints")
-    if not found:
-        raise RunError(f"{folder} has no checkpoint yet")
-    return found[-1]
 
 
 def evaluate(folder: Path) -> dict[str, float]:

@@ -52,7 +52,7 @@ def generate(
     with _naming(assets / "config.json"):
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
     if adapter_of(folder):  # the checkpoint has no base
-        model: Any = load_model(folder, ema=ema, build=partial(_base, vocab_size=tokenizer.get_vocab_size()))
+        model: Any = merged(folder, ema)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
         load_weights(folder, model, ema=ema)
@@ -71,6 +71,15 @@ def generate(
             pad_token_id=special["last"], use_cache=True, **drawn,
         )  # fmt: skip
     return str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+
+
+def merged(folder: Path, ema: bool = False, step: int | None = None) -> nn.Module:
+    """The model of a run with its adapters merged, without the run's documents; arguments as of `load_model`."""
+    from tokenizers import Tokenizer
+
+    with _naming(folder / "assets" / "tokenizer.json"):
+        size = Tokenizer.from_file(str(folder / "assets" / "tokenizer.json")).get_vocab_size()
+    return load_model(folder, ema=ema, step=step, build=partial(_base, vocab_size=size))
 
 
 def _base(config: RunConfig, vocab_size: int) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.errors import ConfigError, nearest
+from unisono.errors import CheckpointError, ConfigError, nearest
+from unisono.files import inside, of_pickles
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
 
@@ -229,19 +231,36 @@ def _reads(kind: Any, name: str) -> bool:
     return f'getattr(config, "{name}",' in source
 
 
+def _check_index(path: Path) -> None:
+    """Refuse an index that names files elsewhere, which the library would open."""
+    for file in path.glob("*.safetensors.index.json"):
+        try:
+            names = list(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read as an index of tensors: {error!r}") from error
+        for name in {str(name) for name in names}:
+            try:
+                inside(path, name)
+            except CheckpointError as error:
+                raise ConfigError(f"model.path: {file.name} in {error}") from error
+
+
 def _from_directory(path: Path) -> Any:
     from transformers import AutoConfig
 
     if not path.is_dir():
         raise ConfigError(
             f"model.path: {path} is not a directory; a local model with config.json and safetensors is needed"
+            + of_pickles(path)
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path: {path} has no config.json")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path: {path} has no *.safetensors; other formats are not read, since they can run code"
+            + of_pickles(path)
         )
+    _check_index(path)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # each architecture validates in its own way

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from unisono.recipes.language.packed import PackedRow
 
 IGNORED = -100
+BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 class Language(Task):
@@ -247,6 +250,13 @@ class Language(Task):
         from unisono.recipes.language import model as models
 
         shutil.copyfile(self.tokenizer.path, directory / "tokenizer.json")
+        given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
+        beside = [] if given is None else [(given if given.is_dir() else given.parent) / name for name in BESIDE]
+        if isinstance(self.model_config, settings.Pretrained):
+            beside.append(self.model_config.path / "generation_config.json")
+        for path in beside:  # for those who export the run
+            if path.is_file():
+                shutil.copyfile(path, directory / path.name)
         special = {"first": self.tokenizer.first, "last": self.tokenizer.last}
         (directory / "special_tokens.json").write_text(json.dumps(special), encoding="utf-8")
         models.check(self.model_config, self.tokenizer.size).save_pretrained(directory)
