@@ -113,6 +113,7 @@ def write(file: BinaryIO, entries: Iterable[Entry], content: Callable[[Entry], I
             flat = block.detach().contiguous().reshape(-1).view(torch.uint8)
             file.write(memoryview(flat.numpy()))  # type: ignore[arg-type]
             written += flat.numel()
+            del block, flat  # before the next one is read
         assert written == entry.size, f"{entry.name}: {written} bytes of {entry.size}"
 
 
