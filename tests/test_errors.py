@@ -30,6 +30,8 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
         (errors.DeadlineError, 5),
         (errors.DesyncError, 8),
         (errors.MemoryExhaustedError, 6),
+        (errors.SaveError, 7),
+        (errors.UploadError, 7),
     ],
 )
 def test_a_script_can_tell_faults_apart_by_the_exit_code(kind: type[errors.UnisonoError], code: int):
@@ -39,7 +41,7 @@ def test_a_script_can_tell_faults_apart_by_the_exit_code(kind: type[errors.Uniso
 def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
-        "DeadlineError", "DesyncError", "KernelError", "SpikeError", "MemoryExhaustedError",
+        "DeadlineError", "DesyncError", "KernelError", "SpikeError", "MemoryExhaustedError", "SaveError", "UploadError",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One S3 server for all tests of this folder: s3fs remembers the first endpoint that the environment has named."""
+"""One S3 server for all tests of this folder, and the environment that leads to it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,14 @@ from tests.checkpoint import stores
 def server() -> Iterator[stores.Server]:
     with stores.serving() as server:
         yield server
+
+
+@pytest.fixture
+def environment(server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import s3fs
+
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()  # they remember the endpoint of the environment
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()

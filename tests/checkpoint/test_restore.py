@@ -289,14 +289,13 @@ def final(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load(path).items()}
 
 
+@pytest.mark.usefixtures("environment")
 def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
     server: stores.Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
     assert trained(tmp_path / "never stopped", monkeypatch) == 0
     upload = f"checkpoint.upload=s3://{stores.BUCKET}/runs"
     first, second, store = tmp_path / "first", tmp_path / "second", server.store("runs/a")

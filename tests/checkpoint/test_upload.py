@@ -322,10 +322,8 @@ class Beside:
         given = {"upload": f"s3://{stores.BUCKET}", "upload_deadline": 3.0, "upload_timeout": 60.0, **settings}
         self.config = configuration(checkpoint=given, run={"name": name})
         self.folder, self.lines, self.notes = folder, list[str](), list[tuple[int, dict[str, Any]]]()
-        store = upload.store_of(self.config)
-        assert store is not None
         if not owner.kept(folder):
-            owner.claim(store, folder)
+            owner.claim(server.store(name), folder)  # which may take its time on a busy machine
         self.uploads = Uploads(self.config, folder, True, self.lines.append, lambda *note: self.notes.append(note))
 
     def until(self, text: str, seconds: float = 60.0) -> str:
@@ -336,12 +334,6 @@ class Beside:
                 return found[0]
             time.sleep(0.02)
         raise AssertionError(f"{text!r} is not among {self.lines}")
-
-
-@pytest.fixture
-def environment(server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.usefixtures("environment")
