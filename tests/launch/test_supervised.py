@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     (folder / "marks").mkdir()
     words = ("task.sleep=0.2", f"task.marks={folder}/marks")
     with jobs.started([jobs.UNISONO, *TRAIN, *words], folder) as process:
-        jobs.training(folder / "marks", 2)
+        jobs.training(folder / "marks", 2, 200)
         (monitor,) = [p.pid for p in procs.everyone() if p.parent == process.pid and "supervise.monitor" in line(p.pid)]
         subprocess.run(["kill", "-9", str(monitor)], check=True)
         _, errors = process.communicate(timeout=120)
