@@ -187,7 +187,7 @@ class Training:
         made_ready = self._batches(watch, self.first)
         batches = engine.incoming(made_ready)
         for step in range(self.first, total):
-            with self._profile.step():
+            with self._profile.step(), pulse.unchanged():
                 while True:
                     micro_batches = next(batches)
                     try:

@@ -5,6 +5,7 @@ Each test starts what it needs in a folder of its own; a process is known by the
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -21,6 +22,7 @@ import yaml
 
 from tests.launch import jobs
 from unisono import cli
+from unisono.supervise import procs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a")
@@ -248,8 +250,19 @@ def test_a_launcher_that_was_killed_leaves_no_orphans(here: Path):
         [jobs.UNISONO, *TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"], here
     ) as process:
         assert len(jobs.training(here / "marks", 2)) == 2
+        told = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in procs.family([_now(process)])}
+        ((monitor, words),) = [(p, words) for p, words in told.items() if b"unisono.supervise.monitor" in words]
+        shared = Path(json.loads(words[words.index(b"unisono.supervise.monitor") + 1])["directory"])
+        assert shared.is_dir()
         process.kill()
         assert jobs.all_gone(here, 10)
+        jobs.wait_for(lambda: procs.look(monitor) is None and not shared.exists(), 10)
+
+
+def _now(process: subprocess.Popen[str]) -> procs.Process:
+    found = procs.look(process.pid)
+    assert found is not None
+    return found
 
 
 # processes that somebody else starts --------------------------------------------------------------------------------

@@ -91,3 +91,14 @@ def test_processes_that_others_started_or_that_are_on_other_nodes_are_not_starte
     nodes = ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400")
     with pytest.raises(ConfigError, match="a run on several nodes is not started again by itself"):
         config("launch.max_restarts=1", *nodes)
+
+
+@pytest.mark.parametrize(("words", "warned"), [(["launch.max_restarts=1"], True), ([], False)])
+def test_a_run_on_one_process_says_that_nothing_starts_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], warned: bool
+):
+    task = f"{tasks.__file__}:LinearTask"
+    path = f"run.dir={tmp_path}"
+    words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
+    start.start(resolve.load(task, words)[0])
+    assert ("nothing starts it again" in capsys.readouterr().err) == warned

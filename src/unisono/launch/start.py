@@ -25,7 +25,7 @@ from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import arenas, environment, folder, host, local, meeting, nodes, restart, watch, worker
 from unisono.place import Group, Place, cores
-from unisono.supervise import preemption
+from unisono.supervise import inject, preemption
 from unisono.task import Task
 
 # Refuses a run: asked before anything is read, and again once the facts of its data are known.
@@ -95,6 +95,7 @@ def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
     if place is None or place.is_first:
         _warn_of_idle_accelerators(asked, config)
         _warn_of_one_device(config)
+        _warn_of_one_process(config)
     alone = config.layout.strategy in ("single", "dp")
     if place is not None and place.launcher != "unisono" and not alone:
         return _as_launched(config, place, task, allow)
@@ -106,6 +107,7 @@ def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
     with _opened(config, task, _job(place), allow) as path:
         config = resolve.read(path / "config.yaml")
         if alone:
+            inject.install(0)
             return trainer.run(task, config, Place(), worker.join(config, Place()), path)
         assert isinstance(config.layout.world_size, int)
         restart.launch(config, path, threads_per_process(config.layout.world_size))
@@ -390,6 +392,15 @@ def _warn_of_one_device(config: RunConfig) -> None:
         print(  # noqa: T201 - before there is a log
             f"unisono: WARNING: layout.strategy=dp shares rows among several devices of one process, and this run has "
             f"{found}: it is a run of layout.strategy=single",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_one_process(config: RunConfig) -> None:
+    if config.layout.strategy in ("single", "dp") and config.launch.max_restarts:
+        print(  # noqa: T201 - before there is a log
+            f"unisono: WARNING: launch.max_restarts={config.launch.max_restarts} starts the processes of a run again, "
+            "and this one has no other than this: nothing starts it again",
             file=sys.stderr,
         )
 

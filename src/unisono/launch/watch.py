@@ -133,8 +133,8 @@ def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Itera
     Raises:
         DeadlineError: if not all processes come here.
     """
-    inject.install(place.rank)
     if not config.launch.monitor or group.size == 1:
+        inject.install(place.rank)
         yield
         return
     key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), _boot()]
@@ -143,9 +143,11 @@ def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Itera
     of_node = [rank for rank, (theirs, _) in enumerate(told) if theirs == key]
     here = next((told[rank][1] for rank in of_node if told[rank][1]), None)
     if here is None or not Path(here).is_dir():
+        inject.install(place.rank)
         yield
         return
     pulse.start(here, place.rank)
+    inject.install(place.rank)
     nodes = list(dict.fromkeys(json.dumps(theirs) for theirs, _ in told))
     if directory is not None:
         torchrun = "TORCHELASTIC_RUN_ID" in os.environ

@@ -146,6 +146,8 @@ class Monitor:
             root = self._roots.get(rank)
             process = procs.same(root) if root else None
             state = process.state if process else ""
+            if not state:  # it may have said so and left, since its record was read
+                record = self._records[rank] = pulse.read(pulse.file_of(self._directory, rank)) or record
             if state != "T":
                 self._stopped.pop(rank, None)
             stopped = now - max(self._stopped.setdefault(rank, now), self._forgiven) if state == "T" else 0.0

@@ -1,0 +1,124 @@
+"""What the monitor concludes of processes that are there, left, died or stopped, without a run around them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from unisono.supervise import monitor, procs
+from unisono.supervise.monitor import Specification
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
+RANK = """
+import os, sys, time
+from unisono import pulse
+pulse.start(sys.argv[1], int(sys.argv[2]))
+pulse.step(3, 0.1)
+with pulse.phase("record"):
+    {act}
+pulse.stop({code})
+"""
+WAITS = "\n    with pulse.phase('compute'), pulse.phase('wait', 'the sums of step 4'):\n        time.sleep(99)"
+
+
+class Node:
+    """A monitor and two ranks that are no more than a script."""
+
+    def __init__(self, folder: Path, **limits: float) -> None:
+        self.folder, self.directory = folder / "run", folder / "pulses"
+        (self.folder / "logs").mkdir(parents=True)
+        self.directory.mkdir()
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        told = Specification(str(self.directory), str(self.folder), [0, 1], limits=limits)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "unisono.supervise.monitor", json.dumps(asdict(told))],
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def start(self, *acts: str, code: int = 0) -> None:
+        for rank, act in enumerate(acts):
+            script = RANK.replace("{act}", act).replace("{code}", str(code))
+            words = [sys.executable, "-c", script, str(self.directory), str(rank)]
+            self.ranks.append(subprocess.Popen(words, start_new_session=True))
+        for rank in range(len(acts)):
+            while not (self.directory / f"rank-{rank:05d}.pulse").exists():
+                time.sleep(0.01)
+
+    def found(self) -> dict[str, object]:
+        told: dict[str, object] = json.loads(monitor.record_of(self.folder, 0).read_text())
+        return told
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path, stuck_after=1.0, shape=1.0)
+    yield node
+    for process in (node.process, *node.ranks):
+        process.kill()
+        process.wait()
+
+
+def test_ranks_that_leave_one_after_the_other_are_no_fault(node: Node):
+    node.start("pass", "time.sleep(2.5)")
+    assert [rank.wait(30) for rank in node.ranks] == [0, 0]
+    time.sleep(0.5)
+    assert node.process.poll() is None
+    _, errors = node.process.communicate(b"\n", timeout=10)
+    assert (node.process.returncode, errors) == (0, b"")
+    assert list((node.folder / "logs").iterdir()) == []
+
+
+def test_a_rank_that_dies_is_named_and_one_that_would_wait_for_ever_is_ended(node: Node):
+    node.start(WAITS, "time.sleep(99)")
+    time.sleep(0.5)
+    node.ranks[1].kill()
+    began = time.monotonic()
+    assert node.process.wait(20) == 9
+    assert time.monotonic() - began < 15
+    assert node.ranks[0].wait(5) == -signal.SIGKILL
+    assert node.found()["rank"] == 1
+    assert "; rank 0 waited for the sums of step 4. " in str(node.found()["text"])
+    assert json.loads((node.directory / monitor.FINDING).read_text())["text"] == node.found()["text"]
+
+
+def test_a_rank_that_told_its_fault_is_left_the_word_and_the_others_are_ended(node: Node):
+    node.start("pass", WAITS, code=3)
+    assert node.ranks[1].wait(30) == -signal.SIGKILL
+    assert not monitor.record_of(node.folder, 0).exists()
+
+
+def test_a_stopped_rank_is_named_with_its_line_and_all_are_ended(node: Node):
+    node.start(WAITS, "time.sleep(99)")
+    node.ranks[1].send_signal(signal.SIGSTOP)
+    assert node.process.wait(20) == 10
+    assert [rank.wait(5) for rank in node.ranks] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert node.found()["rank"] == 1
+    assert "is frozen (stopped by a signal" in str(node.found()["text"])
+    stacks = node.folder / str(node.found()["stacks"])
+    assert "<string>" in (stacks / "rank-00001.txt").read_text()
+
+
+def test_the_end_of_its_launcher_is_the_end_of_all(node: Node):
+    node.start("time.sleep(99)", "time.sleep(99)")
+    time.sleep(0.5)
+    assert node.process.stdin is not None
+    node.process.stdin.close()
+    assert node.process.wait(20) == 0
+    assert [rank.wait(5) for rank in node.ranks] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert not node.directory.exists()
+
+
+def test_it_imports_next_to_nothing():
+    code = "import sys, unisono.supervise.monitor; print({'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout == "set()\n"
+    assert procs.look(os.getpid()) is not None
