@@ -38,7 +38,7 @@ def test_a_script_can_tell_faults_apart_by_the_exit_code(kind: type[errors.Uniso
 def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
-        "DeadlineError", "KernelError", "SpikeError", "MemoryExhaustedError",
+        "DeadlineError", "KernelError", "SpikeError", "MemoryExhaustedError", "Preempted",
     }  # fmt: skip
 
 
