@@ -32,6 +32,10 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
         (errors.MemoryExhaustedError, 6),
         (errors.SaveError, 7),
         (errors.UploadError, 7),
+        (errors.LostError, 9),
+        (errors.StuckError, 10),
+        (errors.FormatError, 2),
+        (errors.Preempted, 75),
     ],
 )
 def test_a_script_can_tell_faults_apart_by_the_exit_code(kind: type[errors.UnisonoError], code: int):
@@ -42,6 +46,7 @@ def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
         "DeadlineError", "DesyncError", "KernelError", "SpikeError", "MemoryExhaustedError", "SaveError", "UploadError",
+        "LostError", "StuckError", "FormatError", "Preempted",
     }  # fmt: skip
 
 

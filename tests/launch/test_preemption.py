@@ -158,6 +158,7 @@ def test_torchruns_processes_answer_its_signal(here: Path):
     assert f"unisono: ended on rank 0: preempted after step {step} of 3000, which is saved. {AGAIN}" in told
 
 
+@pytest.mark.slow
 def test_a_loader_process_leaves_signals_to_whoever_asks(here: Path):
     more = ("train.steps=3000", "data.workers=1", "data.worker_kind=processes")
     with jobs.started(words(here, *more, world=1), here) as process:

@@ -88,3 +88,28 @@ def test_a_job_of_one_task_is_a_single_process(slurm: dict[str, str], tmp_path: 
     (run,) = (tmp_path / "runs").iterdir()
     layout: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text())["layout"]
     assert (layout["world_size"], layout["strategy"]) == (1, "single")
+
+
+BATCH = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --requeue
+srun {unisono} train small.py:Small train.global_batch=8 run.name=a train.steps=5000 task.sleep=0.02 task.marks=marks
+code=$?
+echo $code > code
+exit $code
+"""
+
+
+def test_a_signal_to_a_job_s_tasks_is_answered_by_all_of_them(slurm: dict[str, str], tmp_path: Path):
+    job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    (job / "marks").mkdir(parents=True)
+    elsewhere.mkdir()
+    jobs.task_file(job)
+    (job / "batch.sh").write_text(BATCH.format(unisono=jobs.UNISONO))
+    variables = {name: value for name, value in slurm.items() if name in ("SLURM_CONF", "PATH")}
+    batch = ["sbatch", "--parsable", f"--chdir={job}", str(job / "batch.sh")]
+    number = jobs.finished(batch, elsewhere, **variables).stdout.strip()
+    jobs.training(job / "marks", 1)  # srun sets no RANK, so both tasks leave the same mark
+    jobs.finished(["scancel", "--signal=USR1", number], elsewhere, **variables)
+    jobs.wait_for(lambda: (job / "code").is_file() and bool((job / "code").read_text()), 60)
+    assert (job / "code").read_text() == "75\n", (job / f"slurm-{number}.out").read_text()
+    assert len(list((job / "runs" / "a" / "checkpoints").glob("step-*"))) == 1
