@@ -74,7 +74,7 @@ def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
     source = task.data()
     plan = plan_of(task, source, config, place.world_size)
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
-    loader = Loader(task, source, plan, split, place.rank)
+    loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
     scalars = Scalars(config, plan.steps)
     engine = Recording(task, config, place, group, split)
     result = Trace()

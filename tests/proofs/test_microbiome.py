@@ -12,7 +12,10 @@ from tests.runs import SGD, Trace, configuration, distance, traces
 
 pytestmark = pytest.mark.slow
 
-CHOSEN = ("single", "single m3", "single m1", "ddp×2", "ddp×2 m3", "fsdp×2", "fsdp×2 m3")
+CHOSEN = (
+    "single", "single m3", "single m1", "ddp×2", "ddp×2 m3", "fsdp×2", "fsdp×2 m3", "ddp×4", "ddp×4 m1", "hsdp 2×2",
+    "hsdp 2×2 m1",
+)  # fmt: skip
 TOLERANCE = 1e-12
 
 
@@ -21,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     made = task(tmp_path_factory.mktemp("cache"))
     rows = 2 * 12 + 5  # three batches, the last one short
     result: dict[str, Trace] = {}
-    for world in (1, 2):
+    for world in (1, 2, 4):
         chosen = [name for name in CHOSEN if LAYOUTS[name][0] == world]
         asked = [
             (

@@ -19,6 +19,7 @@ from unisono.checkpoint.arrays import ArrayReader
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
 from unisono.place import Group, Place
+from unisono.task import Task
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +39,13 @@ class InterruptionError(Exception):
     pass
 
 
-def train(place: Place, group: Group, runs: list[tuple[Any, Path, int | None]]) -> None:
-    """Train each run, to its end or until it is interrupted."""
-    task = TransformerTask(TransformerTask.Config(dropout=0.2))
+def train(
+    place: Place, group: Group, runs: list[tuple[Any, Path, int | None]], tasks: list[Task] | None = None
+) -> None:
+    """Train each run, to its end or until it is interrupted; of a task of its own, if there are any."""
     step = TorchEngine.step
-    for config, folder, until in runs:
+    for number, (config, folder, until) in enumerate(runs):
+        task = tasks[number] if tasks else TransformerTask(TransformerTask.Config(dropout=0.2))
 
         def limited(engine: Any, batches: Any, number: int, scalars: Any, until: int | None = until) -> Any:
             if number == until:
@@ -80,14 +83,14 @@ def _go(layout: str, runs: list[tuple[Any, Path, int | None]]) -> None:
         processes.run(train, world, runs)
 
 
-def _final(folder: Path) -> dict[str, np.ndarray]:
+def final(folder: Path, steps: int = STEPS) -> dict[str, np.ndarray]:
     checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
-    assert checkpoint.step == STEPS
+    assert checkpoint.step == steps
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     return {name: reader.read(name, (0,) * len(shape), shape).numpy() for name, shape in reader.shapes.items()}
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
+def events(folder: Path) -> list[dict[str, Any]]:
     kept = ("step", "eval", "loss", "grad_norm", "lr", "accuracy")
     lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
     return [{name: line[name] for name in kept if name in line} for line in lines if not events.NOTES & line.keys()]
@@ -127,14 +130,14 @@ def test_the_same_layout_goes_on_bit_for_bit(folder: Path, tmp_path: Path, layou
     _go(layout, runs)
     for _, cut, _ in runs:
         whole = folder / cut.name.replace("cut", "whole")
-        mine, reference = _final(cut), _final(whole)
+        mine, reference = final(cut), final(whole)
         assert mine.keys() == reference.keys()
         for name, value in reference.items():
             assert mine[name].dtype == value.dtype
             assert np.array_equal(mine[name], value), f"{cut.name}: {name}"
-        assert _events(cut) == _events(whole)
-        assert [event["step"] for event in _events(cut) if "eval" not in event] == list(range(1, STEPS + 1))
-    assert len({event["loss"] for event in _events(whole)}) > STEPS
+        assert events(cut) == events(whole)
+        assert [event["step"] for event in events(cut) if "eval" not in event] == list(range(1, STEPS + 1))
+    assert len({event["loss"] for event in events(whole)}) > STEPS
 
 
 @pytest.mark.parametrize(
@@ -155,8 +158,8 @@ def test_another_layout_goes_on_to_the_floor(folder: Path, tmp_path: Path, befor
         runs.append((_config(after, SGD, precision), cut, None))
     _go(after, runs)
     for precision, (_, moved, _) in zip(("fp32", "fp64"), runs, strict=True):
-        mine, reference = _final(moved), _final(folder / f"single sgd {precision} whole")
+        mine, reference = final(moved), final(folder / f"single sgd {precision} whole")
         worst = distance(mine, reference)
         assert max(worst.values()) < {"fp64": 1e-12, "fp32": 1e-5}[precision], max(worst, key=worst.__getitem__)
-        for event, expected in zip(_events(moved), _events(folder / f"single sgd {precision} whole"), strict=True):
+        for event, expected in zip(events(moved), events(folder / f"single sgd {precision} whole"), strict=True):
             assert event == pytest.approx(expected, rel={"fp64": 1e-12, "fp32": 1e-5}[precision])
