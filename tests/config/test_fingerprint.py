@@ -71,6 +71,7 @@ HARMLESS = {
     "launch.rendezvous": "10.0.0.1:29400",
     "launch.interface": "eth0",
     "launch.desync": "false",
+    "launch.preempt_deadline": "3",
     "launch.monitor": "false",
     "launch.stuck_after": "3",
     "launch.stuck_factor": "3",

@@ -17,7 +17,7 @@ from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.engines.torch.engine import TorchEngine
-from unisono.observe import events
+from unisono.observe.events import NOTES
 from unisono.place import Group, Place
 from unisono.task import Task
 
@@ -93,7 +93,7 @@ def final(folder: Path, steps: int = STEPS) -> dict[str, np.ndarray]:
 def events(folder: Path) -> list[dict[str, Any]]:
     kept = ("step", "eval", "loss", "grad_norm", "lr", "accuracy")
     lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
-    return [{name: line[name] for name in kept if name in line} for line in lines if not events.NOTES & line.keys()]
+    return [{name: line[name] for name in kept if name in line} for line in lines if not NOTES & line.keys()]
 
 
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}

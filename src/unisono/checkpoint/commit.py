@@ -28,7 +28,7 @@ import torch
 from unisono.checkpoint import arrays, manifest, verify
 from unisono.checkpoint.manifest import Checkpoint, read
 from unisono.checkpoint.retention import Known, Retention
-from unisono.errors import CheckpointError, FormatError, NonFiniteError, SaveError
+from unisono.errors import CheckpointError, FormatError, NonFiniteError, SaveError, UnisonoError
 from unisono.files import sync
 from unisono.place import Alone, Group, Json
 from unisono.state import Shard
@@ -53,6 +53,7 @@ def save(
     metric: Mapping[str, float] | None = None,
     parent: str | None = None,
     holds: str = "everything",
+    allowed: Callable[[], None] | None = None,
 ) -> Path:
     """Write one checkpoint; collective. Returns its folder.
 
@@ -67,6 +68,7 @@ def save(
         metric: of an evaluation of this state; of rank 0.
         parent: name of the checkpoint before; None takes the newest of an earlier step.
         holds: `everything`, or `model` if no run can go on from it.
+        allowed: called on rank 0 just before the rename; raises where the run belongs to another start by now.
 
     Raises:
         SaveError: on every rank if one of them could not write; older checkpoints stay as they were.
@@ -111,6 +113,8 @@ def save(
             with _explaining_a_full_disk(folder, total):
                 _write(temporary / manifest.NAME, manifest.dumps(content))
                 sync(temporary)
+            if allowed is not None:
+                allowed()
             if final.exists():
                 final.rename(aside(final))
             temporary.rename(final)
@@ -206,7 +210,7 @@ def _agree(group: Group, what: str, act: Callable[[], Json]) -> list[Json]:
     except OSError as error:
         fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     except Exception as error:  # whatever it is, the others must not wait for this rank
-        fault = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
         log.exception("a checkpoint could not be written")
     outcomes = group.gather([result, fault], f"all ranks to {what}")
     faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why) in enumerate(outcomes) if why]

@@ -54,6 +54,7 @@ class Saver:
         first: updates made before, in the checkpoint that the run goes on from; 0 if there is none.
         finished: called on rank 0 with the folder of every checkpoint, once it is there.
         say: called on every rank with a line about a save that failed, where the run goes on.
+        allowed: see `commit.save`.
 
     Attributes:
         saved: updates made in the newest checkpoint; 0 if there is none.
@@ -69,6 +70,7 @@ class Saver:
         first: int = 0,
         finished: Callable[[Path], None] | None = None,
         say: Callable[[str], None] | None = None,
+        allowed: Callable[[], None] | None = None,
     ) -> None:
         self._folder, self._group, self._settings = folder, group, settings
         self._retention = Retention.of(settings)
@@ -78,7 +80,7 @@ class Saver:
         self.saved = first
         self.seconds = 0.0
         self._failed: SaveError | None = None
-        self._finished, self._say = finished, say
+        self._finished, self._say, self._allowed = finished, say, allowed
 
     @property
     def unsaved_since(self) -> int | None:
@@ -121,7 +123,7 @@ class Saver:
                 self._staging.wait()
                 flight.path = commit.save(
                     self._folder, made, copies, state, self._own, self._retention,
-                    about=about, metric=metric, parent=parent, holds=holds,
+                    about=about, metric=metric, parent=parent, holds=holds, allowed=self._allowed,
                 )  # fmt: skip
             except BaseException as error:  # told by `_resolve`, on every rank
                 flight.error = error

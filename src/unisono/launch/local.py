@@ -23,12 +23,12 @@ import psutil
 from unisono import pulse
 from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
-from unisono.errors import LostError, Preempted, StuckError, UnisonoError
+from unisono.errors import DesyncError, LostError, Preempted, StuckError, UnisonoError
 from unisono.launch import arenas, environment, network
 from unisono.launch.environment import OURS
 from unisono.launch.watch import Watch, watching
 from unisono.place import Node
-from unisono.supervise import preemption
+from unisono.supervise import desync, preemption
 from unisono.supervise.judge import death
 
 TRAINS = "unisono.launch.worker"
@@ -234,6 +234,8 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     early = watch.untold() if watch is not None else []
     deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in told]
     if not faults or faults[0]["kind"] == "DeadlineError":
+        if watch is not None and (differ := desync.explain(watch.directory)):
+            return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
         if found is not None and found["kind"] == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
         # Processes that the monitor ended because another one was gone did not die by themselves.

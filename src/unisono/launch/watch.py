@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from unisono import pulse
 from unisono.config.schema import RunConfig
-from unisono.errors import LostError, StuckError
+from unisono.errors import DesyncError, LostError, StuckError
 from unisono.place import Group, Place
 from unisono.supervise import inject, judge, monitor, procs
 from unisono.supervise.judge import Finding, Seen
@@ -31,7 +31,7 @@ from unisono.supervise.monitor import Specification
 
 _PATIENCE = 10.0  # seconds for a monitor to end when it is told to; it may be busy killing
 _AGAIN = 3  # times that a monitor that died is started again
-_FOUND = (LostError.exit_code, StuckError.exit_code)
+_FOUND = (LostError.exit_code, StuckError.exit_code, DesyncError.exit_code)
 
 
 class Watch:

@@ -111,6 +111,15 @@ class Boundary:
         if told := self._group.gather(lost, "whether the run has been taken over")[0]:
             raise RunError(told)
 
+    def kept(self) -> None:
+        """See, on this rank alone and from any of its threads, that the run has not been taken over.
+
+        Raises:
+            RunError: if it has.
+        """
+        if self._lease is not None:
+            self._lease.check()
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Around a save: it is not broken off."""

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono import pulse
-from unisono.errors import DeadlineError
+from unisono.errors import DeadlineError, DesyncError, StuckError
 from unisono.files import write_whole
 from unisono.pulse import Record
-from unisono.supervise import judge, procs, stacks
+from unisono.supervise import desync, judge, procs, stacks
 from unisono.supervise.judge import Finding, Limits, Seen
 from unisono.supervise.procs import Process
 from unisono.supervise.stacks import Stack
@@ -199,6 +199,8 @@ class Monitor:
         self, finding: Finding, answers: Mapping[int, Stack] | None = None, described: Mapping[int, str] | None = None
     ) -> int:
         """Leave the finding where the launcher and people look for it, and end the processes."""
+        if finding.kind == StuckError.__name__ and (differ := desync.explain(self._directory)):
+            finding = replace(finding, kind=DesyncError.__name__, code=DesyncError.exit_code, text=differ)
         where = self._folder / "logs" / "stacks" / time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime())
         texts = {}
         for rank, root in self._roots.items():
