@@ -120,10 +120,11 @@ def test_a_run_keeps_a_log(whole: tuple[Path, Result]) -> None:
 
 def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
     (newest,) = commit.find(whole[0] / "checkpoints")[-1:]
-    kept = commit.read(newest).state
+    checkpoint = commit.read(newest)
+    kept = checkpoint.state
     assert kept.keys() == resume.KEYS
     assert [kept[name] for name in ("step", "total", "random", "micro_batch", "plan")] == [5, 5, False, 8, None]
-    assert kept["about"]["config"]["train"]["steps"] == 5
+    assert checkpoint.about["config"]["train"]["steps"] == 5
 
 
 def test_a_checkpoint_knows_whether_the_forward_pass_draws_random_numbers(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
         with _pointing_to_a_proof(config.recipe), Training(task, config, place, group, folder) as training:
             with pulse.phase("record"):
                 results = deque(training.steps(), maxlen=1)
+            with pulse.phase("save", "the last upload"):
                 training.uploads.finish()
             training.record.say(f"run: {folder}")
             return Result(folder, training.made, results[0].loss if results else None, training.evaluated)

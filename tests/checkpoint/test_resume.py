@@ -13,7 +13,7 @@ from tests import processes
 from tests.runs import configuration
 from tests.tasks import TransformerTask
 from unisono import trainer
-from unisono.checkpoint import commit, resume
+from unisono.checkpoint import commit, manifest, resume
 from unisono.checkpoint.commit import Checkpoint
 from unisono.config.schema import RunConfig
 from unisono.engines.torch.engine import TorchEngine
@@ -65,11 +65,10 @@ def damage(folder: Path, step: int) -> Path:
 
 def rewrite(path: Path, change: Any) -> None:
     """Write a manifest that says something else and is whole, as another version would."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"]
-    change(manifest)
-    manifest["sha256"] = commit._digest(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    content = json.loads((path / manifest.NAME).read_text())
+    del content["sha256"]
+    change(content)
+    (path / manifest.NAME).write_bytes(manifest.dumps(content))
 
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -255,7 +254,7 @@ def test_an_exact_run_refuses_another_layout(cut: Path, change: dict[str, Any], 
 def test_what_lies_around_a_run_is_told_and_an_exact_one_refuses_it(
     cut: Path, part: str, entry: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rewrite(cut / "checkpoints" / "step-00000003", lambda m: m["state"]["about"][part].update(entry))
+    rewrite(cut / "checkpoints" / "step-00000003", lambda m: m["about"][part].update(entry))
     before = names(cut)
     with pytest.raises(RunError, match=told):
         run(cut, config(how="exact"))
@@ -305,7 +304,7 @@ def test_a_run_that_falls_back_to_before_a_change_keeps_the_record_of_it(cut: Pa
 
 
 def test_a_run_of_other_data_is_refused(cut: Path) -> None:
-    rewrite(cut / "checkpoints" / "step-00000003", lambda m: m["state"]["about"]["data"].update(rows=26))
+    rewrite(cut / "checkpoints" / "step-00000003", lambda m: m["about"]["data"].update(rows=26))
     with pytest.raises(RunError, match="was trained on other data: rows is 26 there and 27 here"):
         run(cut, config())
 

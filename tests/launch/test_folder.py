@@ -41,9 +41,9 @@ def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") 
 
 def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
     """A checkpoint of nothing, by the run that lies there."""
-    kept: dict[str, Any] = dict.fromkeys(resume.KEYS) | {"step": step, "random": random, "holds": "everything"}
-    kept["about"] = {**about.of(resolve.read(path / "config.yaml")), **told}
-    commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9)
+    kept: dict[str, Any] = dict.fromkeys(resume.KEYS) | {"step": step, "random": random}
+    said = {**about.of(resolve.read(path / "config.yaml")), **told}
+    commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9, about=said)
 
 
 def refusal(told: RunConfig) -> str:
