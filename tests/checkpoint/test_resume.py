@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly_and_kept(
     told = note["fallback"]
     assert note["step"] == 2
     assert (told["from"], told["to"], told["kept_as"]) == ("step-00000003", "step-00000002", "damaged-step-00000003")
-    assert f"{file} is damaged: its content is not what was written. It holds parts of model/" in told["why"]
+    assert re.match(rf"{file} is damaged: the content of '(model|optimizer)/.*' is not what was written", told["why"])
     assert "Delete" not in told["why"]
     output, errors = capfd.readouterr()
     for console in (output, errors, (cut / "logs" / "rank-00000.log").read_text()):
@@ -122,7 +123,7 @@ def test_a_second_damaged_checkpoint_of_the_same_step_is_kept_too(cut: Path) -> 
         shutil.rmtree(cut / "checkpoints" / "step-00000004", ignore_errors=True)
         damage(cut, 3)
         run(cut, config())
-    assert [name for name in names(cut) if "damaged" in name] == ["damaged-step-00000003", "damaged-step-00000003-2"]
+    assert [name for name in names(cut) if "damaged" in name] == ["damaged-step-00000003", "damaged-step-00000003-1"]
     assert len(notes(cut, "fallback")) == 2
 
 
@@ -137,7 +138,7 @@ def test_two_damaged_checkpoints_are_passed_over(cut: Path) -> None:
 def test_an_exact_run_falls_back_to_nothing_and_touches_nothing(cut: Path) -> None:
     file = damage(cut, 3)
     before = {name: content for name, content in files(cut).items() if not name.startswith("logs")}
-    with pytest.raises(CheckpointError, match=r"is damaged: .* It holds parts of model/.*No other may be taken with "):
+    with pytest.raises(CheckpointError, match=r"is damaged: the content of .*No other may be taken with "):
         run(cut, config(how="exact"))
     assert file.name
     assert {name: content for name, content in files(cut).items() if not name.startswith("logs")} == before
@@ -164,8 +165,7 @@ def together(place: Place, group: Group, folder: Path) -> list[str]:
     how = config(layout={"world_size": 2, "strategy": "ddp"})
     told = trainer.about.of(how, {"rows": 27}, place)
     if place.rank == 1:
-        commit.read, place = _short_sighted, Place(1, 2, 0, 1)  # the first of another host
-        commit.open_ = _short_sighted
+        commit.read = _short_sighted
     found = resume.choose(folder, how, told, 4, group)
     assert found.checkpoint is not None
     return [found.checkpoint.path.name, *(one.why for one in found.fallen)]
@@ -195,7 +195,7 @@ def test_all_ranks_take_the_checkpoint_that_is_whole_for_every_one(cut: Path) ->
     ("change", "told"),
     [
         (lambda m: m["state"].update(moon="full"), r"has moon, which this version does not know"),
-        (lambda m: m["arrays"].update({"tide/x": next(iter(m["arrays"].values()))}), "has tide, which this version"),
+        (lambda m: m["arrays"].update({"tide/x": m["arrays"].popitem()[1]}), "has tide, which this version"),
         (lambda m: m["state"].pop("total"), "lacks total"),
         (lambda m: m.update(format=0), "has checkpoint format 0; this version reads "),
         (lambda m: m.update(format=99), "has checkpoint format 99; this version reads "),
@@ -204,7 +204,7 @@ def test_all_ranks_take_the_checkpoint_that_is_whole_for_every_one(cut: Path) ->
 def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     cut: Path, change: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchEngine, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(TorchEngine, "load", lambda *_, **__: pytest.fail("it was loaded"))
     rewrite(cut / "checkpoints" / "step-00000003", change)
     with pytest.raises(FormatError, match=told):
         run(cut, config())

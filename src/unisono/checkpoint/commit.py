@@ -158,8 +158,9 @@ def open_(path: Path, group: Group | None = None) -> Checkpoint:
         fault, other = str(error), isinstance(error, FormatError)
     mine = [fault, checkpoint.sha256 if checkpoint else None, other]
     everyone = group.gather(mine, "all ranks to read the manifest")
-    for told, _, of_another_version in everyone:
+    for rank, (told, _, of_another_version) in enumerate(everyone):
         if told:
+            told = told if rank == 0 else f"rank {rank}: {told}"
             raise FormatError(told) if of_another_version else CheckpointError(told)
     if any(digest != everyone[0][1] for _, digest, _ in everyone):
         raise CheckpointError(f"{path}: the ranks read different manifests there; is it a shared folder?")

@@ -70,6 +70,8 @@ def _fault(checkpoint: Checkpoint, stretch: _Stretch) -> str | None:
     file, written = checkpoint.path / stretch.file, checkpoint.files[stretch.file]["size"]
     holds = ", ".join(f"'{name}'" for name in held_by(checkpoint, stretch.file)[:3])
     try:
+        if file.is_symlink():
+            return f"{file} is a link; the files of a checkpoint lie in its folder. It holds parts of {holds}"
         size = file.stat().st_size
         if size != written:
             return f"{file} is damaged: it has {size} bytes, and {written} were written. It holds parts of {holds}"
