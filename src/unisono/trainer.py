@@ -159,11 +159,11 @@ class Training:
             opened.callback(self.uploads.close)
             if self._writing:
                 self._check_best()
-                saver = Saver(
-                    self._folder / "checkpoints", self._engine.group, self._config.checkpoint,
-                    first=self.first, finished=self.uploads.finished, say=self.record.say, allowed=self._boundary.kept,
-                )  # fmt: skip
-                self._saver = opened.enter_context(saver)
+            saver = Saver(
+                self._folder / "checkpoints", self._engine.group, self._config.checkpoint,
+                first=self.first, finished=self.uploads.finished, say=self.record.say, allowed=self._boundary.kept,
+            )  # fmt: skip
+            self._saver = opened.enter_context(saver)
             for note in self._found.notes(total):
                 self.record.note(self.first, note)
             self._introduce()
