@@ -201,6 +201,17 @@ def test_groups_are_compared_among_their_own_members() -> None:
     assert checks([SUM], [], [], [], groups=[[0]]) == 0  # nobody to differ from
 
 
+def test_groups_of_which_only_other_threads_make_calls_are_no_difference() -> None:
+    rings = {}
+    for rank in range(2):
+        log = Log(rank)
+        noting(log, Members("0", range(2), rank), SUM)
+        noting(log, Members("1", range(2), rank), *[replace(SUM, group="1", aside=True)] * (1 + rank))
+        rings[rank] = log.calls()
+    assert all(len(ring) == 2 + rank for rank, ring in rings.items())
+    assert calls.explained(rings) is None
+
+
 def test_calls_that_stand_aside_are_kept_and_not_compared() -> None:
     (one, mine), (other, theirs) = pair()
     noting(one, mine, SUM, replace(SUM, operation="send", aside=True))

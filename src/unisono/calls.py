@@ -299,6 +299,8 @@ def difference(
     """
     for name in _shared(rank, mine, other, theirs):
         here, there = ({c.turn: c for c in ring if c.turn and c.what.group == name} for ring in (mine, theirs))
+        if not (here or there):  # calls of other threads alone
+            continue
         first = max((min(turns) for turns in (here, there) if turns), default=0)
         last = (max if ended else min)(max(here, default=0), max(there, default=0))
         for turn in range(first, last + 1):

@@ -31,7 +31,7 @@ def _forward(ground: Ground) -> Outcome:
     return ground.harmed("kill@forward:1:7", code=DIED, says=("rank 1", "signal 9"))
 
 
-@fault("A2", "kill -9 of a rank in the backward pass, the others in the all-reduce", quick=True)
+@fault("A2", "kill -9 of a rank in the backward pass, the others in the all-reduce")
 def _backward(ground: Ground) -> Outcome:
     return ground.harmed("kill@backward:1:7", code=DIED, says=("rank 1", "signal 9"))
 
@@ -72,12 +72,12 @@ def _frozen(ground: Ground) -> Outcome:
 
 @fault("B10", "a rank sleeps for ever in user code")
 def _sleeps(ground: Ground) -> Outcome:
-    return ground.harmed("sleep@forward:1:7", code=STUCK, says=("rank 1", "task.py:"), within=30.0)
+    return ground.harmed("sleep@forward:1:7", code=STUCK, says=("rank 1", "harmed.py:"), within=30.0)
 
 
 @fault("B10b", "a rank holds the interpreter's lock for ever")
 def _holds_the_lock(ground: Ground) -> Outcome:
-    return ground.harmed("gil@forward:1:7", code=STUCK, says=("rank 1", "task.py:"), within=30.0)
+    return ground.harmed("gil@forward:1:7", code=STUCK, says=("rank 1", "harmed.py:"), within=30.0)
 
 
 @fault("B11", "a rank is slow from some step on: named, not killed")
@@ -98,7 +98,7 @@ def _slow(ground: Ground) -> Outcome:
 
 @fault("B12", "a rank raises")
 def _raises(ground: Ground) -> Outcome:
-    return ground.harmed("raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "task.py"))
+    return ground.harmed("raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
 
 
 @fault("B13", "a rank ends with exit code 0, too early")

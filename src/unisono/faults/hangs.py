@@ -22,7 +22,7 @@ def _uneven(ground: Ground) -> Outcome:
 def _desync(key: str, text: str, act: str, *says: str, quick: bool = False) -> None:
     @fault(key, text, quick=quick)
     def _show(ground: Ground) -> Outcome:
-        outcome = ground.harmed(f"{act}@forward:1:7", code=DESYNC, says=("task.py:", *says), within=30.0)
+        outcome = ground.harmed(f"{act}@forward:1:7", code=DESYNC, says=("harmed.py:", *says), within=30.0)
         outcome.promise(
             outcome.lost is None or job.last_step(ground.own / "runs" / job.RUN) >= job.STEPS, "not resumed"
         )
@@ -43,4 +43,4 @@ def _unused(ground: Ground) -> Outcome:
 
 @fault("B19", "a collective in what only rank 0 does: evaluation, a log line")
 def _lonely(ground: Ground) -> Outcome:
-    return ground.harmed("lonely@evaluate:0:12", code=DESYNC, says=("task.py:", "rank 0"), within=30.0, goes_on=False)
+    return ground.harmed("lonely@evaluate:0:12", code=DESYNC, says=("harmed.py:", "rank 0"), within=30.0, goes_on=False)

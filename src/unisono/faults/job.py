@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 from unisono.faults import task
 
 RUN = "a"
+TASK = "harmed.py"  # the task's file in the folder of a job
 STEPS = 12
 EVERY = 3
 WORDS = (
@@ -79,6 +81,7 @@ class Job:
         self.folder = folder
         self.output = folder / output
         folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(task.__file__, folder / TASK)
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in _LAUNCHERS
         }
@@ -151,7 +154,7 @@ def train(*words: str) -> list[str]:
     """The command that trains the small task."""
     own = {word.partition("=")[0] for word in words}
     kept = [word for word in WORDS if word.partition("=")[0] not in own]
-    return [sys.executable, "-m", "unisono", "train", "unisono.faults.task:Small", *kept, *words]
+    return [sys.executable, "-m", "unisono", "train", f"{TASK}:Small", *kept, *words]
 
 
 def verb(*words: str) -> list[str]:

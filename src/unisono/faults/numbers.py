@@ -7,7 +7,7 @@ from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 NOT_FINITE, GUARD = 3, 4
 
 
-@fault("D32", "a loss that is not a number, on one rank", quick=True)
+@fault("D32", "a loss that is not a number, on one rank")
 def _loss(ground: Ground) -> Outcome:
     return ground.harmed("nan@loss:1:7", code=NOT_FINITE, says=("step 8", "rows"))
 

@@ -22,7 +22,7 @@ class _Payload:
         return os.system, (f"touch {self.touched}",)
 
 
-@fault("S1", "a checkpoint with a pickle payload in place of each of its files", quick=True)
+@fault("S1", "a checkpoint with a pickle payload in place of each of its files")
 def _payload(ground: Ground) -> Outcome:
     outcome, touched = Outcome(), ground.own / "touched"
     pickle.loads(pickle.dumps(_Payload(touched)))
@@ -92,7 +92,7 @@ def _yaml(ground: Ground) -> Outcome:
         "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
             f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)
         ),
-        "target": f"recipe: unisono.faults.task:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
+        "target": f"recipe: harmed.py:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
     }  # fmt: skip
     for name, text in configs.items():
         folder = ground.own / name

@@ -1,5 +1,6 @@
 """The task whose runs are harmed: small, with everything that a resumed run can get wrong, and faults on demand.
 
+The file is copied to where the runs are, since it stands for a user's.
 A fault is asked for in the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, and not in the configuration, which
 has to be the same when the run goes on. It happens once in a run's life: the moment before, its time is written down.
 """
@@ -246,13 +247,13 @@ def _sum(values: list[float], op: Any = None, dtype: torch.dtype = torch.float32
 
 
 def _swapped(harmed: bool) -> None:
-    first, second = ([1.0, 2.0], [3.0, 4.0])
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
     if harmed:
-        _sum(second)
-        _sum(first)
+        dist.all_reduce(second)
+        dist.all_reduce(first)
     else:
-        _sum(first)
-        _sum(second)
+        dist.all_reduce(first)
+        dist.all_reduce(second)
 
 
 def _other_op(harmed: bool) -> None:
