@@ -138,6 +138,8 @@ class Pulse:
 
     def close(self) -> None:
         """Let go of the files; the directory belongs to whoever made it."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # it ends the process, whose main thread may still be asked for its stack
         if self._stacks is not None:
             faulthandler.unregister(STACKS)
             signal.signal(STACKS, signal.SIG_IGN)  # what was asked for a moment ago must not end this process

@@ -101,7 +101,9 @@ def test_a_rank_that_does_not_come_to_a_boundary_is_ended_by_the_deadline(here: 
         _, told = process.communicate(timeout=20)
         assert jobs.all_gone(here, 5)
     assert process.returncode == 75
-    assert told.startswith("unisono: preempted: the deadline of 2 s (launch.preempt_deadline) came before all ranks")
+    assert told.startswith("unisono: preempted: the deadline of 2 s (launch.preempt_deadline) came before all ranks"), (
+        told
+    )
 
 
 def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch):
