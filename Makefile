@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Of the modules with slow tests a run takes one part of three, another with another commit; SHARD=all takes them all.
+# Of the modules with slow tests a run takes one part of six, another with another commit; SHARD=all takes them all.
 COMMIT := $(shell git rev-parse --short=4 HEAD 2>/dev/null || echo 0)
-SHARD ?= $(shell echo $$((0x$(COMMIT) % 3 + 1)))/3
+SHARD ?= $(shell echo $$((0x$(COMMIT) % 6 + 1)))/6
 
 .PHONY: demo test quick lint types tests clean
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,15 @@ def test_a_launch_leaves_the_environment_as_it_was(
         ("3", f"unisono-{os.getpid()}"), ("2", f"unisono-{os.getpid()}"),
     ]  # fmt: skip
     assert dict(os.environ) == before
+
+
+def test_a_launch_leaves_signals_to_whom_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        api, "elastic_launch", lambda *_: lambda *words: signal.signal(signal.SIGTERM, lambda *_: None) and None
+    )
+    launch(tmp_path, 1)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_launch_leaves_what_the_user_has_set(

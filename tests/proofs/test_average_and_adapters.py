@@ -11,7 +11,7 @@ import pytest
 from tests import processes
 from tests.proofs import matrix, test_resume_is_exact
 from tests.proofs.matrix import LAYOUTS, MODELS, TOLERANCE
-from tests.proofs.test_resume_is_exact import INTERRUPTED, STEPS, _events, _final, _go, _moved
+from tests.proofs.test_resume_is_exact import INTERRUPTED, STEPS, _go, _moved, events, final
 from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
 
 pytestmark = pytest.mark.slow
@@ -140,13 +140,13 @@ def test_the_same_layout_goes_on_bit_for_bit(folder: Path, tmp_path: Path, layou
     _go(layout, made)
     for config, cut, _ in made:
         whole = folder / cut.name.replace("cut", "whole")
-        mine, reference = _final(cut), _final(whole)
+        mine, reference = final(cut), final(whole)
         assert mine.keys() == reference.keys()
         assert {name.partition("/")[0] for name in reference} >= {"model", "optimizer", "ema"}
         assert all(np.array_equal(mine[name], value) for name, value in reference.items())
         apart = [n for n in _averaged(reference) if not np.array_equal(reference[f"ema/{n}"], reference[f"model/{n}"])]
         assert len(apart) > len(_averaged(reference)) - 3, "all but key biases, whose true gradient is zero"
-        assert _events(cut) == _events(whole)
+        assert events(cut) == events(whole)
         if config.adapter:
             assert all(".lora_" in name for name in reference if name.startswith(("model/blocks", "optimizer/")))
             assert "adapter/base" in reference
@@ -168,10 +168,10 @@ def test_another_layout_goes_on_to_the_floor(folder: Path, tmp_path: Path, befor
     _go(after, made)
     for variant, (_, cut, _) in zip(RESUMED, made, strict=True):
         whole = folder / f"single {variant} sgd whole"
-        mine, reference = _final(cut), _final(whole)
+        mine, reference = final(cut), final(whole)
         for kind in ("model/", "ema/"):
             pair = [{n: v for n, v in values.items() if n.startswith(kind)} for values in (mine, reference)]
             assert max(distance(*pair).values()) < 1e-12
-        for event, expected in zip(_events(cut), _events(whole), strict=True):
+        for event, expected in zip(events(cut), events(whole), strict=True):
             assert event == pytest.approx(expected, rel=1e-12)
     assert STEPS == 8

@@ -14,7 +14,7 @@ import pytest
 from tests import processes
 from unisono.errors import Preempted, RunError
 from unisono.place import Alone, Group, Place
-from unisono.supervise import boundary, preemption
+from unisono.supervise import preemption
 from unisono.supervise.boundary import Boundary, Decision
 from unisono.supervise.lease import Lease
 
@@ -44,14 +44,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def look(made: Boundary) -> Decision:
     made._looked = 0.0
     return made.decide()
-
-
-def saved_in(made: Boundary, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, seconds])
-    with monkeypatch.context() as patch:
-        patch.setattr(boundary.time, "monotonic", lambda: next(clock))
-        with made.saving():
-            pass
 
 
 def test_nothing_is_decided_where_nobody_wishes_anything(tmp_path: Path):
@@ -90,27 +82,20 @@ def test_the_signal_of_another_rank_is_everyones(tmp_path: Path):
     assert Boundary(Beside(0, 0, 1), tmp_path, 30).decide() == Decision(save=True, preempted=True)
 
 
-def test_a_save_that_fits_the_deadline_is_made(tmp_path: Path, waits: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_fits_the_deadline_is_made(tmp_path: Path, waits: Any):
     made = Boundary(Alone(), tmp_path, 30)
-    saved_in(made, 10, monkeypatch)
     waits(14.0)
-    assert made.decide().save
+    assert made.decide(saving=10.0).save
     waits(15.5)
-    decided = made.decide()
+    decided = made.decide(saving=10.0)
     assert (decided.save, decided.preempted) == (False, True)
     assert decided.why == "saving takes about 10.0 s and 14.5 s were left of launch.preempt_deadline=30"
 
 
-def test_the_longest_save_of_all_ranks_and_the_earliest_signal_count(
-    tmp_path: Path, waits: Any, monkeypatch: pytest.MonkeyPatch
-):
-    made = Boundary(Beside(0, 0, 1, 25_000), tmp_path, 30)
-    saved_in(made, 1, monkeypatch)
+def test_the_longest_save_of_all_ranks_and_the_earliest_signal_count(tmp_path: Path, waits: Any):
     waits(1.0)
-    assert not made.decide().save
-    made = Boundary(Beside(0, 0, 29_500), tmp_path, 30)
-    saved_in(made, 1, monkeypatch)
-    assert not made.decide().save
+    assert not Boundary(Beside(0, 0, 1, 25_000), tmp_path, 30).decide(saving=1.0).save
+    assert not Boundary(Beside(0, 0, 29_500), tmp_path, 30).decide(saving=1.0).save
 
 
 def test_a_save_of_unknown_duration_is_tried(tmp_path: Path, waits: Any):

@@ -72,7 +72,7 @@ def test_what_the_monitor_found_comes_before_who_waited_in_vain(run: Path):
     text = "\n".join(explained(run))
     assert "How it ended\n  rank 1 is stuck.\n" in text
     assert "  rank 0 on h (process 7): in step 7, compute, waiting for x\n" in text
-    assert "  rank 1 on h (process 8): x, at a.py:3\n" in text
+    assert "  rank 1 on h (process 8): here, at a.py:3\n" in text
     assert "  all stacks: logs/stacks/now\n" in text
     assert "What to do\n  Look at the line that the sentence names." in text
 

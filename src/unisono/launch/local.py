@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,6 +33,7 @@ from unisono.supervise import desync, preemption
 from unisono.supervise.judge import death
 
 TRAINS = "unisono.launch.worker"
+_OF_TERMINALS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
@@ -168,7 +170,7 @@ def processes(
         signals_to_handle=signals,
     )
     try:
-        with variables_set(variables):
+        with variables_set(variables), _handlers_kept():
             elastic_launch(settings, sys.executable)("-m", module, str(folder))
     except SignalException as error:
         raise KeyboardInterrupt from error
@@ -192,6 +194,21 @@ def _import_path(reference: str) -> str:
     by_name = ":" in reference and ".py:" not in reference
     found = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
     return os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Have this process's signal handlers afterwards as they were: torch's launcher leaves its own behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, *_OF_TERMINALS)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # else it was not set from Python
+                signal.signal(number, handler)
 
 
 @contextmanager
