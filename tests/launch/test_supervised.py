@@ -24,7 +24,7 @@ from unisono.supervise import inject, procs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "layout.world_size=2", "train.steps=8")
-TRAIN = (*TRAIN, "checkpoint.every=2", "launch.timeout=60", "task.dropout=0.3")
+TRAIN = (*TRAIN, "checkpoint.every=2", "checkpoint.background=false", "launch.timeout=60", "task.dropout=0.3")
 FAULTS = (
     "rank=1,step=3,phase=forward,act=kill",
     "rank=0,step=4,phase=backward,act=stop",
