@@ -62,7 +62,7 @@ def _launcher(ground: Ground) -> Outcome:
 @fault("A7", "kill -9 of a process that makes samples")
 def _loader(ground: Ground) -> Outcome:
     words = ("data.workers=1", "data.worker_kind=processes")
-    return ground.harmed("kill@data:0:20", *words, code=2, says=("worker",))
+    return ground.harmed("kill@data:-1:20", *words, code=2, says=("worker",))
 
 
 @fault("A9", "SIGSTOP of a rank: frozen, not dead", quick=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.faults import job
 from unisono.faults.matrix import Ground, Outcome, fault
 
-GUARD, DESYNC = 4, 8
+REFUSED, DESYNC = 2, 8
 
 
 @fault("B14", "rows that do not divide by the ranks, with a tail shorter than a batch")
@@ -38,7 +38,7 @@ _desync("B17c", "another shape", "shape", "all_reduce")
 
 @fault("B18", "a parameter that one rank alone does not use")
 def _unused(ground: Ground) -> Outcome:
-    return ground.harmed("unused@forward:1:7", code=GUARD, says=("0.weight",), within=30.0)
+    return ground.harmed("unused@forward:1:7", code=REFUSED, says=("0.weight", "rank 1"), within=30.0)
 
 
 @fault("B19", "a collective in what only rank 0 does: evaluation, a log line")

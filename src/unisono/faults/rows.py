@@ -22,7 +22,7 @@ def _texts(folder: Path, files: int = 3) -> Path:
 
 def _language(ground: Ground, folder: Path, *words: str, steps: int = 4) -> job.Job:
     own = (
-        "data=texts", f"data.path={folder}", "run.name=a", f"train.steps={steps}", "train.global_batch=4",
+        "data=corpus", f"data.path={folder}", "run.name=a", f"train.steps={steps}", "train.global_batch=4",
         "layout.world_size=2", "observe.progress=false", "layout.threads=1", "checkpoint.every=2", *words,
     )  # fmt: skip
     return job.Job(ground.own, command=job.verb("train", "language", *own))
@@ -30,8 +30,8 @@ def _language(ground: Ground, folder: Path, *words: str, steps: int = 4) -> job.
 
 @fault("G46", "a record that cannot be made into a sample")
 def _record(ground: Ground) -> Outcome:
-    outcome = ground.harmed("raise@data:0:20", code=REFUSED, says=("row 20", "the sky fell"), goes_on=False)
-    with ground.for_("masked").job("data.on_error=mask", misbehave="raise@data:0:20") as run:
+    outcome = ground.harmed("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), goes_on=False)
+    with ground.for_("masked").job("data.on_error=mask", "observe.progress=true", misbehave="raise@data:-1:20") as run:
         done = run.finish()
         outcome.promise(done.code == 0 and "20" in done.said, f"masked: {done.code}: {done.said[-1000:]}")
     return outcome
@@ -40,7 +40,7 @@ def _record(ground: Ground) -> Outcome:
 @fault("G46b", "a decoder that takes its process down")
 def _segfault(ground: Ground) -> Outcome:
     words = ("data.workers=1", "data.worker_kind=processes")
-    return ground.harmed("kill@data:0:20", *words, code=REFUSED, says=("worker",), goes_on=False)
+    return ground.harmed("kill@data:-1:20", *words, code=REFUSED, says=("worker",), goes_on=False)
 
 
 @fault("G47", "texts with every oddity: empty, a megabyte, right to left, emoji, NUL, half a surrogate")

@@ -71,7 +71,7 @@ def _too_small(ground: Ground) -> Outcome:
         done = run.finish()
         outcome = Outcome(said=done.sentence)
         outcome.promise(done.code == REFUSED, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.promise("needs" in done.said and "has" in done.said, f"not told how much: {done.said[-1500:]}")
+        outcome.promise("needs" in done.said and "free" in done.said, f"not told how much: {done.said[-1500:]}")
         outcome.promise(run.step() == 0, "steps were made")
     return outcome
 

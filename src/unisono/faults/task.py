@@ -30,6 +30,7 @@ from unisono.task import Context, Loss, Task
 VARIABLE = "UNISONO_MISBEHAVE"
 MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
 FOREVER = 3600.0
+ANY = -1
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Fault:
         act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, or one of the task's own.
         where: `data`, `forward`, `backward`, `update`, `loss`, `evaluate`, or a call of the operating system: `fsync`,
             `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
-        rank: of the process.
-        step: from 0; for calls of the operating system, the how manieth, from 0.
+        rank: of the process; -1 for whichever comes there first.
+        step: from 0, or a row of the data; for calls of the operating system, the how manieth, from 0.
     """
 
     act: str
@@ -61,7 +62,7 @@ class Fault:
 
     def here(self, where: str, step: int) -> bool:
         """Whether it is this fault's place and time, in this process, and it has not been before."""
-        if self.where != where or self.rank != _rank():
+        if self.where != where or self.rank not in (ANY, _rank()):
             return False
         if self.act == "slow":
             return step >= self.step
@@ -176,7 +177,7 @@ class Small(Task):
         if fault.act == "unused" and fault.rank == _rank() and step == fault.step:
             fault.mark()
             result = model[-1](torch.zeros(len(batch["x"]), self.config.width))  # type: ignore[index]
-        if fault.here("backward", step):
+        if result.requires_grad and fault.here("backward", step):  # not where a guard looks for the reason
             result.register_hook(functools.partial(_in_backward, fault))
         if fault.here("update", step):
             register_optimizer_step_pre_hook(functools.partial(_in_update, fault, model))
