@@ -91,7 +91,7 @@ def _read_only(ground: Ground) -> Outcome:
 def _for_a_while(ground: Ground) -> Outcome:
     words = (
         "train.steps=120", "task.width=60000", "checkpoint.every=5", "task.sleep=0.1",
-        "checkpoint.on_failure=continue", "observe.log_every=1",
+        "checkpoint.on_failure=continue", "observe.log_every=1", "observe.progress=true",
     )  # fmt: skip
     before = ground.unharmed(*words)
     with small_disk(ground.own / "runs", 120), ground.job(*words) as run:
