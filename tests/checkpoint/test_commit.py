@@ -430,7 +430,7 @@ def test_files_of_another_step_are_refused(tmp_path: Path) -> None:
     assert f"{other / FILES[0]} is damaged: its header" in _refused(other)
     shutil.copy(one / "manifest.json", tmp_path / "kept")
     shutil.copy(other / "manifest.json", one / "manifest.json")
-    assert f"{one / FILES[0]} is damaged" in _refused(one)
+    assert f"{one / 'manifest.json'} is of step 6, not of its folder's" in _refused(one)
     shutil.copy(tmp_path / "kept", one / "manifest.json")
     commit.open_(one)
 
@@ -745,3 +745,13 @@ def test_a_process_killed_while_saving_leaves_only_whole_checkpoints(tmp_path: P
         assert step > newest
         newest = step
     assert interrupted, "no kill fell into a save"
+
+
+def test_a_whole_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    for step in (3, 6):
+        commit.save(tmp_path, step, [], {"step": step}, Alone(), 5)
+    shutil.rmtree(tmp_path / "step-00000006")
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000006")
+    assert commit.open_(tmp_path / "step-00000003").step == 3
+    with pytest.raises(CheckpointError, match=r"step-00000006/manifest\.json is of step 3, not of its folder's"):
+        commit.open_(tmp_path / "step-00000006")

@@ -87,6 +87,9 @@ def read(path: Path) -> Checkpoint:
             path, content["step"], content["state"], content["arrays"], content["files"], content["parent"],
             content["holds"], content["metric"], content["about"], sha256,
         )  # fmt: skip
+        named = re.fullmatch(r"step-(\d+)", path.name)
+        if named and int(named[1]) != result.step:
+            raise CheckpointError(f"{file} is of step {result.step}, not of its folder's. {advice(path)}")
         _check(result)
         return result
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
