@@ -82,11 +82,11 @@ def _holds_the_lock(ground: Ground) -> Outcome:
 
 @fault("B11", "a rank is slow from some step on: named, not killed")
 def _slow(ground: Ground) -> Outcome:
-    words = ("train.steps=40",)
+    words = ("train.steps=80",)  # it has to be slow for two windows of twenty
     before = ground.unharmed(*words)
     with ground.job(*words, misbehave="slow@forward:1:7") as run:
         done = run.finish()
-        outcome = Outcome(said=next((line for line in done.said.splitlines() if "slow" in line), ""))
+        outcome = Outcome(said=next((line for line in done.said.splitlines() if "holds up" in line), ""))
         outcome.promise(done.code == 0, f"it ended with {done.code}: {done.said[-1500:]}")
         outcome.promise("rank 1" in outcome.said and "compute" in outcome.said, f"not named: {done.said[-1500:]}")
         from unisono.faults import job

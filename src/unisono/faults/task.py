@@ -89,7 +89,7 @@ class Fault:
             case "exit":
                 os._exit(0)
             case "slow":
-                time.sleep(0.3)
+                time.sleep(0.1)
 
     def mark(self) -> None:
         """Write down when it happened, the first time."""
