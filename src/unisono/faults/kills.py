@@ -15,7 +15,7 @@ from unisono.faults.matrix import Ground, Outcome, fault
 KILLS = "UNISONO_KILLS"  # how many instants the random kills take
 SEED = 20_261_122
 # A network of some megabytes: a save takes about as long as the steps between two of them.
-BIG = ("task.width=60000", "train.steps=400", "checkpoint.every=2", "checkpoint.keep=2")
+BIG = ("task.width=60000", "task.sleep=0.02", "train.steps=200", "checkpoint.every=2", "checkpoint.keep=2")
 _CHAIN = 10  # kills of one run before it may end
 
 
