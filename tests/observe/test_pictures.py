@@ -52,16 +52,19 @@ def test_they_are_in_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.M
     made = ended(tmp_path / "run", "wandb")
     id_ = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
     assert pictures.show(tmp_path / "run", made) == ["wandb"]
-    first, second = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    assert first.name == second.name == f"run-{id_}.wandb"
-    rows: list[dict[str, Any]] = [
-        {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-        for record in records(second)
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == 2 * [f"run-{id_}.wandb"], "one per process; `wandb sync` joins them by id"
+    rows: list[tuple[Path, dict[str, Any]]] = [
+        (file, {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item})
+        for file in files  # folders are named by the clock, which may be set back: not always in the order of writing
+        for record in records(file)
         if record.WhichOneof("record_type") == "history"
     ]
-    (row,) = [row for row in rows if "looking/red.path" in row]
+    shown = [(file, row) for file, row in rows if "looking/red.path" in row]
+    assert len(shown) == 1, f"of {[(file.parent.name, *row) for file, row in rows]}"
+    ((file, row),) = shown
     assert row["step"] == 3
-    kept = second.parent / "files" / row["looking/red.path"]
+    kept = file.parent / "files" / row["looking/red.path"]
     assert (np.asarray(Image.open(kept).convert("RGB")) == RED).all()
 
 
