@@ -1,11 +1,16 @@
-"""Distances of real samples, on held-out subjects: all pairs of a global batch against those each process has alone.
+"""Real samples of held-out subjects: distances, of all pairs against those each process has alone; and a target.
 
     python benchmarks/microbiome.py DIR [--steps 300] [--seeds 0] [--folds 0] [--encoder transformer]
+    python benchmarks/microbiome.py DIR --target ibd --encoder taxon --steps 150 --seeds 0 1 2 --folds 0 1 2 3 4
 
 `DIR` has table.biom, metadata.tsv with `host_subject_id`, and tree.nwk. Unweighted UniFrac of 1000 reads of each sample
 is learnt by a small model that reads DNA, or, much faster, that has a vector of each taxon (`--encoder taxon`). What W
 processes with local pairs compute is computed on one process, by leaving out the pairs of rows that would lie on
 different ones; the count of pairs is then that of the local ones, as in a mean over processes of their means.
+
+A target of two classes is told beside others that are trained on the same subjects: the recipe's random forest, a
+linear model of log counts, and the nearest neighbours by the true distances. Over all folds every subject is held out
+once, so the area under the curve is that of all samples together: a fold may hold out subjects of one class only.
 """
 
 from __future__ import annotations
@@ -15,15 +20,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.neighbors import KNeighborsClassifier
+
 import unisono
-from unisono.recipes.microbiome import losses, predict
-from unisono.recipes.microbiome.modelling import MicrobiomeConfig, Model
+from unisono.recipes.microbiome import losses, predict, scoring
+from unisono.recipes.microbiome.library import Library
+from unisono.recipes.microbiome.modelling import MicrobiomeConfig, Model, Weights
 from unisono.recipes.microbiome.predict import Prediction
 from unisono.recipes.microbiome.settings import Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.task import Context, Loss
 
 BATCH = 32
+Array = NDArray[np.float64]
 
 
 class Local(Microbiome):
@@ -52,11 +65,22 @@ class Local(Microbiome):
 
 def run(data: Path, encoder: str, processes: int, steps: int, seed: int, fold: int, folder: Path) -> dict[str, float]:
     """Train on all subjects but those of the fold; returns the scores of all pairs of held-out samples."""
-    study = Study(
+    task = Local(Local.Config(processes=processes), model=small(encoder), data=study(data, fold))
+    trained = train(task, steps, seed, folder, f"{processes}-{seed}-{fold}")
+    return predict.scores(predict.predict(trained, Prediction(draws=3)))
+
+
+def study(data: Path, fold: int, **more: Any) -> Study:
+    """The files of a study, of which a fold is held out."""
+    return Study(
         kind="study", table=data / "table.biom", metadata=data / "metadata.tsv", tree=data / "tree.nwk",
-        group="host_subject_id", fold=fold, rarefy=1000, distances_of="rarefied",
+        group="host_subject_id", fold=fold, rarefy=1000, distances_of="rarefied", **more,
     )  # fmt: skip
-    model = Model(
+
+
+def small(encoder: str) -> Model:
+    """`model=tiny`, without computing anything again."""
+    return Model(
         features=32,
         heads=2,
         sequence_layers=1,
@@ -65,17 +89,61 @@ def run(data: Path, encoder: str, processes: int, steps: int, seed: int, fold: i
         recompute=False,
         encoder=encoder,  # type: ignore[arg-type]
     )
-    task = Local(Local.Config(processes=processes), model=model, data=study)
-    result = unisono.train(
-        task,
-        {
-            "optim.lr": 2e-3, "train.steps": steps, "train.global_batch": BATCH, "train.clip_norm": 1.0,
-            "layout.world_size": 1, "layout.threads": 1, "eval.at_end": False, "eval.every": None,
-            "checkpoint.every": None, "run.dir": str(folder), "run.name": f"{processes}-{seed}-{fold}",
-            "run.seed": seed, "observe.progress": False,
-        },
-    )  # fmt: skip
-    return predict.scores(predict.predict(result.folder, Prediction(draws=3)))
+
+
+def train(task: Microbiome, steps: int, seed: int, folder: Path, name: str) -> Path:
+    """Train on one process; returns the run's folder."""
+    changes = {
+        "optim.lr": 2e-3, "train.steps": steps, "train.global_batch": BATCH, "train.clip_norm": 1.0,
+        "layout.world_size": 1, "layout.threads": 1, "eval.at_end": False, "eval.every": None,
+        "checkpoint.every": None, "run.dir": str(folder), "run.name": name,
+        "run.seed": seed, "observe.progress": False,
+    }  # fmt: skip
+    result: Path = unisono.train(task, changes).folder
+    return result
+
+
+def target(
+    data: Path, encoder: str, column: str, steps: int, seed: int, folds: list[int], folder: Path
+) -> dict[str, float]:
+    """The area under the curve of all held-out samples of the folds, by what predicts them; "training": of its own."""
+    truth: list[Array] = []
+    made: dict[str, list[Array]] = {}
+    for fold in folds:
+        task = Microbiome(
+            MicrobiomeConfig(weights=Weights(target=1.0)), model=small(encoder), data=study(data, fold, target=column)
+        )
+        trained = train(task, steps, seed, folder, f"{column}-{seed}-{fold}")
+        found = predict.predict(trained, Prediction(draws=5))
+        assert found.target is not None and found.library.target is not None
+        values, numbers = found.library.target.values, found.numbers
+        truth.append(values[numbers])
+        own = predict.predict(trained, Prediction(draws=1, rows="training"))
+        assert own.target is not None
+        made.setdefault("training", []).append(np.array([roc_auc_score(values[own.numbers], own.target.mean[:, 1])]))
+        made.setdefault("this recipe", []).append(found.target.mean[:, 1])
+        made.setdefault("random forest", []).append(scoring.forest(found.library, numbers, seed)[:, 1])
+        for name, probabilities in others(found.library, numbers).items():
+            made.setdefault(name, []).append(probabilities)
+    told = {"training": float(np.mean(made.pop("training")))}
+    return told | {
+        name: float(roc_auc_score(np.concatenate(truth), np.concatenate(parts))) for name, parts in made.items()
+    }
+
+
+def others(library: Library, numbers: NDArray[np.int64]) -> dict[str, Array]:
+    """What simple models predict of samples, (n,) probabilities of the second class each."""
+    assert library.target is not None
+    training, values = library.training().numbers, library.target.values
+    counts = library.counts.toarray()
+    logs = np.log1p(1000 * counts / counts.sum(1, keepdims=True))
+    linear = LogisticRegression(max_iter=2000).fit(logs[training], values[training])
+    apart = library.distances()
+    near = KNeighborsClassifier(15, metric="precomputed").fit(apart[np.ix_(training, training)], values[training])
+    return {
+        "linear, log counts": linear.predict_proba(logs[numbers])[:, 1],
+        "15 nearest, true UniFrac": near.predict_proba(apart[np.ix_(numbers, training)])[:, 1],
+    }
 
 
 def main() -> None:
@@ -86,7 +154,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--folds", type=int, nargs="+", default=[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--target", help="column of two classes; without it, distances")
     asked = parser.parse_args()
+    (targets if asked.target else distances)(asked)
+
+
+def distances(asked: argparse.Namespace) -> None:
+    """Print a line for each way, seed and fold."""
     print("| pairs | seed | fold | MAE | MAE of the mean | correlation | sd, predicted / true | R² |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -98,6 +172,17 @@ def main() -> None:
                     keys = ("mae", "mae of the mean", "correlation", "sd_ratio", "r2")
                     cells = " | ".join(f"{made[f'distance/{key}']:.3f}" for key in keys)
                     print(f"| {name} | {seed} | {fold} | {cells} |", flush=True)
+
+
+def targets(asked: argparse.Namespace) -> None:
+    """Print a line for each seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, seed in enumerate(asked.seeds):
+            made = target(asked.data, asked.encoder, asked.target, asked.steps, seed, asked.folds, Path(folder))
+            if not number:
+                print("| seed |", " | ".join(made), "|")
+                print("|---" * (1 + len(made)) + "|")
+            print(f"| {seed} |", " | ".join(f"{value:.2f}" for value in made.values()), "|", flush=True)
 
 
 if __name__ == "__main__":
