@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from unisono.config.schema import Layout
 from unisono.engines.torch import data_parallel, exhausted
-from unisono.engines.torch.precision import promoting
+from unisono.engines.torch.replay import replayed
 from unisono.errors import ConfigError
 from unisono.task import Batch, Context, Loss, Task
 
@@ -105,13 +103,8 @@ def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
         recomputed = every > 0 and number % every == 0
         if layout.compile and not recomputed:
             part.compile()
-        if recomputed:  # checkpoint() is never traced, so what is compiled is the forward inside it
-            part.forward = partial(
-                checkpoint,
-                torch.compile(part.forward) if layout.compile else part.forward,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), promoting(precision)),
-            )
+        if recomputed:
+            part.forward = replayed(part, torch.compile(part.forward) if layout.compile else part.forward, precision)
 
 
 def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> Wrapped:
