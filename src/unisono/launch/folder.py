@@ -72,7 +72,7 @@ def check(config: RunConfig) -> RunConfig:
     newest, damaged = resume.newest_readable(folder / "checkpoints")
     if newest is not None:
         space.check(folder, config, space.of_newest(folder), 1)
-    if config.checkpoint.upload is not None and (begun := restore.begun(folder)):  # newer, and about to be there
+    if config.checkpoint.upload.url is not None and (begun := restore.begun(folder)):  # newer, and about to be there
         newest, damaged = commit.read(begun[-1]), []
     if config.run.resume == "exact" and damaged:
         raise CheckpointError(f"{damaged[0].why} {resume.NO_OTHER}")
