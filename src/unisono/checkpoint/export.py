@@ -24,12 +24,13 @@ import yaml
 from torch import Tensor
 
 from unisono.checkpoint import commit, forms, sharded
+from unisono.checkpoint.commit import Checkpoint
 from unisono.checkpoint.forms import Form, Output
 from unisono.checkpoint.sharded import CODES, DTYPES, Entry, File
 from unisono.config.export_verb import Export
 from unisono.config.schema import Lora
 from unisono.errors import CheckpointError, RunError, ranges
-from unisono.files import inside, of_pickles, whole_folder
+from unisono.files import of_pickles, whole_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,9 +95,7 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
         UnisonoError: for a run without such a commit or such weights, a damaged commit, a task that has no such form,
             or a folder that is there already or cannot be written.
     """
-    path = newest(folder, words.step)
-    _check_names(path)
-    checkpoint = commit.open_(path)  # every byte is verified here, once
+    checkpoint = commit.open_(newest(folder, words.step))  # every byte is verified here, once
     out = words.out or folder / "exports" / _name(checkpoint.step, words)
     if os.path.lexists(out):
         raise RunError(f"{out} is there already, and nothing is overwritten; choose another folder by out=DIR")
@@ -106,7 +105,7 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
         assert merged is not None
         plan = _plan_of_model(merged(folder, words.ema, checkpoint.step), folder, words)
     else:
-        plan = _plan_of(path, folder, words)
+        plan = _plan_of(checkpoint, folder, words)
     _check_room(out, sum(file.size for file in plan.files))
     try:
         with whole_folder(out) as temporary:
@@ -114,7 +113,9 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
             if len(shares) == 1:
                 _write(plan, temporary, {file.name for file in plan.files})
             else:
-                _write_together(plan, [str(path), str(folder), words.model_dump_json(), str(temporary)], shares)
+                _write_together(
+                    plan, [str(checkpoint.path), str(folder), words.model_dump_json(), str(temporary)], shares
+                )
             if plan.form.indexed or len(plan.files) > 1:
                 name = f"{plan.form.stem}.safetensors.index.json"
                 (temporary / name).write_text(sharded.index(plan.files), encoding="utf-8")
@@ -160,23 +161,13 @@ def newest(folder: Path, step: int | None = None) -> Path:
     return found[step]
 
 
-def _check_names(path: Path) -> None:
-    """Refuse a manifest that names files elsewhere, before one of them is opened."""
-    for array in commit.read(path).arrays.values():
-        for piece in array["pieces"]:
-            if not (path / str(piece["file"])).exists() and Path(str(piece["file"])).name == piece["file"]:
-                continue  # the verification names it, with what it held
-            inside(path, piece["file"])
-
-
 def _name(step: int, words: Export) -> str:
     marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
     return f"step-{step:08d}-" + "-".join(mark for mark in marks if mark)
 
 
-def _plan_of(path: Path, folder: Path, words: Export) -> _Plan:
+def _plan_of(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
     """The plan of a commit, from its manifest alone."""
-    checkpoint = commit.read(path)
     arrays = _chosen(checkpoint.arrays, words.ema, folder)
     arrays = {name: Entry(e.name, _target(e.dtype, words), e.shape) for name, e in arrays.items()}
     adapter = adapter_of(folder)
@@ -385,7 +376,7 @@ def _share(job: str, connection: Connection) -> None:
         plan = (
             _plan_told(Path(path), told)
             if told
-            else _plan_of(Path(path), Path(folder), Export.model_validate_json(words))
+            else _plan_of(commit.read(Path(path)), Path(folder), Export.model_validate_json(words))
         )
         _write(plan, Path(temporary), set(names))
     except OSError as error:
