@@ -31,7 +31,7 @@ from unisono.engines.base import Engine, StepResult
 from unisono.errors import GuardError, MemoryExhaustedError, RunError, page
 from unisono.evaluation.best import Best
 from unisono.evaluation.held_out import HeldOut
-from unisono.files import write_whole
+from unisono.files import write_kept
 from unisono.observe import events, logs, trackers
 from unisono.observe.peaks import peak_flops
 from unisono.observe.profile import Profile
@@ -297,7 +297,7 @@ class Training:
         if self._writing:
             frozen = self._folder / "config.yaml"
             values = {**yaml.safe_load(frozen.read_text(encoding="utf-8")), "layout": layout.model_dump(mode="json")}
-            write_whole(frozen, yaml.safe_dump(values, sort_keys=False))
+            write_kept(frozen, yaml.safe_dump(values, sort_keys=False))
 
     def _batches(self, watch: Stopwatch, first: int) -> Generator[list[MicroBatch]]:
         """The micro-batches of all steps from `first` on; waiting for them is watched, whoever asks and when."""
