@@ -168,19 +168,28 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
                 module.set_reduce_scatter_unused_params(True)
 
 
-def left_out(wrapped: Wrapped) -> list[str]:
-    """Parameters without a gradient, if DDP has not reduced all gradients of the pass that was to synchronise them.
+def refuse_left_out(wrapped: Wrapped, where: str) -> None:
+    """Refuse a pass that left out a parameter which DDP counts on: what it then leaves in `.grad` is not reduced.
 
-    It has not if the pass left out a parameter that DDP counts on: what it then leaves in `.grad` is not reduced.
+    Args:
+        wrapped: by whatever wrapper.
+        where: rank and step, for the error.
+
+    Raises:
+        ConfigError: naming parameters without a gradient.
     """
     if not isinstance(wrapped, DistributedDataParallel):
-        return []
+        return
     try:
         wrapped._check_reducer_finalized()
-    except RuntimeError:
+    except RuntimeError as error:
         named = unwrapped(wrapped).model.named_parameters()
-        return [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
-    return []
+        left_out = [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
+        raise ConfigError(
+            f"{where}: a pass left parameters out that the first pass used ({', '.join(left_out[:4])}), so DDP did not "
+            "reduce all gradients. Set layout.find_unused_parameters=true.",
+            fault="Parameters are left out",
+        ) from error
 
 
 def reduces(wrapped: Wrapped) -> bool:
