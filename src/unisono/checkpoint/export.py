@@ -31,6 +31,7 @@ from unisono.config.export_verb import Export
 from unisono.config.schema import Lora
 from unisono.errors import CheckpointError, RunError, ranges
 from unisono.files import of_pickles, whole_folder
+from unisono.place import cores
 
 if TYPE_CHECKING:
     from torch import nn
@@ -238,8 +239,7 @@ def _files(form: Form, words: Export) -> list[File]:
 def _processes(words: Export, files: Sequence[File]) -> int:
     if words.processes != "auto":
         return min(len(files), words.processes)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(len(files), cores, 1 + sum(file.size for file in files) // _WORTH)
+    return min(len(files), cores(), 1 + sum(file.size for file in files) // _WORTH)
 
 
 def _shares(files: Sequence[File], count: int) -> list[list[str]]:
