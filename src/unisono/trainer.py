@@ -21,7 +21,7 @@ from unisono.checkpoint import about, resume, retention
 from unisono.checkpoint.resume import Found
 from unisono.checkpoint.saver import Saver
 from unisono.checkpoint.upload import Uploads
-from unisono.config import fingerprint
+from unisono.config import fingerprint, plain_yaml
 from unisono.config.schema import Layout, RunConfig
 from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
@@ -296,7 +296,7 @@ class Training:
         """Write another layout into the run's configuration."""
         if self._writing:
             frozen = self._folder / "config.yaml"
-            values = {**yaml.safe_load(frozen.read_text(encoding="utf-8")), "layout": layout.model_dump(mode="json")}
+            values = {**plain_yaml.read(frozen), "layout": layout.model_dump(mode="json")}
             write_kept(frozen, yaml.safe_dump(values, sort_keys=False))
 
     def _batches(self, watch: Stopwatch, first: int) -> Generator[list[MicroBatch]]:

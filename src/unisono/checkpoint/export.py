@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import yaml
 from torch import Tensor
 
 from unisono.checkpoint import commit, forms, sharded
 from unisono.checkpoint.commit import Checkpoint
 from unisono.checkpoint.forms import Form, Output
 from unisono.checkpoint.sharded import CODES, DTYPES, Entry, File
+from unisono.config import plain_yaml
 from unisono.config.export_verb import Export
 from unisono.config.schema import Lora
 from unisono.errors import CheckpointError, RunError, ranges
@@ -135,13 +135,8 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
 
 def adapter_of(folder: Path) -> Lora | None:
     """The adapters that a run trains, if it does."""
-    values = _config(folder).get("adapter")
+    values = plain_yaml.read(folder / "config.yaml").get("adapter")
     return None if values is None else Lora.model_validate(values)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return values
 
 
 def newest(folder: Path, step: int | None = None) -> Path:
@@ -175,7 +170,7 @@ def _plan_of(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
     if words.to == "safetensors":
         form = forms.plain(arrays)
     elif adapter is not None:
-        base = (_config(folder).get("model") or {}).get("path")
+        base = (plain_yaml.read(folder / "config.yaml").get("model") or {}).get("path")
         form = forms.peft(arrays, folder / "assets", adapter, base)
     else:
         form = forms.transformers(arrays, folder / "assets")
