@@ -377,3 +377,22 @@ def test_explaining_a_message_says_nothing_of_keys_that_nobody_wrote():
 def test_every_packaged_recipe_can_be_composed():
     assert "language" in recipes()
     assert [compose(name).values["recipe"] for name in recipes()] == list(recipes())
+
+
+# the settings of a task object ----------------------------------------------------------------------------------------
+
+OBJECT = {"model": {"features": 48, "encoder": "taxon"}, "data": {"kind": "study", "table": "${seed}/a.biom"}}
+
+
+def test_the_settings_of_an_object_replace_those_of_the_files_and_overrides_change_them():
+    made = compose("microbiome", ["model.features=64", "data.target=ibd"], settings=OBJECT)
+    assert made.values["model"] == {"features": 64, "encoder": "taxon"}, "nothing of model=tiny"
+    assert made.values["data"] == {"kind": "study", "table": "${seed}/a.biom", "target": "ibd"}, "a text is a text"
+    assert made.origin("model.features") == "override 'model.features=64'"
+    assert made.origin("model.encoder") == "the task object"
+
+
+def test_a_choice_replaces_the_settings_of_an_object():
+    made = compose("microbiome", ["model=small"], settings=OBJECT)
+    assert made.values["model"] == compose("microbiome", ["model=small"]).values["model"]
+    assert made.values["data"]["table"] == "${seed}/a.biom"

@@ -235,6 +235,30 @@ def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str) -> None:
         release.set()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_that_only_begins_leaves_signals_to_whoever_asks(
+    sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a scheduler sends them to all processes of a job: this one has not come to its first line then."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Signalled(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.send_signal(sent)
+            begun.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    loader = Loader(Augmented(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, worker_kind="processes")
+    with contextlib.closing(loader):
+        assert next(loader.steps())
+        assert begun
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {sent}, "here it is heard"
+        for process in begun:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            assert not int(status.partition("SigBlk:")[2].split()[0], 16), "ignored there, and not only kept back"
+
+
 # a process that ends ------------------------------------------------------------------------------------------------
 
 SCRIPT = """

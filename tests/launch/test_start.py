@@ -23,6 +23,9 @@ from unisono.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.launch import folder, local, reload, start
 from unisono.launch.environment import OURS
 from unisono.observe import events
+from unisono.recipes.microbiome.modelling import Model
+from unisono.recipes.microbiome.settings import Simulated, Study
+from unisono.recipes.microbiome.task import Microbiome
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -118,6 +121,24 @@ def test_an_override_changes_the_settings_of_a_task_object_and_leaves_the_others
     assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 5}
     expected = unisono.train(LinearTask(LinearTask.Config(rows=9, features=5)), SHORT)
     assert result.loss == expected.loss  # what is written down is what was trained
+
+
+SMALL = Model(features=8, heads=2, encoder="taxon", taxon_layers=1, sample_layers=1, recompute=False)
+
+
+def test_an_object_of_a_packaged_recipe_keeps_its_settings_before_those_of_the_recipes_files():
+    """The files say `model=tiny` and simulated data of another size."""
+    task = Microbiome(model=SMALL, data=Simulated(kind="simulated", subjects=6, taxa=16, metric="jaccard"))
+    result = unisono.train(task, {**SHORT, "data.visits": 3, "data.group": "subject"})
+    written = resolve.read(result.folder / "config.yaml")
+    assert written.model == SMALL
+    assert (written.data.subjects, written.data.taxa, written.data.metric, written.data.visits) == (6, 16, "jaccard", 3)
+
+
+def test_data_of_an_object_may_be_of_another_kind_than_the_files_of_its_recipe_say(tmp_path: Path):
+    data = Study(kind="study", table=tmp_path / "${seed}" / "none.biom", target="ibd")
+    with pytest.raises(DataError, match=r"\$\{seed\}/none\.biom"):
+        unisono.train(Microbiome(model=SMALL, data=data), SHORT)
 
 
 def typed(**task: Any) -> RunConfig:

@@ -9,7 +9,7 @@ would mix the keys of two kinds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,20 @@ def _is_primary(path: Path) -> bool:
     return path.stem == path.parent.parent.name
 
 
-def compose(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Composed:
+def compose(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    config_dir: Path | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Composed:
     """Compose a recipe, a task of the user's own (`path/to/file.py:Class`) or a config of the user's own folder.
 
     Args:
         recipe: a packaged recipe, `file.py:Class`, `package.module:Class`, or the name of a YAML file in `config_dir`.
         overrides: `group=choice` and `key=value`, in Hydra's grammar.
         config_dir: folder with the user's own groups and configs.
+        settings: of a task object, by group: they stand in place of what the files say of these groups, unless an
+            override chooses another file; keys that an override names are changed in them.
 
     Raises:
         ConfigError: naming the override, file or key and the nearest valid one.
@@ -82,13 +89,18 @@ def compose(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None 
         if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
             raise ConfigError(f"'{override}' is not an override: write key=value or group=choice")
     read = [_read(override, folders) for override in overrides]
-    values, files = _hydra(primary, folders, read)
+    chosen = {given.key for given in read if given.is_choice}
+    kept = {group: dict(values) for group, values in (settings or {}).items() if group not in chosen}
+    values, files = _hydra(primary, folders, read, kept)
     origins: dict[str, str] = {}
     for path, package in files:
         for dotted, line in _written(path):
             full = f"{package}.{dotted}" if package else dotted
             _forget_below(origins, full)
             origins[full] = f"{_short(path)}:{line}"
+    for group in kept:
+        _forget_below(origins, group)
+        origins[group] = "the task object"
     for given in read:
         for dotted in given.replaces:
             _forget_below(origins, dotted)
@@ -172,7 +184,7 @@ def _holds_keys(value: Any) -> bool:
 
 
 def _hydra(
-    primary: str, folders: list[Path], overrides: list[_Override]
+    primary: str, folders: list[Path], overrides: list[_Override], settings: dict[str, dict[str, Any]]
 ) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
     """The composed values, and the files they came from with the package each was put under, in order."""
     from hydra import compose as hydra_compose
@@ -190,6 +202,8 @@ def _hydra(
             listed = loader.compute_defaults_list(primary, [search], RunMode.RUN).overrides.known_choices
             chosen = [f"{'' if o.key in listed else '+'}{o.text.lstrip('+')}" for o in overrides if o.is_choice]
             config = hydra_compose(primary, overrides=[search, *chosen])
+            for group, given in settings.items():
+                OmegaConf.update(config, group, _literal(given), merge=False, force_add=True)
             for override in (o for o in overrides if not o.is_choice):
                 for key in override.replaces:
                     OmegaConf.update(config, key, {}, merge=False, force_add=True)
@@ -205,6 +219,20 @@ def _hydra(
             files.append((path, default.package or ""))
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}, files
+
+
+def _literal(value: Any) -> Any:
+    """A value whose texts refer to no other keys."""
+    if isinstance(value, dict):
+        return {name: _literal(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    return literal(value) if isinstance(value, str) else value
+
+
+def literal(text: str) -> str:
+    """A text in which nothing refers to other keys, as `${seed}` would."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _read(override: str, folders: list[Path]) -> _Override:

@@ -26,6 +26,8 @@ _POOLS = (
     "RAYON_NUM_THREADS", "POLARS_MAX_THREADS",
 )  # fmt: skip
 THREADS = {**dict.fromkeys(_POOLS, "1"), "TOKENIZERS_PARALLELISM": "false"}
+# Schedulers send them to all processes of a job; whoever asks decides when a worker ends. It begins with them blocked.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 MARK = "UNISONO_DATA_WORKER"  # set in the environment of a worker
 
 
@@ -36,9 +38,9 @@ def main(channel: int, page: int) -> NoReturn:
         channel: file descriptor of the socket to whoever asks.
         page: file descriptor of memory in which it says what row it is at.
     """
-    for number in ("SIGINT", "SIGTERM", "SIGUSR1"):  # whoever asks decides when it ends
-        if hasattr(signal, number):
-            signal.signal(getattr(signal, number), signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     faulthandler.enable()
     sock = socket.socket(fileno=channel)
     here = mmap.mmap(page, PAGE)

@@ -11,6 +11,7 @@ import copy
 import json
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -223,13 +224,17 @@ class _Process:
             self._page = mmap.mmap(file.fileno(), worker.PAGE)
             descriptors = theirs.fileno(), file.fileno()
             path = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - "" is where we are
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, path, *map(str, descriptors)],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **worker.THREADS, worker.MARK: "1"},
-                process_group=0,  # Ctrl-C is for this process, which ends them
-            )
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, worker.SIGNALS)  # handed on, until it ignores them
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _CODE, path, *map(str, descriptors)],
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **worker.THREADS, worker.MARK: "1"},
+                    process_group=0,  # Ctrl-C is for this process, which ends them
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._ready = False
         self._thread = threading.Thread(target=self._take, name=name, daemon=True)
         with suppress(OSError):  # it has ended already, and the thread says so

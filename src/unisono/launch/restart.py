@@ -2,17 +2,20 @@
 
 Every attempt is a launch of its own, with an address, a store and a monitor of its own: nothing of the one before can
 be mistaken for it. What a refusal, a guard or a number that is not finite has ended would end again, and stays
-as it is.
+as it is; so does a run out of memory, unless it left a smaller micro-batch for its next start.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from unisono.checkpoint import commit
 from unisono.config.schema import RunConfig
-from unisono.errors import DeadlineError, LostError, StuckError
+from unisono.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
 from unisono.launch import local
 from unisono.observe import events
 from unisono.supervise import inject
@@ -26,6 +29,7 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
     Raises:
         WorkerError: the fault of the last attempt, or one after which there is no other.
     """
+    rows = config.layout.micro_batch
     for attempt in range(config.launch.max_restarts + 1):
         try:
             with local.variables_set({inject.ATTEMPT: str(attempt)}):
@@ -33,11 +37,18 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
             return
         except local.WorkerError as error:
             left = config.launch.max_restarts - attempt
-            if error.exit_code not in AGAIN or not left:
+            before, rows = rows, _micro_batch(folder)
+            smaller = error.exit_code == MemoryExhaustedError.exit_code and rows != before
+            if not (error.exit_code in AGAIN or smaller) or not left:
                 if attempt and error.args:
                     error.args = (f"{error}\nIt was started again {attempt} times (launch.max_restarts)",)
                 raise
             _tell(folder, attempt + 1, left - 1, error)
+
+
+def _micro_batch(folder: Path) -> Any:
+    """That of the configuration with which the processes would be started now."""
+    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["layout"]["micro_batch"]
 
 
 def _tell(folder: Path, attempt: int, left: int, error: local.WorkerError) -> None:

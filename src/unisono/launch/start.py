@@ -18,7 +18,7 @@ from typing import Any
 from unisono.checkpoint import about
 from unisono.checkpoint.restore import Restore
 from unisono.config import resolve, secrets
-from unisono.config.compose import Composed, compose
+from unisono.config.compose import Composed, compose, literal
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.worker import MARK
@@ -58,17 +58,17 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
         )
     instance = task if isinstance(task, Task) else None
     reference = task if isinstance(task, str) else reference_to(type(task) if isinstance(task, Task) else task)
+    settings = _settings(instance) if instance is not None else {}
     if isinstance(config, RunConfig):  # its task's groups may be of no type yet, or not those of the task object
-        composed = Composed({**config.model_dump(mode="json", exclude_unset=True), "recipe": reference}, {})
+        given = config.model_dump(mode="json", exclude_unset=True)
+        composed = Composed({**given, **_over(settings, given), "recipe": reference}, {})
     else:
         overrides = (
             [f"{key}={_grammar(value)}" for key, value in config.items()]
             if isinstance(config, Mapping)
             else list(config)
         )
-        composed = compose(reference, overrides)
-    if instance is not None:
-        composed = _with_settings(composed, instance)
+        composed = compose(reference, overrides, settings=settings)
     typed = resolve.validate(composed)
     if instance is not None and _settings(instance) != _settings(typed):
         _refuse_state(instance, "the configuration changes its settings, and it is made anew")
@@ -439,12 +439,13 @@ def _with_micro_batch(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": micro})})
 
 
-def _with_settings(composed: Composed, task: Task) -> Composed:
-    """Composed values with the settings that a task object already has; overrides of the same group win key by key."""
-    values = dict(composed.values)
-    for group, settings in _settings(task).items():
-        values[group] = {**settings, **(values.get(group) or {})}
-    return Composed(values, composed.origins)
+def _over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a task object by group, with what is given of them; another `kind` has nothing of the first."""
+    made = {}
+    for group, own in settings.items():
+        changes = given.get(group) or {}
+        made[group] = {**({} if changes.get("kind", own.get("kind")) != own.get("kind") else own), **changes}
+    return made
 
 
 def _settings(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
@@ -469,5 +470,4 @@ def _grammar(value: Any) -> str:
         return str(int(value))
     if isinstance(value, numbers.Real):
         return repr(float(value))
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # a text is a text: nothing in it refers to other keys
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and "\\'"), text) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and "\\'"), literal(str(value))) + "'"

@@ -111,3 +111,17 @@ def test_under_fsdp_one_that_runs_out_ends_the_run_which_goes_on_with_less(here:
     assert yaml.safe_load(frozen.read_text())["layout"]["micro_batch"] == 3, "what is left to choose stays frozen"
     assert losses == pytest.approx(reference, rel=1e-12)
     assert len(set(losses)) == 4
+
+
+def test_under_fsdp_a_run_that_may_be_restarted_goes_on_by_itself(here: Path) -> None:
+    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in WORDS.items()]
+    words += ["layout.world_size=2", "layout.strategy=fsdp", "task.rank=1", "checkpoint.every=1"]
+    told = jobs.unisono("train", f"{__file__}:Short", *words, "launch.max_restarts=1", cwd=here)
+    assert told.returncode == 0, told.stderr
+    assert "starting all processes again, from the checkpoint of step 3 (attempt 1 of 1" in told.stderr
+    folder = here / "runs" / "a"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["layout"]["micro_batch"] == 3
+    losses = [event["loss"] for event in jobs.events(folder) if "loss" in event]
+    reference = [event["loss"] for event in trained(task__rank=1, run__name="b")]
+    assert losses == pytest.approx(reference, rel=1e-12)
+    assert len(set(losses)) == 4
