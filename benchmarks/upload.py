@@ -99,7 +99,7 @@ def place(config: RunConfig) -> Store:
 def configuration(url: str, name: str) -> RunConfig:
     """A run that uploads."""
     groups: dict[str, Any] = {"recipe": "x", "train": {"steps": 1}, "optim": {"kind": "sgd"}, "run": {"name": name}}
-    return RunConfig.model_validate({**groups, "checkpoint": {"upload": url}})
+    return RunConfig.model_validate({**groups, "checkpoint": {"upload": {"url": url}}})
 
 
 def main() -> None:

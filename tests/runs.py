@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -47,6 +51,28 @@ class Trace:
     before: dict[str, np.ndarray] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     average: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class InterruptionError(Exception):
+    pass
+
+
+@contextmanager
+def interrupted(before: int | None) -> Iterator[None]:
+    """Whatever trains in here has to come to this step, and ends before it; None lets it make every step."""
+    step = TorchEngine.step
+
+    def limited(engine: Any, batches: Any, number: int, scalars: Any) -> Any:
+        if number == before:
+            raise InterruptionError
+        return step(engine, batches, number, scalars)
+
+    with mock.patch.object(TorchEngine, "step", limited):
+        if before is None:
+            yield
+        else:
+            with pytest.raises(InterruptionError):
+                yield
 
 
 class Recording(TorchEngine):

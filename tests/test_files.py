@@ -59,3 +59,15 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert files.cache_dir() == tmp_path
     monkeypatch.delenv("UNISONO_CACHE")
     assert files.cache_dir() == Path.home() / ".cache" / "unisono"
+
+
+def test_what_a_file_was_before_is_kept_once_in_its_order(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    (tmp_path / "config.old.yaml").write_text("of somebody else")
+    for text in ("a", "a", "b", "a", "c"):
+        files.write_kept(path, text)
+    kept = {name.name: name.read_text() for name in tmp_path.glob("config.0*")}
+    assert kept == {"config.0001.yaml": "a", "config.0002.yaml": "b", "config.0003.yaml": "a"}
+    path.write_text("a")  # two processes replace it at a time, and the other one has kept it first
+    files.write_kept(path, "c")
+    assert (path.read_text(), len(list(tmp_path.glob("config.0*")))) == ("c", 3)

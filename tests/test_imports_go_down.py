@@ -14,7 +14,7 @@ import unisono
 
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
-    ("cli", "cli_data", "cli_export", "__main__"),
+    ("cli", "cli_data", "cli_export", "cli_words", "__main__"),
     ("proof", "doctor", "faults"),
     ("launch",),
     ("trainer",),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import configuration
+from tests.runs import configuration, interrupted
 from tests.tasks import LinearTask, TransformerTask
 from unisono import trainer
 from unisono.checkpoint import commit, resume
@@ -30,10 +30,6 @@ from unisono.task import Context, Loss, Task
 from unisono.trainer import Result, Scalars
 
 
-class InterruptionError(Exception):
-    pass
-
-
 def config(steps: int = 5, **groups: Any) -> RunConfig:
     train = {"steps": steps, "global_batch": 8, **groups.pop("train", {})}
     return configuration(**{"observe": {"progress": False}, **groups, "train": train})
@@ -45,22 +41,6 @@ def run(folder: Path, how: RunConfig, task: Task | None = None) -> Result:
 
 def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str, float]:
     return trainer.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
-
-
-def interrupted(
-    folder: Path, how: RunConfig, after: int, monkeypatch: pytest.MonkeyPatch, task: Task | None = None
-) -> None:
-    """Run until the given number of updates is made."""
-    step = TorchEngine.step
-
-    def limited(engine: Any, batches: Any, number: int, scalars: Any) -> Any:
-        if number == after:
-            raise InterruptionError
-        return step(engine, batches, number, scalars)
-
-    with monkeypatch.context() as patch, pytest.raises(InterruptionError):
-        patch.setattr(TorchEngine, "step", limited)
-        run(folder, how, task)
 
 
 def steps(folder: Path) -> list[int]:
@@ -212,11 +192,10 @@ def test_a_run_says_what_is_trained_on_what(tmp_path: Path, capsys: pytest.Captu
     assert told[7:] == [f"run: {tmp_path}"]
 
 
-def test_a_run_that_goes_on_says_after_which_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_says_after_which_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = config(3, checkpoint={"every": 1}, observe={"progress": True})
-    interrupted(tmp_path, how, 2, monkeypatch)
+    with interrupted(before=2):
+        run(tmp_path, how)
     assert "continuing" not in capsys.readouterr().out
     run(tmp_path, how)
     assert "continuing after step 2\n" in capsys.readouterr().out
@@ -225,21 +204,19 @@ def test_a_run_that_goes_on_says_after_which_step(
 # runs that go on ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on_without_repeating_a_step(
-    tmp_path: Path, whole: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on_without_repeating_a_step(tmp_path: Path, whole: tuple[Path, Result]) -> None:
     how = config(eval={"every": 2}, checkpoint={"every": 2, "keep": 10})
-    interrupted(tmp_path, how, 3, monkeypatch)
+    with interrupted(before=3):
+        run(tmp_path, how)
     assert (steps(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3], [2])
     result = run(tmp_path, how)
     assert (steps(tmp_path), evaluations(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3, 4, 5], [2, 4, 5], [2, 4, 5])
     assert (result.step, result.loss, result.evaluation) == (5, whole[1].loss, whole[1].evaluation)
 
 
-def test_a_run_that_was_interrupted_before_its_first_checkpoint_starts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(tmp_path, config(3), 2, monkeypatch)
+def test_a_run_that_was_interrupted_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+    with interrupted(before=2):
+        run(tmp_path, config(3))
     assert (steps(tmp_path), checkpoints(tmp_path)) == ([1, 2], [])
     assert run(tmp_path, config(3)).step == 3
     assert steps(tmp_path) == [1, 2, 3]
@@ -478,13 +455,13 @@ MIXED = {
 }
 
 
-def test_a_run_of_mixed_blocks_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_mixed_blocks_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     how = config(8, checkpoint={"every": 1}, data=MIXED)
     run(tmp_path / "whole", how, Several())
-    interrupted(tmp_path / "cut", how, 3, monkeypatch, Several())
-    interrupted(tmp_path / "cut", how, 6, monkeypatch, Several())
+    with interrupted(before=3):
+        run(tmp_path / "cut", how, Several())
+    with interrupted(before=6):
+        run(tmp_path / "cut", how, Several())
     run(tmp_path / "cut", how, Several())
     whole, cut = ([e["loss"] for e in events.read(tmp_path / name / "events.jsonl")] for name in ("whole", "cut"))
     assert whole == cut
@@ -499,7 +476,8 @@ def test_a_plan_that_is_no_pure_function_is_kept_with_the_checkpoint_and_told_wh
     monkeypatch.setattr(StreamPlan, "state", lambda self, step, rows: {"step": step, "rows": [rows.start, rows.stop]})
     monkeypatch.setattr(StreamPlan, "resume", lambda self, states: told.append(states))
     how = config(4, checkpoint={"every": 2})
-    interrupted(tmp_path, how, 3, monkeypatch)
+    with interrupted(before=3):
+        run(tmp_path, how)
     assert told == []
     run(tmp_path, how)
     assert told == [[{"step": 2, "rows": [0, 8]}]]

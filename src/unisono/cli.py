@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono import cli_data, cli_export
+from unisono import cli_data, cli_export, cli_words
 from unisono.version import __version__
 
 if TYPE_CHECKING:
@@ -87,11 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         ("config", _config, "print every setting and where it comes from"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
-        verb.add_argument(
-            "recipe", metavar="RECIPE", help="a recipe (language), path/to/file.py:Class, or a config of --config-dir"
-        )
-        verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="group=choice or key=value")
-        verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+        cli_words.recipe(verb, "a recipe (language), path/to/file.py:Class, or a config of --config-dir")
+        cli_words.overrides(verb, "group=choice or key=value")
         if name == "train":
             verb.add_argument(
                 "--proved",
@@ -102,22 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         verb.set_defaults(run=run)
     text = "find the largest micro-batch that fits the memory of every process"
     verb = verbs.add_parser("autobatch", help=text, description=f"{text}; the global batch stays what it is")
-    verb.add_argument("recipe", metavar="RECIPE", help="as for train")
-    verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train; layout.max_memory_gb is a limit")
-    verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+    cli_words.recipe(verb)
+    cli_words.overrides(verb, "as for train; layout.max_memory_gb is a limit")
     verb.set_defaults(run=_autobatch)
     text = "show, on your own model and data, that many processes compute what one computes"
     verb = verbs.add_parser("prove", help=text, description=text)
-    verb.add_argument("recipe", metavar="RECIPE", help="as for train")
-    verb.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2], "
+    cli_words.recipe(verb)
+    cli_words.overrides(
+        verb,
+        "as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2], "
         "vary=[accumulate,workers,resume,ranks,recompute,compile,attention,optimizer,ordered], steps=3, "
         "global_batch=8, precisions=[fp64], resume_every=1, shrink=auto",
     )
-    verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     verb.set_defaults(run=_prove)
     text = "say what this host has, how fast it is, and what is wrong with its environment"
@@ -137,20 +130,20 @@ def _parser() -> argparse.ArgumentParser:
     verb.set_defaults(run=_faults)
     text = "explain from a run's files how it ended, what is saved and what to do"
     verb = verbs.add_parser("diagnose", help=text, description=text)
-    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    cli_words.run(verb)
     verb.set_defaults(run=_diagnose)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
-    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    cli_words.run(verb)
     verb.set_defaults(run=_evaluate)
     for name, text in (
         ("stop", "end a run after its next step, saved; the same command goes on with it"),
         ("save", "have a run write a checkpoint after its next step"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
-        verb.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that trains, here or elsewhere")
+        cli_words.run(verb, "folder of a run that trains, here or elsewhere")
         verb.set_defaults(run=_ask)
     verb = verbs.add_parser("generate", help="continue a prompt with a trained language model")
-    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    cli_words.run(verb)
     verb.add_argument("prompt", help="text to continue")
     verb.add_argument("--tokens", type=int, default=64, help="how many tokens to write (default 64)")
     verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -159,21 +152,17 @@ def _parser() -> argparse.ArgumentParser:
     verb.set_defaults(run=_generate)
     text = "what a run of the microbiome recipe says of samples, as a table with intervals"
     verb = verbs.add_parser("predict", help=text, description=text)
-    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    verb.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="out=FILE, rows=held_out|training|all, draws=5, baseline=true for a random forest beside it; and settings "
+    cli_words.run(verb)
+    cli_words.overrides(
+        verb,
+        "out=FILE, rows=held_out|training|all, draws=5, baseline=true for a random forest beside it; and settings "
         "of data that replace the run's, e.g. data.table=FILE data.target=null",
     )
     verb.set_defaults(run=_predict)
     text = "plots of a run of the microbiome recipe, and which taxa it looks at"
     verb = verbs.add_parser("look", help=text, description=text)
-    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    verb.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="as for predict; out=FOLDER, default RUN/looking"
-    )
+    cli_words.run(verb)
+    cli_words.overrides(verb, "as for predict; out=FOLDER, default RUN/looking")
     verb.set_defaults(run=_look)
     cli_data.add(verbs, _load)
     cli_export.add(verbs, _merged)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono import cli_words
+
 if TYPE_CHECKING:
     from unisono.data.prepare import Told
     from unisono.data.shards import Shards
@@ -42,10 +44,9 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
         if place:
             added.add_argument("folder", type=Path, metavar=place)
         else:
-            added.add_argument("recipe", metavar="RECIPE", help="as for train")
-            added.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+            cli_words.recipe(added)
         if words:
-            added.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=words)
+            cli_words.overrides(added, words)
         added.set_defaults(run=lambda parsed: run(parsed, load))
         return added
 
@@ -73,7 +74,7 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.errors import ConfigError
     from unisono.launch import worker
 
-    own = own_words(parsed, Prepare)
+    own = cli_words.own(parsed, Prepare)
     share = Share.of(own.shard)
     config = load(parsed)
     task = worker.task_of(config)
@@ -120,8 +121,7 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.reshard import reshard
     from unisono.data.shards import Shards
 
-    own = own_words(parsed, Reshard)
-    only_own(parsed, Reshard)
+    own = cli_words.only(parsed, Reshard)
     with _progress(own.out, len(Shards(parsed.folder))) as told:
         made = reshard(parsed.folder, own.shards, own.out, told)
     _tell(made)
@@ -133,7 +133,7 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data import preview
     from unisono.launch import start, worker
 
-    own = own_words(parsed, Preview)
+    own = cli_words.own(parsed, Preview)
     config = start.concrete(load(parsed), None)
     assert isinstance(config.layout.world_size, int)
     task = worker.task_of(config)
@@ -148,38 +148,6 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     report = audit(parsed.folder)
     print(report)
     return 0 if report.passed else 1
-
-
-def own_words(parsed: argparse.Namespace, kind: Any) -> Any:
-    """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
-    from pydantic import ValidationError
-
-    from unisono.errors import ConfigError
-
-    words = dict(
-        word.split("=", 1) for word in parsed.overrides if word.split("=")[0] in kind.model_fields and "=" in word
-    )
-    parsed.overrides = [word for word in parsed.overrides if word.split("=")[0] not in words]
-    try:
-        return kind.model_validate(words)
-    except ValidationError as error:
-        raise ConfigError(
-            "; ".join(
-                f"{e['loc'][0]} is needed: {e['loc'][0]}=…"
-                if e["type"] == "missing"
-                else f"{e['loc'][0]}: {e['msg'].lower()}, got {e['input']!r}"
-                for e in error.errors()
-            )
-        ) from error
-
-
-def only_own(parsed: argparse.Namespace, kind: Any) -> None:
-    """Refuse words that are left over where there is no recipe."""
-    from unisono.errors import ConfigError, nearest
-
-    if parsed.overrides:
-        name = parsed.overrides[0].split("=")[0]
-        raise ConfigError(f"unknown word '{parsed.overrides[0]}', {nearest(name, kind.model_fields)}")
 
 
 def _plan(folder: Path) -> list[int]:

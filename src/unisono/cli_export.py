@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli_data import only_own, own_words
+from unisono import cli_words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,22 +24,14 @@ def add(verbs: Any, merged: Callable[[Path, bool, int], nn.Module]) -> None:
         merged: the model of a run with its adapters merged (folder, ema, step).
     """
     verb = verbs.add_parser("export", help=EXPORT, description=EXPORT)
-    verb.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    verb.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true",
+    cli_words.run(verb)
+    cli_words.overrides(
+        verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
     verb.set_defaults(run=lambda parsed: _export(parsed, merged))
     verb = verbs.add_parser("import", help=IMPORT, description=IMPORT)
     verb.add_argument("source", type=Path, metavar="DIR_OR_FILE", help="weights.pt, a folder of transformers, …")
-    verb.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000",
-    )
+    cli_words.overrides(verb, "out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000")
     verb.set_defaults(run=_import)
 
 
@@ -47,8 +39,7 @@ def _export(parsed: argparse.Namespace, merged: Callable[[Path, bool, int], nn.M
     from unisono.checkpoint.export import export
     from unisono.config.export_verb import Export
 
-    words = own_words(parsed, Export)
-    only_own(parsed, Export)
+    words = cli_words.only(parsed, Export)
     made = export(parsed.folder, words, merged)
     print(
         f"{made.folder}: {made.told}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
@@ -61,8 +52,7 @@ def _import(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.foreign import import_
     from unisono.config.export_verb import Import
 
-    words = own_words(parsed, Import)
-    only_own(parsed, Import)
+    words = cli_words.only(parsed, Import)
     made = import_(parsed.source, words)
     print(f"{made.out}: {made.tensors} tensors, {made.size / 1e6:.1f} MB")
     for line in made.left_out:

@@ -41,6 +41,18 @@ def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_kept(path: Path, text: str) -> None:
+    """Write a text file whole; what stood there is kept beside it as `name.0001.end`, …, if it was another."""
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    if before is not None and before != text:
+        earlier = path.parent.glob(f"{path.stem}.*{path.suffix}")
+        kept = {int(number): old for old in earlier if (number := old.suffixes[-2][1:]).isdigit()}
+        newest = max(kept, default=0)
+        if not newest or kept[newest].read_text(encoding="utf-8") != before:  # else another process has kept it
+            write_whole(path.with_suffix(f".{newest + 1:04d}{path.suffix}"), before)
+    write_whole(path, text)
+
+
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write into; it gets its name by one rename in the end, and is gone after an error.

@@ -21,7 +21,7 @@ from unisono.checkpoint import about, resume, retention
 from unisono.checkpoint.resume import Found
 from unisono.checkpoint.saver import Saver
 from unisono.checkpoint.upload import Uploads
-from unisono.config import fingerprint
+from unisono.config import fingerprint, plain_yaml
 from unisono.config.schema import Layout, RunConfig
 from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
@@ -31,7 +31,7 @@ from unisono.engines.base import Engine, StepResult
 from unisono.errors import GuardError, MemoryExhaustedError, RunError, page
 from unisono.evaluation.best import Best
 from unisono.evaluation.held_out import HeldOut
-from unisono.files import write_whole
+from unisono.files import write_kept
 from unisono.observe import events, logs, trackers
 from unisono.observe.peaks import peak_flops
 from unisono.observe.profile import Profile
@@ -296,8 +296,8 @@ class Training:
         """Write another layout into the run's configuration."""
         if self._writing:
             frozen = self._folder / "config.yaml"
-            values = {**yaml.safe_load(frozen.read_text(encoding="utf-8")), "layout": layout.model_dump(mode="json")}
-            write_whole(frozen, yaml.safe_dump(values, sort_keys=False))
+            values = {**plain_yaml.read(frozen), "layout": layout.model_dump(mode="json")}
+            write_kept(frozen, yaml.safe_dump(values, sort_keys=False))
 
     def _batches(self, watch: Stopwatch, first: int) -> Generator[list[MicroBatch]]:
         """The micro-batches of all steps from `first` on; waiting for them is watched, whoever asks and when."""

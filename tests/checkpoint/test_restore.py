@@ -297,7 +297,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert trained(tmp_path / "never stopped", monkeypatch) == 0
-    upload = f"checkpoint.upload=s3://{stores.BUCKET}/runs"
+    upload = f"checkpoint.upload.url=s3://{stores.BUCKET}/runs"
     first, second, store = tmp_path / "first", tmp_path / "second", server.store("runs/a")
     first.mkdir()
     jobs.task_file(first)
@@ -335,15 +335,15 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert trained(tmp_path, monkeypatch, "checkpoint.upload=dropbox://runs") == 2
+    assert trained(tmp_path, monkeypatch, "checkpoint.upload.url=dropbox://runs") == 2
     assert "dropbox:// needs a package that is not installed" in capfd.readouterr().err
     for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as closed:  # nobody listens
         closed.bind(("127.0.0.1", 0))
-        words = (f"checkpoint.upload_options={{endpoint_url: 'http://127.0.0.1:{closed.getsockname()[1]}'}}",)
-        words += ("checkpoint.upload_deadline=2", "checkpoint.upload=s3://bucket/runs")
+        words = (f"checkpoint.upload.options={{endpoint_url: 'http://127.0.0.1:{closed.getsockname()[1]}'}}",)
+        words += ("checkpoint.upload.deadline=2", "checkpoint.upload.url=s3://bucket/runs")
         assert trained(tmp_path, monkeypatch, *words) == 2
     told = capfd.readouterr().err
-    assert "checkpoint.upload: s3://bucket/runs/a/" in told and "Nothing was started" in told
+    assert "checkpoint.upload.url: s3://bucket/runs/a/" in told and "Nothing was started" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.py"]

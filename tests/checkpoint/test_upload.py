@@ -319,7 +319,7 @@ class Beside:
     """The uploads of a run, with a process of their own; `lines` and `notes` are what they said."""
 
     def __init__(self, folder: Path, server: stores.Server, name: str, **settings: Any) -> None:
-        given = {"upload": f"s3://{stores.BUCKET}", "upload_deadline": 3.0, "upload_timeout": 60.0, **settings}
+        given = {"upload": {"url": f"s3://{stores.BUCKET}", "deadline": 3.0, "timeout": 60.0, **settings}}
         self.config = configuration(checkpoint=given, run={"name": name})
         self.folder, self.lines, self.notes = folder, list[str](), list[tuple[int, dict[str, Any]]]()
         if not owner.kept(folder):
@@ -399,7 +399,7 @@ def test_a_run_whose_last_checkpoint_is_not_there_in_the_end_says_so(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    beside = Beside(folder, server, uuid.uuid4().hex, upload_timeout=1.0, upload_required=required)
+    beside = Beside(folder, server, uuid.uuid4().hex, timeout=1.0, required=required)
     told = r"the checkpoint of step 4 is not in s3://.* \(nothing uploaded since the start\); it is whole in "
     server.stop()
     try:
@@ -445,4 +445,4 @@ def test_a_store_that_cannot_be_written_is_refused(server: stores.Server, url: s
 
 def test_memory_is_no_store() -> None:
     with pytest.raises(ValueError, match="lies in the memory of one process"):
-        configuration(checkpoint={"upload": "memory://runs"})
+        configuration(checkpoint={"upload": {"url": "memory://runs"}})

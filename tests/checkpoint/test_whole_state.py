@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from tests import processes
-from tests.runs import configuration
+from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.checkpoint.resume import Found
 from unisono.config.schema import RunConfig
-from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.randomness import Randomness
 from unisono.evaluation.best import Best
 from unisono.observe import events
@@ -47,10 +46,6 @@ class Everything(TransformerTask):
         return replace(made, sums={**made.sums, "length": made.sums["length"] + more}, carry={"level": carried})
 
 
-class StoppedError(Exception):
-    pass
-
-
 def config(world: int) -> RunConfig:
     return configuration(
         layout={"world_size": world, "strategy": "ddp" if world > 1 else "single", "micro_batch": 3},
@@ -68,25 +63,12 @@ def config(world: int) -> RunConfig:
 
 def train(place: Place, group: Group, runs: list[tuple[Path, tuple[int, ...]]]) -> None:
     """Make each run, stopped before each of these steps and begun again; what torch draws next goes into a file."""
-    task, step = Everything(Everything.Config(dropout=0.2)), TorchEngine.step
-    how = config(place.world_size)
+    task, how = Everything(Everything.Config(dropout=0.2)), config(place.world_size)
     for folder, stops in runs:
         for stop in stops if -1 in stops else (*stops, None):  # -1: it is left where it stopped
-            if stop == -1:
-                continue
-
-            def limited(engine: Any, batches: Any, number: int, scalars: Any, stop: int | None = stop) -> Any:
-                if number == stop:
-                    raise StoppedError
-                return step(engine, batches, number, scalars)
-
-            TorchEngine.step = limited  # type: ignore[method-assign]
-            try:
-                trainer.run(task, how, place, group, folder)
-            except StoppedError:
-                pass
-            finally:
-                TorchEngine.step = step  # type: ignore[method-assign]
+            if stop != -1:
+                with interrupted(before=stop):
+                    trainer.run(task, how, place, group, folder)
         drawn = torch.rand(4).numpy().tobytes().hex()
         (folder / f"drawn-{place.rank}").write_text(drawn)
 

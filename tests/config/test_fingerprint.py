@@ -53,11 +53,11 @@ HARMLESS = {
     "checkpoint.on_failure": "continue",
     "checkpoint.final": "model",
     "checkpoint.at_end": "false",
-    "checkpoint.upload": "s3://bucket/runs",
-    "checkpoint.upload_keep": "3",
-    "checkpoint.upload_deadline": "30",
-    "checkpoint.upload_timeout": "30",
-    "checkpoint.upload_required": "true",
+    "checkpoint.upload.url": "s3://bucket/runs",
+    "checkpoint.upload.keep": "3",
+    "checkpoint.upload.deadline": "30",
+    "checkpoint.upload.timeout": "30",
+    "checkpoint.upload.required": "true",
     "observe.log_every": "3",
     "observe.progress": "false",
     "observe.trackers": "[tensorboard]",
@@ -151,7 +151,7 @@ BESIDE = {  # what has to change with a key for it to be allowed
 }
 NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
     "recipe", "layout.engine", "model", "adapter", "schedules.lr.peak", "checkpoint.keep_best",
-    "checkpoint.upload_options",
+    "checkpoint.upload.options",
 }  # fmt: skip
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from unisono.checkpoint.export import adapter_of
 from unisono.config import plain_yaml
 from unisono.errors import ConfigError
+from unisono.observe.pictures import show
+from unisono.supervise.diagnose import explained
 
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
@@ -28,6 +33,16 @@ def test_it_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
         plain_yaml.check(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("reads", [explained, adapter_of, lambda run: show(run, {})])
+def test_whatever_reads_a_run_that_came_from_elsewhere_refuses_it(tmp_path: Path, reads: Callable[[Path], Any]) -> None:
+    (tmp_path / "config.yaml").write_text(BOMB)
+    with pytest.raises(ConfigError, match="stand for"):
+        reads(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read as a configuration"):
+        reads(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "a: &a [1, 2]\nb: *a\nc: {d: *a}", "a: [1", "\x00"])

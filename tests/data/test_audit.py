@@ -281,21 +281,11 @@ def _train(recipe: str, folder: Path, *more: str) -> Path:
     return path
 
 
-def test_a_run_keeps_a_ledger_that_its_audit_confirms(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from unisono.engines.torch.engine import TorchEngine
+def test_a_run_keeps_a_ledger_that_its_audit_confirms(recipe: str, tmp_path: Path) -> None:
+    from tests.runs import interrupted
     from unisono.observe import events
 
-    step = TorchEngine.step
-
-    def limited(engine: Any, batches: Any, number: int, scalars: Any) -> Any:
-        if number == 33:
-            raise KeyboardInterrupt
-        return step(engine, batches, number, scalars)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TorchEngine, "step", limited)
+    with interrupted(before=33):
         _train(recipe, tmp_path, "layout.micro_batch=4")
     path = _train(recipe, tmp_path, "layout.micro_batch=4", "data.workers=2")
     report = audit(path)

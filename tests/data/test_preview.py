@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from tests.data.test_planning import CHANGES, WEIGHTS, sources, task
 from tests.runs import configuration
 from unisono.data.plan import StreamPlan, Taken
 from unisono.data.planning import plan_of, source_of
-from unisono.data.preview import as_json, lines, preview, short
+from unisono.data.preview import lines, preview, short
 from unisono.errors import ConfigError, DataError
 
 
@@ -49,13 +48,6 @@ def test_a_single_source_has_no_name_and_no_column_for_it() -> None:
         "      24     1     0     0            0   24      0  24",
         "      25     1     1     0            0   25      0  25",
     ]
-
-
-def test_the_same_is_told_as_json() -> None:
-    shown = preview(task(sources()), MIXED, position=0, count=2, world_size=1)
-    told = json.loads(json.dumps(as_json(shown)))
-    assert [(sample["position"], sample["units"]) for sample in told] == [(0, None), (1, None)]
-    assert told[0]["record"] == shown[0].record
 
 
 def test_packed_rows_show_each_of_their_samples_and_what_is_taken_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

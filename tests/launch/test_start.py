@@ -1,4 +1,4 @@
-"""From a configuration to a run: what `auto` comes to, what is refused before anything starts, and `unisono.train`."""
+"""From a configuration to a run: what is refused before anything starts, and `unisono.train`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config import resolve
 from unisono.config.schema import RunConfig
-from unisono.engines.torch import devices
 from unisono.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.launch import folder, local, reload, start
 from unisono.launch.environment import OURS
 from unisono.observe import events
-from unisono.place import Place
 from unisono.recipes.microbiome.modelling import Model
 from unisono.recipes.microbiome.settings import Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
@@ -40,202 +38,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A host with other accelerators than this one."""
-
-    def has(kind: str, count: int) -> None:
-        monkeypatch.setattr(devices, "accelerators", lambda: (kind, count))
-
-    return has
-
-
 def config(*overrides: str) -> RunConfig:
     return resolve.load(TASK, overrides)[0]
-
-
-def layout(*overrides: str, place: Place | None = None) -> tuple[int | str, str, str]:
-    found = start.concrete(config(*overrides), place).layout
-    return found.world_size, found.strategy, found.device
-
-
-def refusal(*overrides: str, place: Place | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        start.concrete(config(*overrides), place)
-    return str(caught.value)
-
-
-# what auto comes to -------------------------------------------------------------------------------------------------
-
-
-def test_without_an_accelerator_a_run_is_one_process_on_the_cpu(host: Any):
-    host("cpu", 0)
-    assert layout() == (1, "single", "cpu")
-
-
-def test_with_accelerators_a_run_has_one_process_for_each(host: Any):
-    host("cuda", 4)
-    assert layout() == (4, "ddp", "cuda")
-
-
-def test_a_run_that_asks_for_the_cpu_is_one_process_though_there_are_accelerators(host: Any):
-    host("cuda", 4)
-    assert layout("layout.device=cpu") == (1, "single", "cpu")
-
-
-def test_a_run_that_asks_for_one_process_gets_one_though_there_are_more_accelerators(host: Any):
-    host("cuda", 4)
-    assert layout("layout.strategy=single") == (1, "single", "cuda")
-
-
-def test_more_processes_than_accelerators_run_on_the_cpu(host: Any):
-    host("cuda", 1)
-    assert layout("layout.world_size=2") == (2, "ddp", "cpu")
-
-
-def test_double_precision_runs_on_the_cpu_where_the_accelerator_has_none(host: Any):
-    host("mps", 1)
-    assert layout("train.precision=fp64") == (1, "single", "cpu")
-
-
-def test_double_precision_runs_on_cuda(host: Any):
-    host("cuda", 1)
-    assert layout("train.precision=fp64") == (1, "single", "cuda")
-
-
-def test_a_launcher_decides_the_number_of_processes(host: Any):
-    host("cpu", 0)
-    assert layout("layout.world_size=7", place=Place(3, 4, 1, 2, "torchrun")) == (4, "ddp", "cpu")
-
-
-def test_a_launcher_s_processes_on_this_host_decide_the_device(host: Any):
-    host("cuda", 2)
-    assert layout(place=Place(3, 4, 1, 2, "slurm")) == (4, "ddp", "cuda")
-    assert layout(place=Place(3, 4, 3, 4, "slurm")) == (4, "ddp", "cpu")
-
-
-def test_a_strategy_that_was_asked_for_is_kept(host: Any):
-    host("cpu", 0)
-    assert layout("layout.strategy=fsdp", "layout.world_size=2") == (2, "fsdp", "cpu")
-
-
-def test_one_process_takes_all_accelerators_where_rows_are_shared_out_among_devices(host: Any):
-    host("cuda", 4)
-    assert layout("layout.strategy=dp") == (1, "dp", "cuda")
-    host("cpu", 0)
-    assert layout("layout.strategy=dp") == (1, "dp", "cpu")
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_one_process_with_all_devices_is_refused_where_a_launcher_has_started_several(host: Any, launcher: str):
-    host("cuda", 4)
-    told = refusal("layout.strategy=dp", place=Place(0, 4, 0, 4, launcher))
-    assert told.startswith(
-        f"layout.strategy=dp is one process with all devices of its host, but {launcher} has started 4"
-    )
-    assert layout("layout.strategy=dp", place=Place(0, 1, 0, 1, launcher)) == (1, "dp", "cuda")
-
-
-def test_one_process_with_all_devices_says_where_there_is_only_one(capsys: pytest.CaptureFixture[str]):
-    made = unisono.train(LinearTask, {**SHORT, "layout.strategy": "dp", "layout.device": "cpu", "run.name": "dp"})
-    assert "layout.strategy=dp shares rows among several devices" in capsys.readouterr().err
-    alone = unisono.train(LinearTask, {**SHORT, "layout.strategy": "single", "layout.device": "cpu", "run.name": "one"})
-    assert "shares rows" not in capsys.readouterr().err
-    assert made.loss == alone.loss
-
-
-def test_an_ordered_reduction_runs_on_one_thread_per_process(host: Any):
-    host("cpu", 0)
-    assert start.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
-
-
-def test_a_host_s_cores_are_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(start, "cores", lambda: 12)
-    assert [start.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
-
-
-# what a host cannot give --------------------------------------------------------------------------------------------
-
-
-def test_a_device_that_is_not_there_is_refused(host: Any):
-    host("cpu", 0)
-    assert refusal("layout.device=cuda") == "layout.device=cuda: this host has no accelerator; use auto or cpu"
-
-
-def test_a_device_of_another_kind_is_refused_with_the_kind_that_is_there(host: Any):
-    host("xpu", 2)
-    assert refusal("layout.device=cuda") == "layout.device=cuda: this host has 2 × xpu; use auto or cpu"
-
-
-def test_more_processes_than_devices_are_refused_where_the_device_was_asked_for(host: Any):
-    host("cuda", 1)
-    assert refusal("layout.device=cuda", "layout.world_size=2") == (
-        "layout.device=cuda: 2 processes on this host, but only 1 cuda device; use layout.world_size=1 or "
-        "layout.device=cpu"
-    )
-
-
-@pytest.mark.parametrize("override", ["layout.strategy=fsdp", "layout.strategy=ddp", "train.precision=fp64"])
-def test_what_mps_cannot_do_is_refused(host: Any, override: str):
-    host("mps", 1)
-    told = refusal("layout.device=mps", "layout.world_size=1", override)
-    assert told.startswith("layout.device=mps: one process (layout.strategy=single) in fp32 or bf16 only")
-
-
-def test_an_ordered_reduction_over_an_odd_number_of_processes_is_refused_with_the_next_powers_of_two(host: Any):
-    host("cpu", 0)
-    told = refusal("layout.reduction=ordered", "layout.world_size=6")
-    assert told == "layout.reduction=ordered needs a power of two of processes, not 6; use 4 or 8"
-
-
-def test_what_a_launcher_s_number_of_processes_makes_impossible_is_refused(host: Any):
-    host("cpu", 0)
-    told = refusal("layout.strategy=hsdp", "layout.shards=2", place=Place(0, 3, 0, 3, "torchrun"))
-    assert told == "layout.shards=2 does not divide layout.world_size=3; these do: [1, 3]"
-
-
-NODES = ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400")
-
-
-def test_every_accelerator_of_several_nodes_gets_a_process(host: Any):
-    host("cuda", 4)
-    assert layout(*NODES) == (8, "ddp", "cuda")
-    host("cpu", 0)
-    assert layout(*NODES) == (2, "ddp", "cpu")
-
-
-def test_the_device_is_decided_by_the_processes_of_one_node(host: Any):
-    host("cuda", 2)
-    assert layout(*NODES, "layout.world_size=4") == (4, "ddp", "cuda")
-    assert layout(*NODES, "layout.world_size=8") == (8, "ddp", "cpu")
-
-
-def test_several_nodes_share_one_copy_of_the_model_inside_of_a_node(host: Any):
-    host("cpu", 0)
-    found = start.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
-    assert found.shards == 4
-    place = Place(3, 6, 1, 2, "slurm")
-    assert start.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
-    asked = config(*NODES, "layout.world_size=8", "layout.strategy=hsdp", "layout.shards=2")
-    assert start.concrete(asked, None).layout.shards == 2
-
-
-@pytest.mark.parametrize("words", [["layout.world_size=4"], [*NODES, "layout.world_size=2"]])
-def test_shards_have_to_be_given_where_nodes_do_not_say_them(host: Any, words: list[str]):
-    host("cpu", 0)
-    assert refusal("layout.strategy=hsdp", *words).startswith("layout.strategy=hsdp needs layout.shards")
-
-
-def test_nodes_are_not_for_processes_of_another_launcher(host: Any):
-    host("cpu", 0)
-    told = refusal(*NODES, place=Place(0, 2, 0, 1, "slurm"))
-    assert told.startswith("launch.nodes=2, but slurm has started this process")
-
-
-def test_several_processes_of_a_launcher_cannot_be_a_single_one(host: Any, monkeypatch: pytest.MonkeyPatch):
-    host("cpu", 0)
-    told = refusal("layout.strategy=single", place=Place(0, 2, 0, 2, "torchrun"))
-    assert "layout.strategy=single is one process, but layout.world_size=2" in told
 
 
 # before processes start ---------------------------------------------------------------------------------------------
@@ -560,6 +364,14 @@ def test_a_run_that_is_meant_for_the_cpu_is_not_warned(
     host(kind, count)
     unisono.train(LinearTask, {**SHORT, "train.precision": "fp64", "layout.device": device})
     assert capsys.readouterr().err == ""
+
+
+def test_one_process_with_all_devices_says_where_there_is_only_one(capsys: pytest.CaptureFixture[str]):
+    made = unisono.train(LinearTask, {**SHORT, "layout.strategy": "dp", "layout.device": "cpu", "run.name": "dp"})
+    assert "layout.strategy=dp shares rows among several devices" in capsys.readouterr().err
+    alone = unisono.train(LinearTask, {**SHORT, "layout.strategy": "single", "layout.device": "cpu", "run.name": "one"})
+    assert "shares rows" not in capsys.readouterr().err
+    assert made.loss == alone.loss
 
 
 # how a task is called -----------------------------------------------------------------------------------------------

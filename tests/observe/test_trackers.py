@@ -17,20 +17,15 @@ from typing import Any, ClassVar
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.runs import configuration
+from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono import trainer
-from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import ConfigError
 from unisono.observe import trackers
 from unisono.observe.trackers import Tracked
 from unisono.place import Alone, Place
 
 CURVE = tuple[int, float]
-
-
-class InterruptionError(Exception):
-    pass
 
 
 # what a tracker is told, by a tracker of ours -------------------------------------------------------------------------
@@ -187,19 +182,11 @@ def test_wandb_without_a_key_is_refused_before_it_asks_on_the_terminal(
 # real trackers: a resumed run is the same tracked run -----------------------------------------------------------------
 
 
-def train(folder: Path, tracker: str, until: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(folder: Path, tracker: str, until: int | None) -> None:
     config = configuration(
         train={"steps": 5}, checkpoint={"every": 2}, observe={"progress": False, "trackers": [tracker]}
     )
-    step = TorchEngine.step
-
-    def limited(engine: Any, batches: Any, number: int, scalars: Any) -> Any:
-        if number == until:
-            raise InterruptionError
-        return step(engine, batches, number, scalars)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "step", limited)
+    with interrupted(before=until):
         trainer.run(TransformerTask(), config, Place(), Alone(), folder)
 
 
@@ -217,10 +204,9 @@ def resumed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "run"
-    with pytest.raises(InterruptionError):
-        train(folder, tracker, 3, monkeypatch)
+    train(folder, tracker, 3)
     before = (folder / "trackers.json").read_text()
-    train(folder, tracker, None, monkeypatch)
+    train(folder, tracker, None)
     assert (folder / "trackers.json").read_text() == before
     return folder, tracker
 

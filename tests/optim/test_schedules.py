@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from unisono.config.schema import Schedule, ScheduleGroup
+from unisono.config.schedules import Schedule, ScheduleGroup
 from unisono.errors import ConfigError
 from unisono.optim.schedules import check, factor, value
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from tests import processes
-from tests.runs import ADAMW, SGD, configuration, distance
+from tests.runs import ADAMW, SGD, configuration, distance, interrupted
 from tests.tasks import TransformerTask
 from unisono import trainer
 from unisono.checkpoint import commit
 from unisono.checkpoint.arrays import ArrayReader
-from unisono.engines.torch.engine import TorchEngine
 from unisono.observe.events import NOTES
 from unisono.place import Group, Place
 from unisono.task import Task
@@ -35,31 +34,14 @@ STEPS = 8
 INTERRUPTED = 5  # after this step; the last checkpoint is that of step 4
 
 
-class InterruptionError(Exception):
-    pass
-
-
 def train(
     place: Place, group: Group, runs: list[tuple[Any, Path, int | None]], tasks: list[Task] | None = None
 ) -> None:
     """Train each run, to its end or until it is interrupted; of a task of its own, if there are any."""
-    step = TorchEngine.step
     for number, (config, folder, until) in enumerate(runs):
         task = tasks[number] if tasks else TransformerTask(TransformerTask.Config(dropout=0.2))
-
-        def limited(engine: Any, batches: Any, number: int, scalars: Any, until: int | None = until) -> Any:
-            if number == until:
-                raise InterruptionError
-            return step(engine, batches, number, scalars)
-
-        TorchEngine.step = limited  # type: ignore[method-assign]
-        try:
+        with interrupted(before=until):
             trainer.run(task, config, place, group, folder)
-            assert until is None
-        except InterruptionError:
-            pass
-        finally:
-            TorchEngine.step = step  # type: ignore[method-assign]
 
 
 def _config(layout: str, optim: Any, precision: str) -> Any:

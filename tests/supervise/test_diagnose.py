@@ -45,6 +45,10 @@ def found(run: Path, **more: Any) -> None:
     (run / "logs" / "monitor-node-0.json").write_text(json.dumps({**about, "stacks": "logs/stacks/now", **more}))
 
 
+def page(run: Path) -> str:
+    return "\n".join(explained(run))
+
+
 def test_what_is_made_saved_and_lost_is_told(run: Path):
     lines = explained(run)
     assert lines[0] == f"{run}: 6 of 8 steps are made; the loss of the last one is 3"
@@ -60,7 +64,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_the_newest_good_one
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    text = "\n".join(explained(run))
+    text = page(run)
     assert f"step-00000004 is damaged: {file}" in text
     assert "step-00000002 is the newest good checkpoint" in text
     assert "Steps 3 to 6 are not saved" in text
@@ -69,7 +73,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_the_newest_good_one
 def test_what_the_monitor_found_comes_before_who_waited_in_vain(run: Path):
     found(run)
     fault(run, 0, "DeadlineError", "rank 0 waited for x", 5)
-    text = "\n".join(explained(run))
+    text = page(run)
     assert "How it ended\n  rank 1 is stuck.\n" in text
     assert "  rank 0 on h (process 7): in step 7, compute, waiting for x\n" in text
     assert "  rank 1 on h (process 8): here, at a.py:3\n" in text
@@ -80,7 +84,7 @@ def test_what_the_monitor_found_comes_before_who_waited_in_vain(run: Path):
 def test_a_fault_of_the_task_comes_before_what_the_monitor_found(run: Path):
     found(run)
     fault(run, 1, "ValueError", "Traceback (most recent call last):\n  a\n  b\n  c\n  d\nValueError: the sky fell", 1)
-    text = "\n".join(explained(run))
+    text = page(run)
     assert "How it ended\n  rank 1: Traceback (most recent call last):\n" in text
     assert "ValueError: the sky fell" in text
     assert "Mend the code that the traceback names" in text
@@ -89,7 +93,7 @@ def test_a_fault_of_the_task_comes_before_what_the_monitor_found(run: Path):
 def test_a_finished_run_needs_nothing(run: Path):
     with (run / "events.jsonl").open("a") as file:
         file.write('{"step": 8, "loss": 1.0}\n')
-    text = "\n".join(explained(run))
+    text = page(run)
     assert "It is finished: all steps are made, and nothing went wrong." in text
     assert "What to do" not in text
 

@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import yaml
 from torch import Tensor
 
 from unisono.checkpoint import commit, forms, sharded
+from unisono.checkpoint.commit import Checkpoint
 from unisono.checkpoint.forms import Form, Output
 from unisono.checkpoint.sharded import CODES, DTYPES, Entry, File
+from unisono.config import plain_yaml
 from unisono.config.export_verb import Export
 from unisono.config.schema import Lora
 from unisono.errors import CheckpointError, RunError, ranges
-from unisono.files import inside, of_pickles, whole_folder
+from unisono.files import of_pickles, whole_folder
+from unisono.place import cores
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,9 +96,7 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
         UnisonoError: for a run without such a commit or such weights, a damaged commit, a task that has no such form,
             or a folder that is there already or cannot be written.
     """
-    path = newest(folder, words.step)
-    _check_names(path)
-    checkpoint = commit.open_(path)  # every byte is verified here, once
+    checkpoint = commit.open_(newest(folder, words.step))  # every byte is verified here, once
     out = words.out or folder / "exports" / _name(checkpoint.step, words)
     if os.path.lexists(out):
         raise RunError(f"{out} is there already, and nothing is overwritten; choose another folder by out=DIR")
@@ -106,7 +106,7 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
         assert merged is not None
         plan = _plan_of_model(merged(folder, words.ema, checkpoint.step), folder, words)
     else:
-        plan = _plan_of(path, folder, words)
+        plan = _plan_of(checkpoint, folder, words)
     _check_room(out, sum(file.size for file in plan.files))
     try:
         with whole_folder(out) as temporary:
@@ -114,7 +114,9 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
             if len(shares) == 1:
                 _write(plan, temporary, {file.name for file in plan.files})
             else:
-                _write_together(plan, [str(path), str(folder), words.model_dump_json(), str(temporary)], shares)
+                _write_together(
+                    plan, [str(checkpoint.path), str(folder), words.model_dump_json(), str(temporary)], shares
+                )
             if plan.form.indexed or len(plan.files) > 1:
                 name = f"{plan.form.stem}.safetensors.index.json"
                 (temporary / name).write_text(sharded.index(plan.files), encoding="utf-8")
@@ -133,13 +135,8 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
 
 def adapter_of(folder: Path) -> Lora | None:
     """The adapters that a run trains, if it does."""
-    values = _config(folder).get("adapter")
+    values = plain_yaml.read(folder / "config.yaml").get("adapter")
     return None if values is None else Lora.model_validate(values)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return values
 
 
 def newest(folder: Path, step: int | None = None) -> Path:
@@ -160,30 +157,20 @@ def newest(folder: Path, step: int | None = None) -> Path:
     return found[step]
 
 
-def _check_names(path: Path) -> None:
-    """Refuse a manifest that names files elsewhere, before one of them is opened."""
-    for array in commit.read(path).arrays.values():
-        for piece in array["pieces"]:
-            if not (path / str(piece["file"])).exists() and Path(str(piece["file"])).name == piece["file"]:
-                continue  # the verification names it, with what it held
-            inside(path, piece["file"])
-
-
 def _name(step: int, words: Export) -> str:
     marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
     return f"step-{step:08d}-" + "-".join(mark for mark in marks if mark)
 
 
-def _plan_of(path: Path, folder: Path, words: Export) -> _Plan:
+def _plan_of(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
     """The plan of a commit, from its manifest alone."""
-    checkpoint = commit.read(path)
     arrays = _chosen(checkpoint.arrays, words.ema, folder)
     arrays = {name: Entry(e.name, _target(e.dtype, words), e.shape) for name, e in arrays.items()}
     adapter = adapter_of(folder)
     if words.to == "safetensors":
         form = forms.plain(arrays)
     elif adapter is not None:
-        base = (_config(folder).get("model") or {}).get("path")
+        base = (plain_yaml.read(folder / "config.yaml").get("model") or {}).get("path")
         form = forms.peft(arrays, folder / "assets", adapter, base)
     else:
         form = forms.transformers(arrays, folder / "assets")
@@ -247,8 +234,7 @@ def _files(form: Form, words: Export) -> list[File]:
 def _processes(words: Export, files: Sequence[File]) -> int:
     if words.processes != "auto":
         return min(len(files), words.processes)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(len(files), cores, 1 + sum(file.size for file in files) // _WORTH)
+    return min(len(files), cores(), 1 + sum(file.size for file in files) // _WORTH)
 
 
 def _shares(files: Sequence[File], count: int) -> list[list[str]]:
@@ -385,7 +371,7 @@ def _share(job: str, connection: Connection) -> None:
         plan = (
             _plan_told(Path(path), told)
             if told
-            else _plan_of(Path(path), Path(folder), Export.model_validate_json(words))
+            else _plan_of(commit.read(Path(path)), Path(folder), Export.model_validate_json(words))
         )
         _write(plan, Path(temporary), set(names))
     except OSError as error:

@@ -42,7 +42,7 @@ def read(store: Store) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{store.at(OWNER)} is no owner of a run ({error}); look whose it is, and choose another run.name or "
-            "checkpoint.upload"
+            "checkpoint.upload.url"
         ) from error
 
 
@@ -75,13 +75,13 @@ def refuse(store: Store, folder: Path, fresh: bool, patience: float | None = Non
         return None
     if here.get("run") != there["run"] and not (fresh and not here):
         raise RunError(
-            f"{store.url} belongs to another run: {_told(there)}. Choose another run.name or checkpoint.upload"
+            f"{store.url} belongs to another run: {_told(there)}. Choose another run.name or checkpoint.upload.url"
         )
     # The folder is locked, so a start that was named in it has ended.
     if here.get("start") != there["start"] and _lives(store, PATIENCE if patience is None else patience):
         raise RunError(
             f"{store.url} is being written by a run that is still trained elsewhere: {_told(there)}. End it there, or "
-            "choose another run.name or checkpoint.upload"
+            "choose another run.name or checkpoint.upload.url"
         )
     return there
 
@@ -115,7 +115,7 @@ def claim(store: Store, folder: Path) -> None:
     if there is None or there["start"] != mine["start"]:
         raise RunError(
             f"{store.url} was taken by another run in this moment: {_told(there or mine)}. Choose another run.name or "
-            "checkpoint.upload"
+            "checkpoint.upload.url"
         )
     beat(store, mine["start"], 0)
     write_whole(folder / KEPT, json.dumps(mine, indent=1) + "\n", lasting=True)

@@ -103,7 +103,7 @@ def fetch(store: Store, begun: Checkpoint) -> Path:
 
 @dataclass
 class Restore:
-    """What a start does with the store of its run; see the module. Without `checkpoint.upload` it does nothing.
+    """What a start does with the store of its run; see the module. Without `checkpoint.upload.url` it does nothing.
 
     Attributes:
         store: of the run, or None.

@@ -37,11 +37,11 @@ Note = Callable[[int, dict[str, Any]], None]
 
 def store_of(config: RunConfig) -> Store | None:
     """The place of a run in its store, if it has one."""
-    given, name = config.checkpoint, config.run.name
-    if given.upload is None:
+    given, name = config.checkpoint.upload, config.run.name
+    if given.url is None:
         return None
     assert name is not None
-    return Store.of(given.upload, name, given.upload_options, given.upload_deadline)
+    return Store.of(given.url, name, given.options, given.deadline)
 
 
 def check(store: Store) -> None:
@@ -57,17 +57,19 @@ def check(store: Store) -> None:
         store.remove(name)
         store.get(name)  # S3 forbids it to those who may not list, and then nobody can say what is missing
     except FileNotFoundError as error:
-        raise ConfigError(f"checkpoint.upload: {store.url} does not exist ({error}); make the bucket first") from error
+        raise ConfigError(
+            f"checkpoint.upload.url: {store.url} does not exist ({error}); make the bucket first"
+        ) from error
     except DataError as error:
         raise ConfigError(
-            f"checkpoint.upload: {error}. Nothing was started; correct it, or set checkpoint.upload=null"
+            f"checkpoint.upload.url: {error}. Nothing was started; correct it, or set checkpoint.upload.url=null"
         ) from error
     if found != content:
-        raise ConfigError(f"checkpoint.upload: {store.at(name)} did not come back as it was written")
+        raise ConfigError(f"checkpoint.upload.url: {store.at(name)} did not come back as it was written")
 
 
 class Uploads:
-    """The uploads of a run, on rank 0; elsewhere, and without `checkpoint.upload`, every method does nothing.
+    """The uploads of a run, on rank 0; elsewhere, and without `checkpoint.upload.url`, every method does nothing.
 
     Args:
         config: of the run.
@@ -110,14 +112,14 @@ class Uploads:
             self._told(self._reports.get())
 
     def finish(self) -> None:
-        """Wait for the last checkpoint to be there, `checkpoint.upload_timeout` seconds at most; say if it is not.
+        """Wait for the last checkpoint to be there, `checkpoint.upload.timeout` seconds at most; say if it is not.
 
         Raises:
-            UploadError: if it is not, and `checkpoint.upload_required`.
+            UploadError: if it is not, and `checkpoint.upload.required`.
         """
         if self._store is None:
             return
-        end, told = time.monotonic() + self._given.upload_timeout, False
+        end, told = time.monotonic() + self._given.upload.timeout, False
         self.check()
         with self._lock, contextlib.suppress(OSError):
             self._ending = True
@@ -139,8 +141,8 @@ class Uploads:
                 f"{self._folder / CHECKPOINTS}. Start the run again to have it uploaded"
             )
             self._note(self._newest, {"upload": "missing"})
-            if self._given.upload_required:
-                raise UploadError(f"{text}, or set checkpoint.upload_required=false")
+            if self._given.upload.required:
+                raise UploadError(f"{text}, or set checkpoint.upload.required=false")
             self._say(f"WARNING: {text}")
 
     def close(self, grace: float = 0.0) -> None:
@@ -208,7 +210,7 @@ class Uploads:
             "deadline": store.where.deadline,
             "folder": str(self._folder.resolve()),
             "start": owner.kept(self._folder).get("start"),
-            "retention": asdict(replace(kept, newest=self._given.upload_keep or kept.newest)),
+            "retention": asdict(replace(kept, newest=self._given.upload.keep or kept.newest)),
         }
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         with (self._folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:

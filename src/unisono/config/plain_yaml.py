@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,6 +12,22 @@ from unisono.errors import ConfigError
 BYTES = 1 << 20
 VALUES = 100_000
 DEPTH = 64
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The values of a configuration in a file, which may come from anywhere.
+
+    Raises:
+        ConfigError: where the file is missing, is refused by `check`, or does not hold keys and values.
+    """
+    try:
+        check(path)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a configuration: it holds a {type(values).__name__}, not keys and values")
+    return values
 
 
 def check(path: Path) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unisono.config import fingerprint, plain_yaml, secrets
@@ -50,13 +49,7 @@ def read(path: Path, moved: str | None = None) -> RunConfig:
     Raises:
         ConfigError: where the file is missing or is not a configuration.
     """
-    try:
-        plain_yaml.check(path)
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} is not a configuration: it holds a {type(values).__name__}, not keys and values")
+    values = plain_yaml.read(path)
     if moved is not None and fingerprint.task(str(values.get("recipe"))) == fingerprint.task(moved):
         values["recipe"] = moved
     return validate(Composed(values, {name: str(path) for name in values}))

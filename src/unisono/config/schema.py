@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.base import Fraction, NonNegative, Positive, Settings
+from unisono.config.base import Positive, Settings
 from unisono.config.optimizers import Muon, Optimizer
+from unisono.config.schedules import Schedule
 
 # What every event may hold; metrics and scheduled scalars stand beside it under names of their own.
 EVENT_NAMES = frozenset(
@@ -194,55 +195,6 @@ class Lora(Settings):
     )
 
 
-class ScheduleGroup(Settings):
-    """What all schedules have. A value is `peak` times a factor that is a pure function of the step."""
-
-    peak: float | None = Field(
-        None,
-        description="the largest value; null for lr, weight_decay and clip_norm: theirs are in optim and train",
-    )
-    warmup: NonNegative = Field(0, description="steps of linear warm-up; below 1: that fraction of all steps")
-    start: Fraction = Field(0.0, description="factor before the warm-up")
-    floor: Fraction = Field(0.0, description="factor below which it does not fall")
-    steps: PositiveInt | None = Field(None, description="length; null: the whole run")
-
-
-class Constant(ScheduleGroup):
-    """Warm-up, then constant."""
-
-    kind: Literal["constant"]
-
-
-class Linear(ScheduleGroup):
-    """Warm-up, then a straight line to the floor."""
-
-    kind: Literal["linear"]
-
-
-class Cosine(ScheduleGroup):
-    """Warm-up, then half a cosine to the floor (Loshchilov & Hutter, 2017)."""
-
-    kind: Literal["cosine"]
-
-
-class Wsd(ScheduleGroup):
-    """Warm-up, stable, decay (Hu et al., 2024)."""
-
-    kind: Literal["wsd"]
-    decay: NonNegative = Field(0.2, description="steps of decay at the end; below 1: that fraction of all steps")
-    shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="of the decay; sqrt is 1 − √progress")
-
-
-class InverseSqrt(ScheduleGroup):
-    """Warm-up, then 1/√step (Vaswani et al., 2017)."""
-
-    kind: Literal["inverse_sqrt"]
-    timescale: PositiveInt | None = Field(None, description="steps after which it starts to fall; null: the warm-up")
-
-
-Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt, Field(discriminator="kind")]
-
-
 class Ema(Settings):
     """A moving average of the weights: after an update, `average ← decay · average + (1 - decay) · weights`."""
 
@@ -284,6 +236,33 @@ class KeepBest(Settings):
     mode: Literal["min", "max"] = Field("min", description="whether the smallest or the largest value is the best")
 
 
+class Upload(Settings):
+    """Finished checkpoints in a store, in the background, and a run whose folder has none restored from there."""
+
+    url: str | None = Field(
+        None,
+        min_length=1,
+        description="below which they go, to <url>/<run.name>/, e.g. s3://bucket/runs; null: they stay in the folder",
+    )
+    keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
+    options: dict[str, Any] = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
+    deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
+    timeout: Positive = Field(
+        600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
+    )
+    required: bool = Field(
+        False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
+    )
+
+    @model_validator(mode="after")
+    def _another_process_sees_it(self) -> Upload:
+        if self.url is not None and self.url.startswith("memory:"):
+            raise ValueError(
+                f"checkpoint.upload.url={self.url} lies in the memory of one process; use a store or file://"
+            )
+        return self
+
+
 class Checkpoint(Settings):
     """Checkpoints: whole or absent."""
 
@@ -299,21 +278,7 @@ class Checkpoint(Settings):
     on_failure: Literal["stop", "continue"] = Field(
         "stop", description="continue: go on when a checkpoint could not be written, say so, and try again when due"
     )
-    upload: str | None = Field(
-        None,
-        min_length=1,
-        description="URL below which finished checkpoints go in the background, to <upload>/<run.name>/, e.g. "
-        "s3://bucket/runs; and from which a run is restored whose folder has none",
-    )
-    upload_keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
-    upload_options: dict[str, Any] = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
-    upload_deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
-    upload_timeout: Positive = Field(
-        600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
-    )
-    upload_required: bool = Field(
-        False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
-    )
+    upload: Upload = Upload()
 
     @model_validator(mode="after")
     def _some_are_kept(self) -> Checkpoint:
@@ -321,14 +286,6 @@ class Checkpoint(Settings):
             raise ValueError(
                 f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}, so that few "
                 "checkpoints or none would be kept by it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _another_process_sees_it(self) -> Checkpoint:
-        if self.upload is not None and self.upload.startswith("memory:"):
-            raise ValueError(
-                f"checkpoint.upload={self.upload} lies in the memory of one process; use a store or file://"
             )
         return self
 

@@ -33,6 +33,7 @@ __all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
 _AT_ONCE = 64  # samples whose lengths a worker is asked for
 _TOLD = 3  # samples left out that are told one by one
+_LOOKED_AT = 8  # samples that are made to see from where a task draws
 
 
 class Loader:
@@ -258,7 +259,7 @@ class Measured:
         return self.by(rows, epochs)
 
 
-def check_draws(task: Task, source: Source, rows: int = 8, *, mask: bool = False) -> None:
+def check_draws(task: Task, source: Source, *, mask: bool = False) -> None:
     """Make a few samples, and refuse a task that draws from a generator that all threads share.
 
     Such draws would depend on which thread comes first, and disturb those of the model.
@@ -266,14 +267,13 @@ def check_draws(task: Task, source: Source, rows: int = 8, *, mask: bool = False
     Args:
         task: that draws.
         source: its rows.
-        rows: how many are made.
         mask: go on where a sample cannot be made.
 
     Raises:
         DataError: naming the generator.
     """
     before = _shared_generators()
-    for row in range(min(rows, len(source))):
+    for row in range(min(_LOOKED_AT, len(source))):
         try:
             sampled(task, source, row, generator(0, "check", row))
         except DataError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,11 +94,6 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
             )
         position += last - first
     return shown
-
-
-def as_json(shown: Sequence[Shown]) -> list[dict[str, Any]]:
-    """The same as JSON."""
-    return [asdict(sample) for sample in shown]
 
 
 def lines(shown: Sequence[Shown]) -> list[str]:

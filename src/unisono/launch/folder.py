@@ -21,7 +21,7 @@ from unisono.checkpoint import about, commit, owner, restore, resume
 from unisono.config import fingerprint, resolve, surroundings
 from unisono.config.schema import RunConfig
 from unisono.errors import CheckpointError, RunError
-from unisono.files import TEMPORARY, write_whole
+from unisono.files import TEMPORARY, write_kept, write_whole
 from unisono.supervise import lease, space
 from unisono.task import Task
 
@@ -72,7 +72,7 @@ def check(config: RunConfig) -> RunConfig:
     newest, damaged = resume.newest_readable(folder / "checkpoints")
     if newest is not None:
         space.check(folder, config, space.of_newest(folder), 1)
-    if config.checkpoint.upload is not None and (begun := restore.begun(folder)):  # newer, and about to be there
+    if config.checkpoint.upload.url is not None and (begun := restore.begun(folder)):  # newer, and about to be there
         newest, damaged = commit.read(begun[-1]), []
     if config.run.resume == "exact" and damaged:
         raise CheckpointError(f"{damaged[0].why} {resume.NO_OTHER}")
@@ -160,7 +160,7 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, 
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
         values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
-        _write_config(folder, yaml.safe_dump(values, sort_keys=False))
+        write_kept(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
@@ -192,16 +192,6 @@ def _same_data(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> No
                 f"{folder} was trained on other data{': ' if told else ''}{'; '.join(told)}; what differs (there, "
                 f"here): {differing}. Bring the data back as they were, or choose another run.name"
             )
-
-
-def _write_config(folder: Path, text: str) -> None:
-    """Write `config.yaml`, and keep what stood there as `config.0001.yaml`, `config.0002.yaml`, … if it was another."""
-    path = folder / "config.yaml"
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
-    if before is not None and before != text:
-        earlier = [int(number) for old in folder.glob("config.*.yaml") if (number := old.name.split(".")[1]).isdigit()]
-        write_whole(folder / f"config.{max(earlier, default=0) + 1:04d}.yaml", before)
-    write_whole(path, text)
 
 
 def path_of(config: RunConfig) -> Path:

@@ -375,11 +375,10 @@ def _warn_of_idle_accelerators(asked: RunConfig, config: RunConfig) -> None:
     kind, count = devices.accelerators()
     if count and asked.layout.device == "auto" and config.layout.device == "cpu":
         run = f"{config.layout.world_size} × {config.train.precision}"
-        print(  # noqa: T201 - before there is a log
-            f"unisono: WARNING: this run ({run}) goes to the CPU, though this host has {count} × {kind}: there must be "
-            f"one for each process, and it must have the precision. layout.device={kind} tells what is amiss; "
-            "layout.device=cpu says that the CPU is meant",
-            file=sys.stderr,
+        _warn(
+            f"this run ({run}) goes to the CPU, though this host has {count} × {kind}: there must be one for each "
+            f"process, and it must have the precision. layout.device={kind} tells what is amiss; layout.device=cpu "
+            "says that the CPU is meant"
         )
 
 
@@ -389,20 +388,22 @@ def _warn_of_one_device(config: RunConfig) -> None:
     kind, count = devices.accelerators()
     if config.layout.strategy == "dp" and (config.layout.device == "cpu" or count < 2):
         found = f"{count} × {kind}" if config.layout.device != "cpu" else "the CPU"
-        print(  # noqa: T201 - before there is a log
-            f"unisono: WARNING: layout.strategy=dp shares rows among several devices of one process, and this run has "
-            f"{found}: it is a run of layout.strategy=single",
-            file=sys.stderr,
+        _warn(
+            f"layout.strategy=dp shares rows among several devices of one process, and this run has {found}: it is a "
+            "run of layout.strategy=single"
         )
 
 
 def _warn_of_one_process(config: RunConfig) -> None:
     if config.layout.strategy in ("single", "dp") and config.launch.max_restarts:
-        print(  # noqa: T201 - before there is a log
-            f"unisono: WARNING: launch.max_restarts={config.launch.max_restarts} starts the processes of a run again, "
-            "and this one has no other than this: nothing starts it again",
-            file=sys.stderr,
+        _warn(
+            f"launch.max_restarts={config.launch.max_restarts} starts the processes of a run again, and this one has "
+            "no other than this: nothing starts it again"
         )
+
+
+def _warn(text: str) -> None:
+    print(f"unisono: WARNING: {text}", file=sys.stderr)  # noqa: T201 - before there is a log
 
 
 def _refuse_state(task: Task, why: str) -> None:

@@ -25,7 +25,7 @@ from unisono import pulse
 from unisono.config.schema import RunConfig
 from unisono.errors import DesyncError, LostError, StuckError
 from unisono.place import Group, Place
-from unisono.supervise import inject, judge, monitor, procs
+from unisono.supervise import identity, inject, judge, monitor, procs
 from unisono.supervise.judge import Finding, Seen
 from unisono.supervise.monitor import Specification
 
@@ -137,7 +137,7 @@ def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Itera
         inject.install(place.rank)
         yield
         return
-    key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), _boot()]
+    key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), identity.machine()]
     directory = str(_directory()) if place.local_rank == 0 and sys.platform == "linux" else None
     told = group.gather([key, directory], "where to tell the monitor what they are at")
     of_node = [rank for rank, (theirs, _) in enumerate(told) if theirs == key]
@@ -206,9 +206,3 @@ def _directory() -> Path:
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
     return Path(tempfile.mkdtemp(prefix="unisono-", dir=memory if usable else None))
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

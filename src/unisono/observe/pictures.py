@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
+from unisono.config import plain_yaml
 from unisono.observe import events, trackers
 
 
@@ -26,7 +25,7 @@ def show(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
     Raises:
         ConfigError: for a tracker that is not installed any more, or has no key.
     """
-    observe = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["observe"]
+    observe = plain_yaml.read(folder / "config.yaml")["observe"]
     ids = folder / trackers.IDS
     known = json.loads(ids.read_text(encoding="utf-8")) if ids.is_file() else {}
     names = [name for name in observe["trackers"] if name in known]

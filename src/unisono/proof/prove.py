@@ -190,7 +190,7 @@ def _nothing_shared_out(mine: Trace, first: Trace) -> str:
     return ""
 
 
-def tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace], adaptive: bool = False) -> dict[str, float]:
+def tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> dict[str, float]:
     """How far a quantity may be from the reference.
 
     Rows, initial parameters and learning rates are equal. For the rest it is measured: a run on one process whose

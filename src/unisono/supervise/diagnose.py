@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from unisono.checkpoint import commit
+from unisono.config import plain_yaml
 from unisono.errors import CheckpointError, DeadlineError, RunError, page
 from unisono.observe import events
 
@@ -44,7 +43,7 @@ def explained(folder: Path) -> list[str]:
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is no run: it has no config.yaml")
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = plain_yaml.read(folder / "config.yaml")
     written = folder / "events.jsonl"
     seen = events.read(written) if written.is_file() else []
     steps = [event for event in seen if "loss" in event and not event.get("eval")]

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from unisono.supervise import procs
+
 _PROC = Path("/proc")
 
 
@@ -55,14 +57,10 @@ def alive(who: Mapping[str, Any]) -> bool | None:
 
 def _born(pid: int) -> str:
     """When a process began, in whatever its system counts; empty if it has ended or is not to be seen."""
-    with suppress(OSError, IndexError):
-        state, *more = (
-            (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-        return "" if state in "ZX" else more[18]  # the 22nd field: ticks since the boot
     if _PROC.joinpath("self").exists():
-        return ""
+        process = procs.look(pid)
+        return "" if process is None else str(process.began)
     with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return "" if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
+        other = psutil.Process(pid)
+        return "" if other.status() == psutil.STATUS_ZOMBIE else f"{other.create_time():.2f}"
     return ""

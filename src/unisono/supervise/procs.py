@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_PATIENCE = 5.0  # seconds for what was killed to be gone
 STATES = {
     "T": "stopped by a signal, as SIGSTOP does",
     "t": "stopped by a debugger",
@@ -84,10 +85,10 @@ def family(roots: Iterable[Process]) -> list[Process]:
         here |= more
 
 
-def end(roots: Iterable[Process], patience: float = 5.0) -> list[Process]:
+def end(roots: Iterable[Process]) -> list[Process]:
     """Kill processes and all that they started; returns those that are still there some seconds later."""
     roots = list(roots)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + _PATIENCE
     while left := family(roots):  # again and again: one may have started another meanwhile
         for process in left:
             with suppress(ProcessLookupError, PermissionError):

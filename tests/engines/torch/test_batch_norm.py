@@ -185,13 +185,14 @@ def made() -> dict[str, Any]:
     (alone,) = processes.alone(run, [SYNCHRONISED])
     strategies = ("ddp", "fsdp")
     layouts = [{"strategy": strategy, **SYNCHRONISED} for strategy in strategies]
+    layouts += [{"strategy": strategy, "activation_checkpointing": 1, **SYNCHRONISED} for strategy in strategies]
     layouts += [{"strategy": "ddp"}, {"strategy": "ddp", "micro_batch": 2, **SYNCHRONISED}]
     ranks = processes.run(run, 2, layouts)
-    names = (*strategies, "local", "accumulated")
+    names = (*strategies, "ddp recomputed", "fsdp recomputed", "local", "accumulated")
     return {"alone": alone, **{name: [rank[number] for rank in ranks] for number, name in enumerate(names)}}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp recomputed", "fsdp recomputed"])
 def test_a_run_with_batch_norm_on_two_processes_is_that_of_one(made: dict[str, Any], strategy: str) -> None:
     alone = made["alone"]
     assert [rank["rows"] for rank in made[strategy]] == [[6, 6, 6, 4], [6, 6, 6, 0]], "the last batch has four rows"

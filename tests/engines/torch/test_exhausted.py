@@ -74,6 +74,8 @@ def test_the_step_is_made_again_and_nothing_is_changed_by_it(here: Path, capsys:
         assert [event[name] for event in mine] == pytest.approx([event[name] for event in reference], rel=1e-12)
     frozen = yaml.safe_load((here / "runs" / "a" / "config.yaml").read_text())
     assert frozen["layout"]["micro_batch"] == 4, "a resumed run keeps what fits"
+    before = yaml.safe_load((here / "runs" / "a" / "config.0001.yaml").read_text())
+    assert before == {**frozen, "layout": {**frozen["layout"], "micro_batch": 6}}, "what it was is kept"
 
 
 def test_another_micro_batch_is_not_taken_where_it_would_be_another_run() -> None:
@@ -102,6 +104,7 @@ def test_under_fsdp_one_that_runs_out_ends_the_run_which_goes_on_with_less(here:
     assert "it goes on from its newest checkpoint" in told.stderr
     frozen = here / "runs" / "a" / "config.yaml"
     assert yaml.safe_load(frozen.read_text())["layout"]["micro_batch"] == 3
+    assert yaml.safe_load(frozen.with_name("config.0001.yaml").read_text())["layout"]["micro_batch"] == 6
     assert [event["step"] for event in jobs.events(here / "runs" / "a")] == [1, 2, 3]
     losses = [event["loss"] for event in trained(task__rank=1, checkpoint__every=1)]  # alone now, and from step 3
     reference = [event["loss"] for event in trained(task__rank=1, run__name="b")]

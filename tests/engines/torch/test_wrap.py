@@ -26,15 +26,11 @@ TRAINING = Context(0, training=True)
 
 
 class Block(nn.Module):
-    """A block that counts how often it computes."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         return x + torch.tanh(self.linear(x))
 
 
@@ -255,116 +251,6 @@ def test_a_step_that_nothing_wraps_is_its_own_inside() -> None:
     step = wrap.Step(LinearTask(), nn.Linear(3, 1))
     assert wrap.wrap(step, layout(), "fp32", CPU, 1, 60.0) is step
     assert wrap.unwrapped(step) is step
-
-
-# activation checkpointing ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("every", "calls"),
-    [(0, [1, 1, 1, 1, 1]), (1, [2, 2, 2, 2, 2]), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1]), (9, [2, 1, 1, 1, 1])],
-)
-def test_every_kth_block_is_computed_again_in_the_backward_pass(every: int, calls: list[int]) -> None:
-    model = Stack(5)
-    wrap.prepare(model, layout(activation_checkpointing=every), "fp32")
-    total = model(torch.randn(2, 4)).sum()
-    assert [block.calls for block in model.blocks] == [1] * 5
-    total.backward()
-    assert [block.calls for block in model.blocks] == calls
-
-
-def test_a_model_without_blocks_is_computed_again_as_a_whole() -> None:
-    model = Block()
-    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
-    model(torch.randn(2, 4)).sum().backward()
-    assert model.calls == 2
-
-
-def test_nothing_is_computed_again_where_no_gradient_is_wanted() -> None:
-    model = Stack(2)
-    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
-    with torch.no_grad():
-        model(torch.randn(2, 4))
-    assert [block.calls for block in model.blocks] == [1, 1]
-
-
-def transformer_gradients(
-    kind: str, settings: Layout, dropout: float = 0.2, spy: Callable[[nn.Module], None] | None = None
-) -> list[torch.Tensor]:
-    """Gradients of a model that casts to fp32 inside its blocks, with dropout."""
-    torch.manual_seed(0)
-    model = Transformer(dropout, blocks=3).to(precision.MASTER[kind])
-    wrap.prepare(model, settings, kind)
-    if spy:
-        spy(model)
-    tokens = torch.randint(1, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(2)
-    with precision.promoting(kind):
-        with precision.casting(kind, CPU):
-            total = model(tokens).square().sum()
-        total.backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("kind", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_blocks_that_are_computed_again_give_the_same_gradients(kind: str, every: int) -> None:
-    reference = transformer_gradients(kind, layout())
-    mine = transformer_gradients(kind, layout(activation_checkpointing=every))
-    assert all(torch.equal(a, b) for a, b in zip(mine, reference, strict=True))
-
-
-def test_what_is_computed_again_under_fp64_is_not_rounded_to_fp32() -> None:
-    seen: list[bool] = []
-
-    def finer_than_fp32(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        values = inputs[0].detach().numpy()
-        seen.append(bool((values != values.astype("float32")).any()))
-
-    def spy(model: nn.Module) -> None:
-        for block in model.blocks:
-            block.down.register_forward_pre_hook(finer_than_fp32)  # it follows the cast
-
-    transformer_gradients("fp64", layout(activation_checkpointing=1), spy=spy)
-    assert seen == [True] * 6, "three blocks, twice"
-
-
-def gradients_far_apart(mine: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    """‖a − b‖ / ‖b‖ of all gradients as one vector."""
-    a, b = (torch.cat([part.reshape(-1).double() for part in parts]) for parts in (mine, reference))
-    return float((a - b).norm() / b.norm())
-
-
-@pytest.mark.parametrize("every", [0, 1, 2])
-def test_every_block_is_compiled_whether_it_is_computed_again_or_not(
-    monkeypatch: pytest.MonkeyPatch, every: int
-) -> None:
-    compiled: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(str(graph.graph))
-        return graph.forward
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    reference = transformer_gradients("fp32", layout(), 0.0)
-    assert not compiled
-    ran: list[int] = []
-
-    def spy(model: nn.Module) -> None:
-        """The linear layers of a compiled block are traced once and never called as Python again."""
-        for number, block in enumerate(model.blocks):
-            block.up.forward = partial(counted, block.up.forward, number)
-
-    def counted(forward: Any, number: int, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            ran.append(number)
-        return forward(x)
-
-    mine = transformer_gradients("fp32", layout(activation_checkpointing=every, compile=True), 0.0, spy)
-    assert compiled
-    assert ran == []
-    assert gradients_far_apart(mine, reference) < 1e-6
 
 
 # two processes --------------------------------------------------------------------------------------------------------

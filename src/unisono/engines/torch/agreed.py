@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from unisono.engines.torch.sums import Names, over_ranks
 from unisono.errors import ConfigError, KernelError
 from unisono.place import Group
 from unisono.task import Task
-
-OUTPUTS = "outputs"
 
 
 def kernels(task: Task, group: Group, device: str, precision: str) -> dict[str, str]:
@@ -71,6 +68,17 @@ def totals(
     return added
 
 
+def names(group: Group, own: Names | None) -> None:
+    """See that all processes report the same terms, metrics and work in an evaluation; collective.
+
+    Raises:
+        ConfigError: with the names of each.
+    """
+    told = group.gather(own, "the names of what is evaluated")
+    if any(theirs != told[0] for theirs in told):
+        raise ConfigError(f"in evaluation ranks report other names: {told}. They may not depend on the rows.")
+
+
 def left_out(group: Group, names: Names | None, own: Sequence[str], random: bool) -> tuple[bool, list[str]]:
     """Whether the first pass of any process drew, and parameters that some left out of it; collective.
 
@@ -91,21 +99,3 @@ def left_out(group: Group, names: Names | None, own: Sequence[str], random: bool
                 "They may not depend on the rows."
             )
     return any(drew for _, _, drew in everyone), sorted({name for _, left, _ in everyone for name in left})
-
-
-def at_fault(group: Group, own: list[list[Any]]) -> str:
-    """What of which micro-batches is not finite, in words; collective.
-
-    Args:
-        group: all processes.
-        own: rank, number, source rows, and what is wrong, of each such micro-batch of this process. Where it is
-            `OUTPUTS`, all that was computed across samples followed from them.
-    """
-    everyone = [entry for entries in group.gather(own, "where the step is not finite") for entry in entries]
-    everyone = [entry for entry in everyone if entry[3] == [OUTPUTS]] or everyone
-    where = "; ".join(
-        f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
-        for rank, number, rows, what in everyone
-    )
-    where = where or "No micro-batch alone is at fault: the sum overflows"
-    return f"and the parameters were left as they were. {where}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -26,7 +26,7 @@ from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines import base
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import agreed, exhausted, gradients, guards, precision, tensors, unused, wrap
+from unisono.engines.torch import agreed, exhausted, gradients, guards, nonfinite, precision, tensors, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
 from unisono.engines.torch.backward import backward_told
@@ -43,11 +43,11 @@ from unisono.engines.torch.recompile import Recompilations
 from unisono.engines.torch.spikes import Spikes
 from unisono.engines.torch.sums import Names, Sums, count
 from unisono.engines.torch.transfer import Transfer
-from unisono.errors import ConfigError, MemoryExhaustedError, NonFiniteError
+from unisono.errors import ConfigError, MemoryExhaustedError
 from unisono.optim import optimizers
 from unisono.place import Group, Place
 from unisono.state import Reader, Shard
-from unisono.task import Batch, Context, Task
+from unisono.task import Batch, Context, Loss, Task
 
 log = logging.getLogger(__name__)
 
@@ -219,13 +219,7 @@ class TorchEngine:
             self._recompilations.settle()
             before = self._buffers.mark()
             context, counts, scales, sums = self._passes(batches, step, scalars)
-            if left_out := wrap.left_out(self._wrapped):
-                raise ConfigError(
-                    f"rank {self._place.rank}, step {step + 1}: a pass left parameters out that the first pass used "
-                    f"({', '.join(left_out[:4])}), so DDP did not reduce all gradients. Set "
-                    "layout.find_unused_parameters=true.",
-                    fault="Parameters are left out",
-                )
+            wrap.refuse_left_out(self._wrapped, f"rank {self._place.rank}, step {step + 1}")
             self._desync.ask()
             whole = self._layout.strategy not in ("fsdp", "hsdp")  # else a rank has its shards of the gradient
             copies = self._place.world_size // (self._layout.shards or self._place.world_size)
@@ -266,20 +260,13 @@ class TorchEngine:
         """All of a step that comes before its update; only this may run out of memory and be made again."""
         with self.profiler.part("reduction"), pulse.phase("wait", f"the counts of step {step + 1}"):
             counts = self._count(batches)
-        scales, context, short = self._scales(counts), Context(step, training=True, scalars=scalars), ""
+        scales, context = self._scales(counts), Context(step, training=True, scalars=scalars)
         self._owed.begin(*exhausted.exchanges(self._task))
-        try:
+        with exhausted.Attempt() as attempt:
             context = self._first_pass(batches, context, scales)
             with unused.forgetting(self._step, self._layout, self._device):
                 return context, counts, scales, self._accumulate(batches, context, scales)
-        except exhausted.OutElsewhereError:
-            pass
-        except Exception as error:
-            if not exhausted.ran_out(error):
-                raise
-            short = exhausted.told(error)
-        # Here, since until now the error has held whatever the passes had made.
-        return context, counts, scales, self._taken_part(step, short)
+        return context, counts, scales, self._taken_part(step, attempt.short)
 
     def _taken_part(self, step: int, short: str) -> Sums:
         """Nothing, of a step that was not finished, in which the others get to their end with zeros of this process."""
@@ -287,10 +274,9 @@ class TorchEngine:
         if self._place.world_size > 1:
             self._begin(passes_left=1)
             others = self._crossing.take_part if self._crossing else None
+            passes = self._layout.strategy != "ddp" or bool(self._statistics and self._statistics.layers)
             try:
-                if self._layout.strategy != "ddp" or (self._statistics and self._statistics.layers):
-                    raise RuntimeError("passes are exchanges")
-                self._owed.take_part(self._wrapped, self._totals, others, self._device)
+                self._owed.take_part(self._wrapped, self._totals, others, self._device, passes)
             except RuntimeError as error:
                 raise exhausted.fault(step, self._split, {self._place.rank: short}, alone=True) from error
         sums = Sums(self._device, self._wide)
@@ -354,16 +340,29 @@ class TorchEngine:
             self._ordered.finish()
         return sums
 
+    def _again(
+        self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor], see: Callable[[str, Tensor], None]
+    ) -> Loss:
+        """Make a pass of a step again to see its gradients, as `gradients.watching` shows them; no buffer changes."""
+        with (
+            wrap.synchronising(self._wrapped, self._layout, last=True),
+            self._buffers.restored(),
+            gradients.watching(self._step, see),
+        ):
+            self._randomness.begin("dropout", context.step, micro.number)
+            total, loss = self._forward(micro, context, scales)
+            self._begin(passes_left=1)
+            total.backward()
+        made: Loss = loss
+        return made
+
     def _used_in(self, batches: list[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> set[str]:
         """The parameters that this rank's passes of a step use, found out by making them again."""
         kept = [parameter.grad for parameter in self._trainable]
         self._optimizer.zero_grad(set_to_none=True)
         used: set[str] = set()
-        with gradients.watching(self._step, lambda name, _: used.add(name)), self._buffers.restored():
-            for micro in batches:
-                with wrap.synchronising(self._wrapped, self._layout, last=True):
-                    self._randomness.begin("dropout", context.step, micro.number)
-                    self._forward(micro, context, scales)[0].backward()
+        for micro in batches:
+            self._again(micro, context, scales, lambda name, _: used.add(name))
         for parameter, gradient in zip(self._trainable, kept, strict=True):
             parameter.grad = gradient
         return used
@@ -446,54 +445,38 @@ class TorchEngine:
     ) -> NoReturn:
         """Find out where the first number that is not finite came from, and stop every rank with it."""
         self._optimizer.zero_grad(set_to_none=True)
-        found = []
-        finite: dict[str, bool] = {}
 
-        def see(name: str, gradient: Tensor) -> None:
-            finite[name] = finite.get(name, True) and bool(torch.isfinite(gradient).all())
+        def again(micro: MicroBatch, see: nonfinite.See) -> Loss:
+            return self._again(micro, context, scales, see)
 
-        for micro in batches:
-            finite.clear()
-            with (
-                wrap.synchronising(self._wrapped, self._layout, last=True),
-                self._buffers.restored(),
-                gradients.watching(self._step, see),
-            ):
-                self._randomness.begin("dropout", context.step, micro.number)
-                total, loss = self._forward(micro, context, scales)
-                self._begin(passes_left=1)
-                total.backward()
-            terms = [f"term '{name}'" for name, term in loss.sums.items() if not bool(torch.isfinite(term))]
-            wrong = terms or [f"gradient of '{name}'" for name, good in finite.items() if not good]
-            alone = self._not_finite_alone(micro, context, scales)
-            wrong = [agreed.OUTPUTS] if alone and self._crossing else wrong
-            if wrong and not micro.idle:
-                rows = [int(micro.rows[row]) for row in alone] or micro.rows.tolist()
-                found.append([self._place.rank, micro.number, rows, wrong[:3]])
-        what = "gradient" if math.isfinite(result.loss) else "loss"
-        raise NonFiniteError(f"step {context.step + 1}: the {what} is not finite, {agreed.at_fault(self.group, found)}")
+        def rows_of(micro: MicroBatch) -> list[int]:
+            return self._not_finite_alone(micro, context, scales)
+
+        crosses = self._crossing is not None
+        nonfinite.refuse(self.group, batches, again, rows_of, context.step, result, crosses)
 
     @torch.no_grad()
     def _not_finite_alone(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor]) -> list[int]:
         """Rows of a micro-batch whose loss is not finite when they are computed alone, if its arrays can be cut by row.
 
-        Every process makes equally many passes, since under FSDP each of them is collective. A row is nothing by itself
-        where rows are normalised together or carry a state along; where the loss crosses samples, its outputs tell.
+        A row is nothing by itself where rows are normalised together or carry a state along; where the loss crosses
+        samples, its outputs tell.
         """
         if self._crossing is not None:
             return [] if micro.idle else self._crossing.not_finite(micro)
         together = any(isinstance(module, _BatchNorm) for module in self._step.modules())
         if together or self._carry or self._made_carry or not micro.by_row:
             return []
-        wrong = set()
-        for row in (turn % len(micro.rows) for turn in range(self._split.micro_batch)):
+
+        def loss_of(row: MicroBatch) -> Loss:
             with self._buffers.restored():
                 self._randomness.begin("dropout", context.step, micro.number)
-                _, loss = self._forward(micro.one(row), context, scales)
-            if not all(bool(torch.isfinite(term)) for term in loss.sums.values()):
-                wrong.add(row)
+                made: tuple[Tensor, Loss] = self._forward(row, context, scales)
+                return made[1]
+
+        wrong = nonfinite.rows_alone(micro, self._split.micro_batch, loss_of)
         wrap.shard_again(self._wrapped)
-        return sorted(wrong)
+        return wrong
 
     # evaluation -------------------------------------------------------------------------------------------------
 
@@ -534,9 +517,7 @@ class TorchEngine:
                 for part, mode in training.items():
                     part.training = mode
             self._desync.check(f"the evaluation after step {step}")
-            told = self.group.gather(sums.names, "the names of what is evaluated")
-            if any(names != told[0] for names in told):
-                raise ConfigError(f"in evaluation ranks report other names: {told}. They may not depend on the rows.")
+            agreed.names(self.group, sums.names)
             with pulse.phase("wait", "the sums of the evaluation"):
                 return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
 

@@ -55,6 +55,27 @@ class OutElsewhereError(Exception):
     """Another process ran out of memory before it had its part of an exchange, so nobody can go on with the step."""
 
 
+class Attempt:
+    """The context of the passes of a step, left off if memory runs out, here or elsewhere.
+
+    Only after it does nothing hold any more what the passes had made: until then the error does.
+
+    Attributes:
+        short: what this process's allocator said; empty if it was another's.
+    """
+
+    short = ""
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception) and ran_out(error):
+            self.short = told(error)
+            return True
+        return isinstance(error, OutElsewhereError)
+
+
 class Owed:
     """What a process still has to exchange with the others in a step, and how far its last backward pass has come.
 
@@ -101,6 +122,7 @@ class Owed:
         totals: Mapping[str, Tensor],
         crossing: Callable[[], None] | None,
         device: torch.device,
+        passes: bool,
     ) -> None:
         """Go through the exchanges that are left with zeros; collective.
 
@@ -109,10 +131,13 @@ class Owed:
             totals: like those of a step, if the task needs any.
             crossing: takes part in the exchanges of a loss across samples.
             device: of this process.
+            passes: whether every pass is an exchange, too.
 
         Raises:
-            RuntimeError: if this process stopped within an exchange.
+            RuntimeError: if this process cannot: the passes are exchanges, or it stopped within one.
         """
+        if passes:
+            raise RuntimeError("passes are exchanges")
         if self.within:
             raise RuntimeError(f"out of memory within {self.within}")
         if TOTALS in self.left and totals:

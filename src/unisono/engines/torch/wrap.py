@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from unisono.config.schema import Layout
 from unisono.engines.torch import data_parallel, exhausted
-from unisono.engines.torch.precision import promoting
+from unisono.engines.torch.replay import replayed
 from unisono.errors import ConfigError
 from unisono.task import Batch, Context, Loss, Task
 
@@ -105,13 +103,8 @@ def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
         recomputed = every > 0 and number % every == 0
         if layout.compile and not recomputed:
             part.compile()
-        if recomputed:  # checkpoint() is never traced, so what is compiled is the forward inside it
-            part.forward = partial(
-                checkpoint,
-                torch.compile(part.forward) if layout.compile else part.forward,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), promoting(precision)),
-            )
+        if recomputed:
+            part.forward = replayed(part, torch.compile(part.forward) if layout.compile else part.forward, precision)
 
 
 def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> Wrapped:
@@ -175,19 +168,28 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
                 module.set_reduce_scatter_unused_params(True)
 
 
-def left_out(wrapped: Wrapped) -> list[str]:
-    """Parameters without a gradient, if DDP has not reduced all gradients of the pass that was to synchronise them.
+def refuse_left_out(wrapped: Wrapped, where: str) -> None:
+    """Refuse a pass that left out a parameter which DDP counts on: what it then leaves in `.grad` is not reduced.
 
-    It has not if the pass left out a parameter that DDP counts on: what it then leaves in `.grad` is not reduced.
+    Args:
+        wrapped: by whatever wrapper.
+        where: rank and step, for the error.
+
+    Raises:
+        ConfigError: naming parameters without a gradient.
     """
     if not isinstance(wrapped, DistributedDataParallel):
-        return []
+        return
     try:
         wrapped._check_reducer_finalized()
-    except RuntimeError:
+    except RuntimeError as error:
         named = unwrapped(wrapped).model.named_parameters()
-        return [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
-    return []
+        left_out = [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
+        raise ConfigError(
+            f"{where}: a pass left parameters out that the first pass used ({', '.join(left_out[:4])}), so DDP did not "
+            "reduce all gradients. Set layout.find_unused_parameters=true.",
+            fault="Parameters are left out",
+        ) from error
 
 
 def reduces(wrapped: Wrapped) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.order import Shuffle
-from unisono.data.prepare import Told, prepare
+from unisono.data.prepare import prepare
 from unisono.data.shards import MANIFEST, Shards
 from unisono.errors import DataError
 from unisono.files import whole
@@ -181,17 +181,13 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
     return float(-(seen * np.log(training / training.sum())).sum() / max(1, seen.sum()))
 
 
-def ahead(
-    texts: Texts, tokenizer: Tokenizer, cache: Path, *, workers: int | None = None, told: Told | None = None
-) -> TokenStore:
+def ahead(texts: Texts, tokenizer: Tokenizer, cache: Path) -> TokenStore:
     """The tokenised corpus, from the cache or made now; one process of a host makes it and the others wait.
 
     Args:
         texts: the documents.
         tokenizer: to tokenise them with.
         cache: to look in.
-        workers: shards that are made at the same time; None for as many as there are cores.
-        told: called with documents and tokens as they are made.
 
     Raises:
         DataError: for documents that cannot be read, or a cache that cannot be written.
@@ -202,7 +198,7 @@ def ahead(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(cache, error) from error
-        made = prepare(Ahead(texts, tokenizer), folder, workers=workers, told=told)
+        made = prepare(Ahead(texts, tokenizer), folder)
         assert made is not None
     return TokenStore(folder, texts.seen)
 
