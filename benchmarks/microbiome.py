@@ -8,9 +8,10 @@ is learnt by a small model that reads DNA, or, much faster, that has a vector of
 processes with local pairs compute is computed on one process, by leaving out the pairs of rows that would lie on
 different ones; the count of pairs is then that of the local ones, as in a mean over processes of their means.
 
-A target of two classes is told beside others that are trained on the same subjects: the recipe's random forest, a
-linear model of log counts, and the nearest neighbours by the true distances. Over all folds every subject is held out
-once, so the area under the curve is that of all samples together: a fold may hold out subjects of one class only.
+A target of two classes is told beside others that are trained on the same subjects: the recipe's random forest, one of
+the number of reads alone, a linear model of log counts, and the nearest neighbours by the true distances. Over all
+folds every subject is held out once, so the area under the curve is that of all samples together: a fold may hold out
+subjects of one class only.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def target(
         assert own.target is not None
         made.setdefault("training", []).append(np.array([roc_auc_score(values[own.numbers], own.target.mean[:, 1])]))
         made.setdefault("this recipe", []).append(found.target.mean[:, 1])
-        made.setdefault("random forest", []).append(scoring.forest(found.library, numbers, seed)[:, 1])
+        for name, seen in (("random forest", scoring.shares), ("number of reads", scoring.depths)):
+            made.setdefault(name, []).append(scoring.forest(found.library, seen(found.library), numbers, seed)[:, 1])
         for name, probabilities in others(found.library, numbers).items():
             made.setdefault(name, []).append(probabilities)
     told = {"training": float(np.mean(made.pop("training")))}
@@ -135,8 +137,7 @@ def others(library: Library, numbers: NDArray[np.int64]) -> dict[str, Array]:
     """What simple models predict of samples, (n,) probabilities of the second class each."""
     assert library.target is not None
     training, values = library.training().numbers, library.target.values
-    counts = library.counts.toarray()
-    logs = np.log1p(1000 * counts / counts.sum(1, keepdims=True))
+    logs = np.log1p(1000 * scoring.shares(library))
     linear = LogisticRegression(max_iter=2000).fit(logs[training], values[training])
     apart = library.distances()
     near = KNeighborsClassifier(15, metric="precomputed").fit(apart[np.ix_(training, training)], values[training])

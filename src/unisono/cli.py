@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_words.run(verb)
     cli_words.overrides(
         verb,
-        "out=FILE, rows=held_out|training|all, draws=5, baseline=true for a random forest beside it; and settings "
+        "out=FILE, rows=held_out|training|all, draws=5, baseline=true for random forests beside it; and settings "
         "of data that replace the run's, e.g. data.table=FILE data.target=null",
     )
     verb.set_defaults(run=_predict)

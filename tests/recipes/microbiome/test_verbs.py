@@ -73,7 +73,7 @@ def test_predictions_are_a_table_of_held_out_samples(
     out = folder / "out" / "p.tsv"
     assert cli.main(["predict", str(run), f"out={out}", "draws=3", "baseline=true"]) == 0
     told = capsys.readouterr().out
-    assert {"distance/sd_ratio:", "target/mae of the mean:", "forest/mae:"} <= set(
+    assert {"distance/sd_ratio:", "target/mae of the mean:", "forest/mae:", "number of reads/mae:"} <= set(
         told.replace(": ", ":\n").split("\n")
     )
     library = open_library(data(folder / "cache"))
@@ -207,16 +207,28 @@ def test_runs_that_do_not_fit_are_refused(
 def test_a_forest_learns_from_training_samples_alone(folder: Path, column: str) -> None:
     library = open_library(data(folder / "cache", target=column))
     held = library.held_out().numbers
-    made = scoring.forest(library, held, seed=1, trees=20)
+    seen = scoring.shares(library)
+    made = scoring.forest(library, seen, held, seed=1, trees=20)
     assert made.shape == ((len(held),) if column == "share" else (len(held), 2))
     assert library.target is not None
     before = library.target.values.copy()
     library.target.values[held] = library.target.values[held][::-1]
-    assert (scoring.forest(library, held, seed=1, trees=20) == made).all()
+    assert (scoring.forest(library, seen, held, seed=1, trees=20) == made).all()
     training = library.training().numbers
     library.target.values[training] = library.target.values[training][::-1]
-    assert (scoring.forest(library, held, seed=1, trees=20) != made).any()
+    assert (scoring.forest(library, seen, held, seed=1, trees=20) != made).any()
     library.target.values[:] = before
+
+
+def test_a_forest_sees_as_many_reads_of_each_sample_as_the_model(folder: Path) -> None:
+    """With all reads, a rare taxon is there in deep samples, and in no shallow one."""
+    library = open_library(data(folder / "cache", target="share", rarefy=100))
+    assert len(set(scoring.depths(library)[:, 0])) > 1
+    reads = 100 * scoring.shares(library)
+    assert np.allclose(reads, reads.round()) and np.allclose(reads.sum(1), 100)
+    whole = scoring.shares(open_library(data(folder / "cache", target="share", rarefy=None)))
+    assert np.allclose(whole, library.counts.toarray() / scoring.depths(library))
+    assert (reads > 0).sum() < (whole > 0).sum()
 
 
 def test_scores_are_their_definitions() -> None:

@@ -41,7 +41,7 @@ class Prediction(Settings):
     draws: PositiveInt = Field(5, description="rarefactions that are averaged; 1 where nothing is drawn")
     micro_batch: PositiveInt = Field(8, description="samples that are computed at the same time")
     seed: int = Field(0, description="of the draws")
-    baseline: bool = Field(False, description="a random forest, trained on the training samples, beside the target")
+    baseline: bool = Field(False, description="random forests of what the model sees, and of the number of reads alone")
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,9 @@ def scores(predicted: Predicted, baseline: bool = False, seed: int = 0) -> dict[
 
     Args:
         predicted: it.
-        baseline: whether a random forest is trained and scored, too.
-        seed: of the forest.
+        baseline: whether random forests are trained and scored, too: of what the model sees of a sample, and of the
+            number of its reads alone.
+        seed: of the forests.
     """
     from unisono.recipes.microbiome import scoring
 
@@ -286,7 +287,8 @@ def scores(predicted: Predicted, baseline: bool = False, seed: int = 0) -> dict[
     if predicted.target is not None and library.target is not None:
         made = {"target": predicted.target.mean}
         if baseline:
-            made["forest"] = scoring.forest(library, numbers, seed)
+            made["forest"] = scoring.forest(library, scoring.shares(library), numbers, seed)
+            made["number of reads"] = scoring.forest(library, scoring.depths(library), numbers, seed)
         values = library.target.values
         for name, found in made.items():
             if library.target.classes is None:

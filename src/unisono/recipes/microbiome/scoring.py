@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.recipes.microbiome.diversity import rarefied_once
+from unisono.recipes.microbiome.library import Library
+from unisono.recipes.microbiome.table import Table
+
 Array = NDArray[np.float64]
 
 
@@ -51,11 +55,28 @@ def classification(name: str, made: Array, true: NDArray[Any], training: NDArray
     return told
 
 
-def forest(library: Any, numbers: NDArray[np.int64], seed: int, trees: int = 500) -> Array:
-    """What a random forest on shares of reads predicts, trained on the training samples of the library.
+def shares(library: Library) -> Array:
+    """What a forest sees of samples, (samples, taxa): shares of the reads; of `data.rarefy` reads, as the model does.
+
+    The number of reads is a matter of the sequencing, and shows in all shares of rare taxa.
+    """
+    config = library.config
+    table = Table(library.samples, library.taxa, library.counts, None)
+    counts = (table if config.rarefy is None else rarefied_once(table, config.rarefy)).counts.toarray()
+    return np.asarray(counts / counts.sum(1, keepdims=True), dtype=np.float64)
+
+
+def depths(library: Library) -> Array:
+    """The number of all reads of samples, (samples, 1): what predicts from them has learnt of the sequencing alone."""
+    return np.asarray(library.counts.sum(1), dtype=np.float64).reshape(-1, 1)
+
+
+def forest(library: Library, seen: Array, numbers: NDArray[np.int64], seed: int, trees: int = 500) -> Array:
+    """What a random forest predicts, trained on the training samples of the library.
 
     Args:
         library: with a target.
+        seen: of every sample, (samples, any).
         numbers: of the samples to predict.
         seed: of the forest.
         trees: in it.
@@ -65,16 +86,13 @@ def forest(library: Any, numbers: NDArray[np.int64], seed: int, trees: int = 500
     """
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-    counts = library.counts.toarray().astype(np.float32)
-    shares = counts / counts.sum(1, keepdims=True)
     training, target = library.training().numbers, library.target
+    assert target is not None
     if target.classes is None:
         made = RandomForestRegressor(trees, random_state=seed, max_features="sqrt")
-        return np.asarray(
-            made.fit(shares[training], target.values[training]).predict(shares[numbers]), dtype=np.float64
-        )
+        return np.asarray(made.fit(seen[training], target.values[training]).predict(seen[numbers]), dtype=np.float64)
     chosen = RandomForestClassifier(trees, random_state=seed)
-    chosen.fit(shares[training], target.values[training])
+    chosen.fit(seen[training], target.values[training])
     result = np.zeros((len(numbers), len(target.classes)))
-    result[:, chosen.classes_] = chosen.predict_proba(shares[numbers])
+    result[:, chosen.classes_] = chosen.predict_proba(seen[numbers])
     return result
