@@ -77,6 +77,8 @@ def by_process(config: RunConfig, folder: Path, path: Path, matrices: torch.Tens
     uploads.finished(path)
     handed = time.perf_counter() - began
     taken = steps_until(done, matrices, 1)
+    while uploads.waits():
+        pass
     uploads.finish()
     return taken, handed
 

@@ -44,3 +44,7 @@ class Reader(Protocol):
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         """The piece of an array that begins at `offset`, as a CPU tensor of its saved dtype."""
         ...
+
+    def fill(self, name: str, offset: tuple[int, ...], into: Any) -> None:
+        """Read the piece of a tensor's shape that begins at `offset` into it, whatever its device and dtype."""
+        ...

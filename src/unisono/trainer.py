@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import yaml
 
 from unisono import pulse
-from unisono.checkpoint import about, resume, retention
+from unisono.checkpoint import about, restore, resume, retention
 from unisono.checkpoint.resume import Found
 from unisono.checkpoint.saver import Saver
-from unisono.checkpoint.upload import Uploads
+from unisono.checkpoint.upload import Uploads, store_of
 from unisono.config import fingerprint, plain_yaml
 from unisono.config.schema import Layout, RunConfig
 from unisono.config.split import Split, divisors
@@ -40,7 +41,7 @@ from unisono.observe.record import Record
 from unisono.optim import schedules
 from unisono.place import Group, Place
 from unisono.supervise import lease, space
-from unisono.supervise.boundary import Boundary
+from unisono.supervise.boundary import Boundary, Decision
 from unisono.supervise.shapes import Shapes
 from unisono.task import Task
 
@@ -79,8 +80,7 @@ def run(task: Task, config: RunConfig, place: Place, group: Group, folder: Path)
         with _pointing_to_a_proof(config.recipe), Training(task, config, place, group, folder) as training:
             with pulse.phase("record"):
                 results = deque(training.steps(), maxlen=1)
-            with pulse.phase("save", "the last upload"):
-                training.uploads.finish()
+            training.finish()
             training.record.say(f"run: {folder}")
             return Result(folder, training.made, results[0].loss if results else None, training.evaluated)
     finally:
@@ -224,6 +224,7 @@ class Training:
             self._profile.between(made)
             yield result
             if decision.preempted:
+                self._bring(decision)
                 raise boundary.preempted(made, total, self._saver.saved, decision.why)
             if decision.stop and made < total:
                 record.say(f"stopped after step {made} of {total}, as asked; the same command goes on")
@@ -233,6 +234,33 @@ class Training:
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint to be in its store.
+
+        Raises:
+            Preempted: if the run had to go before it was there.
+            UploadError: if it is not there in time, and has to be.
+        """
+        if self._bring(Decision()):
+            raise self._boundary.preempted(self.made, self.plan.steps, self._saver.saved, "")
+
+    def _bring(self, decision: Decision) -> bool:
+        """Wait for the last upload, all ranks together, and no longer than a run may that has to go.
+
+        Returns:
+            Whether that broke it off.
+        """
+        if self._config.checkpoint.upload.url is None:
+            return False
+        waits = True
+        while waits and decision.left > 0:
+            with pulse.phase("save", "the last upload"):
+                seconds = max(0.0, min(1.0, decision.left))
+                waits = bool(self._engine.group.highest([int(self.uploads.waits(seconds))], "the last upload")[0])
+            decision |= self._boundary.decide()
+        self.uploads.finish(required=not decision.preempted)
+        return waits
 
     def _find_room(self) -> None:
         """See, on rank 0, that the checkpoints to come fit on the disk."""
@@ -332,7 +360,9 @@ class Training:
         group = self._engine.group
         about.agree(group, {"the data": self._rows})
         self._here = about.of(self._config, self._rows, self._place)
-        found = resume.choose(self._folder, self._config, self._here, self.plan.steps, group, writing=self._writing)
+        store = store_of(self._config)
+        again = None if store is None else partial(restore.again, store)
+        found = resume.choose(self._folder, self._config, self._here, self.plan.steps, group, self._writing, again)
         self.best = Best(found.kept("best"))
         if self._writing and self._place.is_first:
             trackers.restore(self._folder, found.kept("trackers") or {})

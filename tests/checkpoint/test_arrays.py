@@ -105,6 +105,59 @@ def test_any_cut_is_read_back_by_any_other_bit_for_bit(
             assert torch.equal(bits(piece), bits(cut(array, region)))
 
 
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99), data=st.data())
+def test_any_cut_is_read_into_a_tensor_whatever_is_known_of_the_files(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject
+) -> None:
+    array = random_bits(shape, dtype, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        reader = written(Path(folder), array, data.draw(grids(shape)))
+        pieces = [(piece["file"], piece["entry"]) for piece in reader._arrays["a"]["pieces"]]
+        known = frozenset(piece for piece in pieces if data.draw(st.booleans()))
+        reader = ArrayReader(Path(folder), reader._arrays, known)
+        for region in [*data.draw(grids(shape)), data.draw(regions(shape))]:
+            # The memory of what is taken apart from its neighbours is not contiguous, and theirs must stay as it was.
+            around = random_bits(tuple(n + 2 for n in region[1]), dtype, seed + 1)
+            inner = tuple(slice(1, 1 + n) for n in region[1])
+            expected = around.clone()
+            expected[inner] = cut(array, region)
+            reader.fill("a", region[0], around[inner])
+            assert torch.equal(bits(around), bits(expected))
+            alone = torch.empty(region[1], dtype=dtype)
+            reader.fill("a", region[0], alone)
+            assert torch.equal(bits(alone), bits(cut(array, region)))
+
+
+def test_a_tensor_of_another_dtype_is_filled_with_the_values(tmp_path: Path) -> None:
+    reader = saved(tmp_path, [Shard("a", (3,), (0,), torch.tensor([1.0, 2.5, -3.0]))])
+    into = torch.zeros(3, dtype=torch.float64)
+    reader.fill("a", (0,), into)
+    assert into.tolist() == [1.0, 2.5, -3.0]
+
+
+def test_of_a_known_piece_only_the_rows_that_are_asked_for_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = torch.arange(60.0).reshape(10, 6)
+    reader = saved(tmp_path, [Shard("a", (10, 6), (0, 0), array)])
+    read: list[int] = []
+
+    def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
+        read.append(len(into))
+        return read_bytes_of_the_module(file, at, into, hashed=hashed)
+
+    read_bytes_of_the_module = arrays.read_bytes
+    monkeypatch.setattr(arrays, "read_bytes", read_bytes)
+    known = ArrayReader(tmp_path, reader._arrays, frozenset({("file", "a@0,0")}))
+    for each, size in ((reader, 60 * 4), (known, 3 * 6 * 4)):
+        assert torch.equal(each.read("a", (4, 0), (3, 6)), array[4:7])
+        assert read == [size]
+        read.clear()
+    assert torch.equal(known.read("a", (4, 1), (3, 2)), array[4:7, 1:3])
+    assert read == [60 * 4]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_scalar_is_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
     array = random_bits((), dtype, 5)

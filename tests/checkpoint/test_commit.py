@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import processes
-from unisono.checkpoint import arrays, commit, manifest
+from unisono.checkpoint import arrays, commit, manifest, verify
 from unisono.checkpoint.arrays import ArrayReader
 from unisono.checkpoint.retention import Retention
 from unisono.errors import CheckpointError, NonFiniteError, SaveError
@@ -463,13 +463,49 @@ def _opened_together(place: Place, group: Group, path: Path) -> tuple[str, list[
         return str(error), []
 
 
+def _entries(path: Path) -> list[tuple[str, str]]:
+    return sorted((p["file"], p["entry"]) for a in commit.read(path).arrays.values() for p in a["pieces"])
+
+
+def test_ranks_of_one_host_hash_every_byte_once_and_all_of_them_know(
+    of_two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, hashed = Threads(2), []
+
+    def hash_of(file: Path, at: int, length: int) -> str | None:
+        hashed.append((file.name, at, length))
+        return arrays.hash_of(file, at, length)
+
+    monkeypatch.setattr(verify, "hash_of", hash_of)
+    results = group.run(lambda: _opened_together(Place(), group, of_two))
+    assert results == [("", _entries(of_two))] * 2
+    size = sum(file["size"] for file in commit.read(of_two).files.values())
+    assert sum(length for _, _, length in hashed) == size
+    assert len(set(hashed)) == len(hashed)
+
+
+def test_what_another_host_has_verified_is_not_known_here(of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Threads(2)
+    for tells in (lambda folder: f"boot {group.rank}", lambda folder: None):
+        monkeypatch.setattr(verify, "_seen_by", tells)
+        (first, seen), (second, seen_there) = group.run(lambda: _opened_together(Place(), group, of_two))
+        assert not first + second
+        assert sorted(seen + seen_there) == _entries(of_two), "a piece was verified by nobody, or twice"
+        assert seen
+        assert seen_there
+
+
+def test_a_kernel_and_a_mounted_folder_are_what_ranks_of_one_host_share(of_two: Path) -> None:
+    told = verify._seen_by(of_two)
+    assert told is not None
+    assert verify._seen_by(of_two) == told
+    assert verify._seen_by(of_two.parent) != told
+    assert verify._seen_by(of_two / "nowhere") is None
+
+
 def test_ranks_share_the_verification_and_all_refuse_what_one_finds(of_two: Path) -> None:
     group = Threads(2)
-    pieces = sorted((p["file"], p["entry"]) for a in commit.read(of_two).arrays.values() for p in a["pieces"])
-    results = group.run(lambda: _opened_together(Place(), group, of_two))
-    assert not any(fault for fault, _ in results)
-    assert sorted(results[0][1] + results[1][1]) == pieces, "a piece was verified by nobody, or twice"
-    assert all(seen for _, seen in results)
+    assert not any(fault for fault, _ in group.run(lambda: _opened_together(Place(), group, of_two)))
     for name in FILES[:2]:
         content = (of_two / name).read_bytes()
         for at in (3, 20, len(content) - 1):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,75 @@ def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: Store, here: Pa
     with pytest.raises(CheckpointError, match=r"has checkpoints, and none is whole: step-00000008.*step-00000004"):
         found.finish()
     assert steps(here) == []
+
+
+NEWEST = "checkpoints/step-00000008"
+
+
+def flip(file: Path) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_what_is_damaged_here_is_brought_again_and_nothing_is_lost(store: Store, there: Path, name: str) -> None:
+    damaged = flip(there / NEWEST / name)
+    kept, why = restore.again(store, there / NEWEST)
+    assert (kept, why) == (there / "checkpoints" / "damaged-step-00000008", "")
+    assert kept is not None and (kept / name).read_bytes() == damaged
+    assert is_of(there / NEWEST, 8)
+    assert restore.begun(there) == []
+
+
+def test_only_what_is_damaged_here_is_fetched(store: Store, there: Path) -> None:
+    (there / NEWEST / "manifest.json").unlink()
+    with mock.patch.object(Store, "read", side_effect=AssertionError("it was read again")):
+        kept, _ = restore.again(store, there / NEWEST)
+    assert kept is not None
+    assert is_of(there / NEWEST, 8)
+    flip(there / NEWEST / "rank-00000.safetensors")
+    assert (kept / "rank-00000.safetensors").read_bytes() == store.get(f"{NEWEST}/rank-00000.safetensors")
+
+
+def test_a_folder_without_a_manifest_makes_room_for_the_checkpoint(store: Store, there: Path) -> None:
+    (there / NEWEST / "manifest.json").unlink()
+    begun(store, there).finish()
+    assert is_of(there / NEWEST, 8)
+    assert (there / "checkpoints" / "damaged-step-00000008" / "rank-00000.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("absent", "has no checkpoint step-00000008"),
+        ("damaged there too", "is damaged: its content is not what was written"),
+        ("shorter there", "is damaged: it has"),
+        ("another past", "is of another past of this run"),
+        ("silent", "no answer for 60 s"),
+    ],
+)
+def test_a_store_that_cannot_help_says_why_and_leaves_the_folder(
+    store: Store, there: Path, case: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "another past":
+        shutil.rmtree(there / NEWEST)
+        state = {"step": 8, "random": True}
+        save(there / "checkpoints", 8, state=state)
+    flip(there / NEWEST / "rank-00000.safetensors")
+    before = {path: path.read_bytes() for path in sorted(there.rglob("*")) if path.is_file()}
+    if case == "absent":
+        store.remove(f"{NEWEST}/manifest.json")
+    elif case in ("damaged there too", "shorter there"):
+        damage(store, 8, "shorter" if case == "shorter there" else "flipped")
+    elif case == "silent":
+        monkeypatch.setattr(Store, "get", mock.Mock(side_effect=DataError(f"{store.url}: no answer for 60 s")))
+    kept, why = restore.again(store, there / NEWEST)
+    assert kept is None
+    assert told in why
+    assert {path: path.read_bytes() for path in sorted(there.rglob("*")) if path.is_file()} == before
 
 
 @pytest.mark.parametrize("late", ["the list", "the index", "the index says more"])
@@ -347,3 +417,56 @@ def test_a_store_that_cannot_be_used_is_refused_before_anything_is_made(
     told = capfd.readouterr().err
     assert "checkpoint.upload.url: s3://bucket/runs/a/" in told and "Nothing was started" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.py"]
+
+
+# a run that has to go -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_run_that_has_to_go_waits_for_its_upload_as_long_as_the_deadline_lets_it(
+    server: stores.Server, tmp_path: Path
+) -> None:
+    jobs.task_file(tmp_path)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    words = [jobs.UNISONO, *WORDS, "run.name=b", "train.steps=3000", "checkpoint.every=null", "task.sleep=0.01"]
+    words += [f"task.marks={marks}", f"checkpoint.upload.url=s3://{stores.BUCKET}/runs"]
+    with jobs.started(words, tmp_path) as process:
+        jobs.training(marks, 2, 120)
+        process.terminate()
+        _, told = process.communicate(timeout=90)
+    assert process.returncode == 75, told
+    (saved,) = commit.find(tmp_path / "runs" / "b" / "checkpoints")
+    assert f"preempted after step {commit.read(saved).step} of 3000, which is saved." in told
+    assert server.store("runs/b").get(f"checkpoints/{saved.name}/manifest.json") is not None
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_finished_run_that_has_to_go_waits_for_its_upload_no_longer_than_the_deadline(
+    server: stores.Server, tmp_path: Path
+) -> None:
+    jobs.task_file(tmp_path)
+    words = [jobs.UNISONO, *WORDS, "run.name=c", "task.sleep=0.05", "launch.preempt_deadline=6"]
+    words += [f"checkpoint.upload.url=s3://{stores.BUCKET}/runs", "checkpoint.upload.required=true"]
+    store, run = server.store("runs/c"), tmp_path / "runs" / "c"
+    last = f"step-{STEPS:08d}"
+    try:
+        with jobs.started(words, tmp_path, **server.environment) as process:
+            jobs.wait_for(lambda: (run / "checkpoints" / "step-00000002").exists(), 120)
+            server.stop()
+            jobs.wait_for(lambda: (run / "checkpoints" / last).exists(), 60)
+            time.sleep(3)
+            process.terminate()
+            began = time.monotonic()
+            output, told = process.communicate(timeout=60)
+            seconds = time.monotonic() - began
+            assert jobs.all_gone(tmp_path, 5)
+    finally:
+        server.start()
+    assert "waiting for the upload of step 6" in output
+    assert f"the checkpoint of step 6 is not in {store.url}" in output
+    assert store.get(f"checkpoints/{last}/manifest.json") is None
+    assert process.returncode == 75, told
+    assert f"preempted after step {STEPS} of {STEPS}, which is saved. Start the same command again to go on" in told
+    assert "did not meet" not in told and "came before all ranks" not in told
+    assert seconds < 6 + 4, "the end of the processes included, on a busy machine"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,66 @@ def final(folder: Path) -> dict[str, Any]:
 
 
 # falling back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["auto", "exact"])
+def test_a_damaged_newest_checkpoint_is_brought_again_from_a_store_that_has_it_whole(
+    how: str, tmp_path: Path, finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "test"
+    upload = {"upload": f"file://{tmp_path}/store"}
+    run(folder, config(checkpoint=upload))
+    content = damage(folder, 4).read_bytes()
+    with pytest.raises(CheckpointError):
+        commit.open_(folder / "checkpoints" / "step-00000004")
+    told_before = len(steps(folder))
+    capfd.readouterr()
+    run(folder, config(how=how, checkpoint=upload))
+    assert len(steps(folder)) == told_before, "no step is made again"
+    assert final(folder) == final(finished)
+    (file,) = (folder / "checkpoints" / "damaged-step-00000004").glob("*.safetensors")
+    assert file.read_bytes() == content
+    (note,) = notes(folder, "brought_again")
+    assert note["step"] == 4
+    assert note["brought_again"]["name"] == "step-00000004"
+    assert note["brought_again"]["kept_as"] == "damaged-step-00000004"
+    assert "It was brought again from its store; the damaged one is kept as damaged-step" in capfd.readouterr().out
+    assert not notes(folder, "fallback")
+
+
+def test_what_no_store_has_whole_is_passed_over_with_the_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "test"
+    upload = {"upload": f"file://{tmp_path}/store"}
+    run(folder, config(checkpoint=upload))
+    damage(folder, 4)
+    shutil.rmtree(tmp_path / "store" / "test" / "checkpoints" / "step-00000004")
+    run(folder, config(checkpoint=upload))
+    (note,) = notes(folder, "fallback")
+    assert "It could not be brought again: file://" in note["fallback"]["why"]
+    assert "has no checkpoint step-00000004." in note["fallback"]["why"]
+
+
+def brought_by_two(place: Place, group: Group, path: Path) -> tuple[str | None, str, float]:
+    """What two ranks know of a checkpoint whose bringing takes longer than one look."""
+
+    def again(asked: Path) -> tuple[Path | None, str]:
+        assert place.is_first
+        time.sleep(1.5)
+        if asked.name == "fails":
+            raise RuntimeError("as no store should")
+        return asked.with_name("aside"), ""
+
+    began = time.monotonic()
+    return *resume._brought(path, again, group), time.monotonic() - began
+
+
+def test_all_ranks_wait_for_what_the_first_brings_and_know_what_came_of_it(tmp_path: Path) -> None:
+    for name, expected in {"step": ("aside", ""), "fails": (None, "RuntimeError: as no store should")}.items():
+        for *told, seconds in processes.run(brought_by_two, 2, tmp_path / name):
+            assert tuple(told) == expected
+            assert seconds > 1.4
 
 
 @pytest.mark.parametrize("how", ["auto", "must", "never"])  # never: a later attempt of the same start

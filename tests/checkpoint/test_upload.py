@@ -22,7 +22,7 @@ from unisono.checkpoint import commit, owner, upload, uploader
 from unisono.checkpoint.retention import Retention
 from unisono.checkpoint.store import Store
 from unisono.checkpoint.upload import Uploads
-from unisono.checkpoint.uploader import TakenOverError, Upload, Worker
+from unisono.checkpoint.uploader import TakenOverError, Upload, Worker, described_as
 from unisono.errors import ConfigError, DataError, RunError, UploadError
 
 pytest.importorskip("s3fs")
@@ -92,6 +92,24 @@ class Asked:
     def __exit__(self, *_: object) -> None:
         for patch in self._patches:
             patch.stop()
+
+
+# what describes the run ---------------------------------------------------------------------------------------------
+
+
+def test_every_configuration_that_the_run_has_had_is_described(store: Store, run: Path) -> None:
+    sender = Upload(store, run, None, Retention(2))
+    for number in (1, 2):
+        (run / f"config.{number:04d}.yaml").write_text(f"recipe: test  # {number}\n")
+        bring(sender, run)
+    (run / "config.old.yaml").write_text("somebody's own\n")
+    bring(sender, run)
+    described = json.loads(store.get("run.json") or b"")
+    assert [name for name in described if name.startswith("config")] == [
+        "config.yaml", "config.0001.yaml", "config.0002.yaml",
+    ]  # fmt: skip
+    for name in ("config.0001.yaml", "config.0002.yaml"):
+        assert store.get(described_as(name, described[name]["sha256"])) == (run / name).read_bytes()
 
 
 # one checkpoint -----------------------------------------------------------------------------------------------------
@@ -326,6 +344,11 @@ class Beside:
             owner.claim(server.store(name), folder)  # which may take its time on a busy machine
         self.uploads = Uploads(self.config, folder, True, self.lines.append, lambda *note: self.notes.append(note))
 
+    def end(self) -> None:
+        while self.uploads.waits():
+            pass
+        self.uploads.finish()
+
     def until(self, text: str, seconds: float = 60.0) -> str:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -355,7 +378,7 @@ def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
         assert not (folder / "checkpoints" / "step-00000006").exists()
         server.start()
         beside.until("step 6 is in s3://", 90)
-        beside.uploads.finish()
+        beside.end()
     finally:
         beside.uploads.close()
     assert there(store) == ["step-00000004", "step-00000006"]
@@ -407,9 +430,9 @@ def test_a_run_whose_last_checkpoint_is_not_there_in_the_end_says_so(
         began = time.monotonic()
         if required:
             with pytest.raises(UploadError, match=told):
-                beside.uploads.finish()
+                beside.end()
         else:
-            beside.uploads.finish()
+            beside.end()
             beside.until("WARNING: the checkpoint of step 4 is not in s3://")
         assert time.monotonic() - began < 30
         assert (4, {"upload": "missing"}) in beside.notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -101,6 +102,16 @@ def test_the_longest_save_of_all_ranks_and_the_earliest_signal_count(tmp_path: P
 def test_a_save_of_unknown_duration_is_tried(tmp_path: Path, waits: Any):
     waits(29.0)
     assert Boundary(Alone(), tmp_path, 30).decide().save
+
+
+@pytest.mark.parametrize(("deadline", "left"), [(30, 30 - 10 - 2), (2, 2 - 1 - 0.5), (0.4, -0.7)])
+def test_a_run_that_has_to_go_knows_how_long_it_may_still_wait(tmp_path: Path, deadline: float, left: float) -> None:
+    assert Boundary(Beside(), tmp_path, deadline).decide().left == math.inf
+    since = 10_001 if deadline == 30 else 1_001
+    found = Boundary(Beside(0, 0, since), tmp_path, deadline).decide()
+    assert found.left == pytest.approx(left)
+    assert (Decision() | found).left == found.left
+    assert (found | Decision(left=1e9)).left == found.left
 
 
 def test_decisions_of_one_step_add_up():

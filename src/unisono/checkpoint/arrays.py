@@ -89,6 +89,8 @@ def size(shards: Sequence[Shard]) -> int:
 class ArrayReader:
     """The arrays of a checkpoint, by the piece; see `unisono.state.Reader`. What is read is verified.
 
+    It may be asked by several threads at a time: reading and hashing let go of the interpreter.
+
     Args:
         folder: of the checkpoint.
         arrays: of its manifest.
@@ -111,17 +113,41 @@ class ArrayReader:
         Raises:
             CheckpointError: if the saved pieces do not cover it, or one of them is not what was written.
         """
-        dtype = getattr(torch, self._arrays[name]["dtype"])
-        result = torch.empty(shape, dtype=dtype)
-        values = torch.view_as_real(result) if dtype in _AS_PAIRS else result
+        result = torch.empty(shape, dtype=self._dtype(name))
+        self._into(name, offset, result)
+        return result
+
+    def fill(self, name: str, offset: tuple[int, ...], into: torch.Tensor) -> None:
+        """Read a piece of an array into a tensor of its shape; where that can be, into its very memory.
+
+        Raises:
+            CheckpointError: as `read`. What the tensor holds then is nobody's.
+        """
+        plain = into.device.type == "cpu" and into.is_contiguous() and not (into.is_conj() or into.is_neg())
+        if plain and into.dtype == self._dtype(name):
+            self._into(name, offset, into.detach())
+        else:
+            into.copy_(self.read(name, offset, tuple(into.shape)))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._arrays[name]["dtype"])
+        return dtype
+
+    def _into(self, name: str, offset: tuple[int, ...], result: torch.Tensor) -> None:
+        """Read a piece into contiguous memory of its dtype."""
+        shape = tuple(result.shape)
+        values = torch.view_as_real(result) if result.dtype in _AS_PAIRS else result
         missing = math.prod(shape)
         for piece, first, last in self._overlaps(name, offset, shape):
             there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
             shared = [b - a for a, b in zip(first, last, strict=True)]
             target = values[here]
-            if shared == piece["shape"] and target.is_contiguous():
-                self._fetch(name, piece, target)
+            known = (piece["file"], piece["entry"]) in self._verified
+            rows = known and shared[1:] == piece["shape"][1:]  # they lie together, and have no hash of their own
+            if (rows or shared == piece["shape"]) and target.is_contiguous():
+                before = (first[0] - piece["offset"][0]) * math.prod(piece["shape"][1:]) if shape else 0
+                self._fetch(name, piece, target, before * values.element_size() * (2 if result is not values else 1))
             else:
                 saved = torch.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
                 self._fetch(name, piece, saved)
@@ -129,7 +155,6 @@ class ArrayReader:
             missing -= math.prod(shared)
         if missing:
             raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
-        return result
 
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
@@ -151,15 +176,22 @@ class ArrayReader:
             if all(a < b for a, b in zip(first, last, strict=True)):
                 yield piece, first, last
 
-    def _fetch(self, name: str, piece: dict[str, Any], into: torch.Tensor) -> None:
-        """Read a whole piece into memory that is contiguous, and verify it there."""
+    def _fetch(self, name: str, piece: dict[str, Any], into: torch.Tensor, before: int = 0) -> None:
+        """Read a piece into memory that is contiguous, and verify it there; of a known one, what is asked for.
+
+        Args:
+            name: of the array.
+            piece: of the manifest.
+            into: its content, or so many bytes of it as it has.
+            before: bytes of the piece that are left out.
+        """
         content = _bytes(into)
         file = self._folder / piece["file"]
         known = (piece["file"], piece["entry"]) in self._verified
-        if content.nbytes != piece["bytes"]:
+        if content.nbytes + before > piece["bytes"] or (content.nbytes != piece["bytes"] and not known):
             raise CheckpointError(f"{self._folder}: '{name}' has a piece of {piece['bytes']} bytes in {piece['file']}")
         try:
-            found = read_bytes(file, piece["at"], content.data, hashed=not known)
+            found = read_bytes(file, piece["at"] + before, content.data, hashed=not known)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         if found is None or (not known and found != piece["sha256"]):
@@ -173,7 +205,7 @@ def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) ->
         opened.seek(at)
         done = 0
         while done < len(into):
-            count = opened.readinto(into[done : done + _CHUNK])
+            count = opened.readinto(into[done : done + _CHUNK] if hashed else into[done:])
             if not count:
                 return None
             if hashed:

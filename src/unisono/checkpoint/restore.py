@@ -8,11 +8,14 @@ where none is whole the start is refused, since a run that has checkpoints must 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from unisono.checkpoint.commit import Checkpoint
 from unisono.checkpoint.store import ObjectError, Store
 from unisono.checkpoint.uploader import CHECKPOINTS, DESCRIBED, MANIFEST, described_as, known, step_of
 from unisono.config.schema import RunConfig
-from unisono.errors import CheckpointError, RunError
+from unisono.errors import CheckpointError, DataError, RunError
 from unisono.files import sync, whole
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
@@ -48,23 +51,11 @@ def newest(store: Store, folder: Path, beyond: int = -1, passed: dict[str, str] 
     for name in reversed(known(store)):
         if step_of(name) <= beyond or name in passed:
             continue
-        content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
-        if content is None:  # one that is on its way, or on its way out
-            continue
-        at = folder / f"{_TEMPORARY}{name}"
-        at.mkdir(parents=True, exist_ok=True)
-        with whole(at / MANIFEST) as temporary:
-            temporary.write_bytes(content)
-        try:
-            checkpoint = commit.read(at)
-        except CheckpointError as error:
-            fault: str | None = str(error).partition(". Delete")[0].replace(str(at), store.at(f"{CHECKPOINTS}/{name}"))
-        else:
-            fault = _missing(store, name, checkpoint)
-            if fault is None and checkpoint.step == step_of(name):
-                return checkpoint
-        passed[name] = fault or "its manifest is of another checkpoint"
-        shutil.rmtree(at)
+        found = _begin(store, folder, name)
+        if isinstance(found, Checkpoint):
+            return found
+        if found is not None:
+            passed[name] = found
     return None
 
 
@@ -96,9 +87,46 @@ def fetch(store: Store, begun: Checkpoint) -> Path:
     sync(begun.path / MANIFEST)
     sync(begun.path)
     final = begun.path.parent / name
+    if final.exists():  # a checkpoint that is damaged, or a folder without a manifest; none is lost
+        final.rename(commit.aside(final))
     begun.path.rename(final)
     sync(final.parent)
     return final
+
+
+def again(store: Store, path: Path) -> tuple[Path | None, str]:
+    """Bring a checkpoint that is damaged here once more, in the place of the damaged one; what is whole here is kept.
+
+    Args:
+        store: of the run.
+        path: its folder.
+
+    Returns:
+        Where the damaged one is kept now, or None with the reason why the store could not help.
+    """
+    name = path.name
+    try:
+        here = commit.read(path).sha256
+    except CheckpointError:
+        here = None
+    try:
+        found = _begin(store, path.parent, name)
+        if not isinstance(found, Checkpoint):
+            return None, found or f"{store.url} has no checkpoint {name}"
+        if here not in (None, found.sha256):
+            shutil.rmtree(found.path)
+            return None, f"{store.at(f'{CHECKPOINTS}/{name}')} is of another past of this run"
+        for file, written in found.files.items():
+            _link(path / file, found.path / file, written["size"], written["sha256"])
+        kept = commit.aside(path)
+        try:
+            fetch(store, found)
+        except ObjectError:
+            shutil.rmtree(found.path)
+            raise
+    except (DataError, OSError) as error:
+        return None, str(error)
+    return kept, ""
 
 
 @dataclass
@@ -217,6 +245,42 @@ class Restore:
 def begun(folder: Path) -> list[Path]:
     """The checkpoint that is being brought into a run's folder, if one is: it has its manifest, and no name yet."""
     return sorted((folder / CHECKPOINTS).glob(f"{_TEMPORARY}*"))
+
+
+def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
+    """A checkpoint with its manifest here, if it is in the store; else what is wrong with it, or None: it is not there.
+
+    One without a manifest is on its way, or on its way out.
+    """
+    content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+    if content is None:
+        return None
+    at = folder / f"{_TEMPORARY}{name}"
+    at.mkdir(parents=True, exist_ok=True)
+    with whole(at / MANIFEST) as temporary:
+        temporary.write_bytes(content)
+    try:
+        checkpoint = commit.read(at)
+    except CheckpointError as error:
+        fault: str | None = str(error).partition(". Delete")[0].replace(str(at), store.at(f"{CHECKPOINTS}/{name}"))
+    else:
+        fault = _missing(store, name, checkpoint)
+        if fault is None and checkpoint.step == step_of(name):
+            return checkpoint
+    shutil.rmtree(at)
+    return fault or "its manifest is of another checkpoint"
+
+
+def _link(file: Path, to: Path, size: int, sha256: str) -> None:
+    """Give a file that is whole a second name, if there can be one; it is fetched otherwise."""
+    with suppress(OSError):
+        if file.is_symlink() or file.stat().st_size != size:
+            return
+        with file.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found == sha256:
+            to.unlink(missing_ok=True)  # of an earlier attempt
+            os.link(file, to)
 
 
 def _missing(store: Store, name: str, checkpoint: Checkpoint) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Found:
     Attributes:
         checkpoint: None for a new run.
         fallen: newer ones that are damaged, the newest first.
+        mended: the damaged copy of this one, where the store had it whole.
         differs: what is not as it was when the checkpoint was written.
         gone: files of the ledger that the checkpoint knows and that are not there.
     """
@@ -69,6 +71,7 @@ class Found:
     fallen: list[Fallen] = field(default_factory=list)
     differs: Difference = field(default_factory=Difference)
     gone: list[str] = field(default_factory=list)
+    mended: Fallen | None = None
 
     @property
     def step(self) -> int:
@@ -96,6 +99,11 @@ class Found:
             for fallen in self.fallen
             if self.checkpoint is not None
         ]
+        if self.mended is not None:
+            told.append(
+                f"WARNING: {self.mended.why} It was brought again from its store; the damaged one is kept as "
+                f"{self.mended.aside}"
+            )
         if self.gone:
             told.append(
                 f"WARNING: {', '.join(self.gone)} of the ledger is gone; a new one begins, and `unisono data audit` "
@@ -113,6 +121,9 @@ class Found:
             for f in self.fallen
             if self.checkpoint is not None
         ]
+        if self.mended is not None:
+            one = self.mended
+            told.append({"brought_again": {"name": one.name, "why": one.why, "kept_as": one.aside}})
         changed = self.differs.plain()
         return told + ([{"changed": changed}] if changed and self.step < steps else [])
 
@@ -137,7 +148,15 @@ def newest_readable(folder: Path) -> tuple[Checkpoint | None, list[Fallen]]:
     return None, fallen
 
 
-def choose(folder: Path, config: RunConfig, here: About, steps: int, group: Group, writing: bool = True) -> Found:
+def choose(
+    folder: Path,
+    config: RunConfig,
+    here: About,
+    steps: int,
+    group: Group,
+    writing: bool = True,
+    again: Callable[[Path], tuple[Path | None, str]] | None = None,
+) -> Found:
     """The checkpoint from which a run goes on; collective, with the same result or the same error on every rank.
 
     Args:
@@ -147,6 +166,8 @@ def choose(folder: Path, config: RunConfig, here: About, steps: int, group: Grou
         steps: of the whole run.
         group: all ranks.
         writing: False where nothing is to follow but an evaluation: then nothing is renamed, passed over or refused.
+        again: brings a damaged checkpoint from elsewhere, and says where the damaged one is now, or why it could not;
+            asked on rank 0, and the same everywhere in being None.
 
     Raises:
         RunError: where this start is another run, or there is nothing that could be resumed and must be.
@@ -159,8 +180,17 @@ def choose(folder: Path, config: RunConfig, here: About, steps: int, group: Grou
         raise CheckpointError(f"{checkpoints}: the ranks see different checkpoints, {newest}; is it a shared folder?")
     strict = config.run.resume == "exact" or not writing
     fallen: list[Fallen] = []
+    mended: Fallen | None = None
     for name in reversed(names[0]):
+        mended = None
         checkpoint, why = _opened(checkpoints / name, group)
+        if checkpoint is None and writing and again is not None:
+            aside, more = _brought(checkpoints / name, again, group)
+            if aside is not None:
+                mended = Fallen(name, why, aside)
+                checkpoint, why = _opened(checkpoints / name, group)
+            else:
+                why = f"{why} It could not be brought again: {more}."
         if checkpoint is not None:
             break
         if strict:
@@ -181,7 +211,7 @@ def choose(folder: Path, config: RunConfig, here: About, steps: int, group: Grou
         _refuse_together(told)
         _resumable(checkpoint, steps, [checkpoints / name for name in names[0]], differs)
         gone = _ledger_fits(folder, checkpoint, config, group)
-        return Found(checkpoint, _set_aside(checkpoints, fallen, group), differs, gone)
+        return Found(checkpoint, _set_aside(checkpoints, fallen, group), differs, gone, mended)
     return Found(checkpoint)
 
 
@@ -263,6 +293,24 @@ def _opened(path: Path, group: Group) -> tuple[Checkpoint | None, str]:
         raise
     except CheckpointError as error:
         return None, _plainly(str(error))
+
+
+def _brought(path: Path, again: Callable[[Path], tuple[Path | None, str]], group: Group) -> tuple[str | None, str]:
+    """Let rank 0 bring a checkpoint; the others know every second that it is at it, however long that takes."""
+    what = "a damaged checkpoint to be brought again"
+    with ThreadPoolExecutor(1) as thread:
+        bringing = thread.submit(again, path) if group.rank == 0 else None
+        while group.highest([int(bringing is not None and not wait([bringing], 1.0).done)], what)[0]:
+            pass
+    told: list[Json] = [None, ""]
+    if bringing is not None:
+        error = bringing.exception()
+        aside, why = (None, f"{type(error).__name__}: {error}") if error else bringing.result()
+        told = [aside.name if aside else None, why]
+    aside_name, why = group.gather(told, what)[0]
+    if aside_name is not None:
+        log.warning("%s was damaged and was brought again; the damaged one is kept as %s", path, aside_name)
+    return aside_name, why
 
 
 def _plainly(fault: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -87,7 +88,8 @@ class Uploads:
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # a checkpoint may be finished by another thread
         self._waiting: set[str] = set()
-        self._stopped = self._ending = False
+        self._stopped = self._ending = self._said = False
+        self._last = math.inf
         self.uploaded: int | None = None  # step of the newest checkpoint that is there
         self._newest = self._revived = -1
         if self._store is not None:
@@ -111,28 +113,38 @@ class Uploads:
         while not self._reports.empty():
             self._told(self._reports.get())
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint to be there, `checkpoint.upload.timeout` seconds at most; say if it is not.
+    def waits(self, seconds: float = 1.0) -> bool:
+        """Wait for the last checkpoint to be there, so long at most, and say whether it is worth to wait on.
+
+        It is for `checkpoint.upload.timeout` seconds from the first call on, which tells that no other will come.
+        """
+        if self._store is None:
+            return False
+        self.check()
+        if not self._ending:
+            self._last = time.monotonic() + self._given.upload.timeout
+            self._end()
+        end = min(self._last, time.monotonic() + seconds)
+        while self._waiting and not self._stopped and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._told(self._reports.get(timeout=left))
+        waits = bool(self._waiting) and not self._stopped and time.monotonic() < self._last
+        if waits and not self._said:
+            self._say(f"waiting for the upload of step {self._newest} to {self._store.url}")
+            self._said = True
+        return waits
+
+    def finish(self, required: bool = True) -> None:
+        """End the process that uploads, and say if the last checkpoint is not there; `waits` comes before.
+
+        Args:
+            required: whether it may be an error; it is none of a run that had to go.
 
         Raises:
-            UploadError: if it is not, and `checkpoint.upload.required`.
+            UploadError: if it is not there, and `checkpoint.upload.required`.
         """
         if self._store is None:
             return
-        end, told = time.monotonic() + self._given.upload.timeout, False
-        self.check()
-        with self._lock, contextlib.suppress(OSError):
-            self._ending = True
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.write(json.dumps({"end": True}) + "\n")
-                self._process.stdin.flush()
-        while self._waiting and not self._stopped and time.monotonic() < end:
-            try:
-                self._told(self._reports.get(timeout=min(1.0, max(0.01, end - time.monotonic()))))
-            except queue.Empty:
-                if not told:
-                    self._say(f"waiting for the upload of step {self._newest} to {self._store.url}")
-                told = True
         late = bool(self._waiting)
         self.close(0.0 if late else _GRACE)
         if late or (self._stopped and self._newest >= 0 and self.uploaded != self._newest):
@@ -141,7 +153,7 @@ class Uploads:
                 f"{self._folder / CHECKPOINTS}. Start the run again to have it uploaded"
             )
             self._note(self._newest, {"upload": "missing"})
-            if self._given.upload.required:
+            if required and self._given.upload.required:
                 raise UploadError(f"{text}, or set checkpoint.upload.required=false")
             self._say(f"WARNING: {text}")
 
@@ -157,6 +169,14 @@ class Uploads:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
+
+    def _end(self) -> None:
+        """Tell the process that no other checkpoint will come."""
+        with self._lock, contextlib.suppress(OSError):
+            self._ending = True
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.write(json.dumps({"end": True}) + "\n")
+                self._process.stdin.flush()
 
     def _take_up(self) -> None:
         """Hand over the newest checkpoint of earlier starts: what was interrupted goes on."""

@@ -40,7 +40,15 @@ from unisono.errors import DataError, RunError
 CHECKPOINTS, MANIFEST, INDEX = "checkpoints", "manifest.json", "checkpoints.json"
 DESCRIBED = "run.json"  # size and hash of every file of the description
 # What a run needs besides its checkpoints to be restored elsewhere. Events and ledger grow with the run and stay.
-DESCRIPTION = ("config.yaml", "fingerprint.json", "files.json", "trackers.json", "certificate.json", "assets")
+DESCRIPTION = (
+    "config.yaml",
+    "config.[0-9]*.yaml",
+    "fingerprint.json",
+    "files.json",
+    "trackers.json",
+    "certificate.json",
+    "assets",
+)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts
 
 
@@ -199,9 +207,9 @@ def _sha256(path: Path) -> str:
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
-    found = [path for name in names for path in ([folder / name] if (folder / name).is_file() else [])]
-    inner = [path for name in names for path in sorted((folder / name).rglob("*")) if path.is_file()]
-    return [path for path in (*found, *inner) if not path.is_symlink()]
+    found = [path for name in names for path in sorted(folder.glob(name))]
+    inner = [path for each in found if each.is_dir() for path in sorted(each.rglob("*"))]
+    return [path for path in (*found, *inner) if path.is_file() and not path.is_symlink()]
 
 
 class Worker:

@@ -1,13 +1,16 @@
 """Every byte of a checkpoint, held against its manifest: by all ranks together, each a share, and all agree.
 
-A piece that a rank reads for itself is verified by that rank too (`ArrayReader`); this is what finds damage before
-anything of a checkpoint has been taken over.
+This is what finds damage before anything of a checkpoint has been taken over. What was verified on a host is then read
+there without being hashed again, by whichever of its ranks: all of them have the same content of a file from the
+system's one cache of it. What only another host has seen is verified once more by the rank that reads it
+(`ArrayReader`).
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from unisono.checkpoint.arrays import hash_of
 from unisono.checkpoint.manifest import Checkpoint, advice
@@ -38,20 +41,30 @@ def content(checkpoint: Checkpoint, group: Group) -> Checkpoint:
     """
     stretches = _stretches(checkpoint)
     mine = stretches[group.rank :: group.size]
-    seen: set[tuple[str, str]] = set()
-    faults: list[str] = []
     with ThreadPoolExecutor(min(_THREADS, cores())) as threads:
-        for stretch, fault in zip(mine, threads.map(lambda s: _fault(checkpoint, s), mine), strict=True):
-            if fault:
-                faults.append(fault)
-            elif stretch.entry:
-                seen.add((stretch.file, stretch.entry))
-    everyone = group.gather(sorted(set(faults)), "all ranks to verify the checkpoint")
-    found = sorted({fault for told in everyone for fault in told})
+        faults = sorted({fault for fault in threads.map(lambda s: _fault(checkpoint, s), mine) if fault})
+    seen_by = _seen_by(checkpoint.path)
+    everyone = group.gather([faults, seen_by], "all ranks to verify the checkpoint")
+    found = sorted({fault for told, _ in everyone for fault in told})
     if found:
         more = f" (and {len(found) - 3} more faults)" if len(found) > 3 else ""
         raise CheckpointError(f"{'; '.join(found[:3])}{more}. {advice(checkpoint.path)}")
-    return replace(checkpoint, verified=frozenset(seen))
+    here = [r for r, (_, other) in enumerate(everyone) if r == group.rank or (seen_by and other == seen_by)]
+    known = {(s.file, s.entry) for rank in here for s in stretches[rank :: group.size] if s.entry}
+    return replace(checkpoint, verified=frozenset(known))
+
+
+def _seen_by(folder: Path) -> str | None:
+    """The kernel that reads a folder, and the folder's number there; None where a system does not tell.
+
+    Processes with the same have one cache of its files between them: containers of a host, too, but not two mounts.
+    """
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        number = folder.stat()
+    except OSError:
+        return None
+    return f"{started} {number.st_dev} {number.st_ino}"
 
 
 def _stretches(checkpoint: Checkpoint) -> list[_Stretch]:
@@ -68,22 +81,25 @@ def _stretches(checkpoint: Checkpoint) -> list[_Stretch]:
 def _fault(checkpoint: Checkpoint, stretch: _Stretch) -> str | None:
     """What is wrong with a stretch of a file, if it is not what was written."""
     file, written = checkpoint.path / stretch.file, checkpoint.files[stretch.file]["size"]
-    holds = ", ".join(f"'{name}'" for name in held_by(checkpoint, stretch.file)[:3])
+
+    def holds() -> str:
+        return ", ".join(f"'{name}'" for name in held_by(checkpoint, stretch.file)[:3])
+
     try:
         if file.is_symlink():
-            return f"{file} is a link; the files of a checkpoint lie in its folder. It holds parts of {holds}"
+            return f"{file} is a link; the files of a checkpoint lie in its folder. It holds parts of {holds()}"
         size = file.stat().st_size
         if size != written:
-            return f"{file} is damaged: it has {size} bytes, and {written} were written. It holds parts of {holds}"
+            return f"{file} is damaged: it has {size} bytes, and {written} were written. It holds parts of {holds()}"
         found = hash_of(file, stretch.at, stretch.length)
     except FileNotFoundError:
-        return f"{file} is missing. It holds parts of {holds}"
+        return f"{file} is missing. It holds parts of {holds()}"
     except OSError as error:
-        return f"{file} cannot be read: {error.strerror or error}. It holds parts of {holds}"
+        return f"{file} cannot be read: {error.strerror or error}. It holds parts of {holds()}"
     if found == stretch.sha256:
         return None
     what = f"the content of '{stretch.array}'" if stretch.entry else "its header"
-    return f"{file} is damaged: {what} is not what was written" + ("" if stretch.entry else f". It holds {holds}")
+    return f"{file} is damaged: {what} is not what was written" + ("" if stretch.entry else f". It holds {holds()}")
 
 
 def held_by(checkpoint: Checkpoint, file: str) -> list[str]:

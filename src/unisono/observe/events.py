@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from unisono.files import write_whole
 
-NOTES = frozenset({"changed", "fallback"})  # events that say where and how a run went on
+NOTES = frozenset({"changed", "fallback", "brought_again"})  # events that say where and how a run went on
 
 
 class Events:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import Preempted, RunError
@@ -23,6 +23,7 @@ STOP, SAVE = "stop", "save"  # files in the run's folder that ask for it; rank 0
 _LOOK = 0.5  # seconds between two looks for them
 _LOOK_LEASE = 3.0  # and at the lease
 _MARGIN = 1.5  # a save may take longer than the ones before
+_TO_END = 2.0  # seconds of the deadline that are left for the end itself, or a quarter of a short one
 _PLACES = 8  # of the reduction: stop, save, milliseconds since the first signal, those of a save, a lost lease; spare
 
 
@@ -35,17 +36,19 @@ class Decision:
         stop: end the run here, after that.
         preempted: end it at once, since the job has to go; `save` says whether there is time to save.
         why: what was decided about the save, for the sentence at the end.
+        left: seconds until the run has to end.
     """
 
     save: bool = False
     stop: bool = False
     preempted: bool = False
     why: str = ""
+    left: float = field(default=math.inf, compare=False)
 
     def __or__(self, later: Decision) -> Decision:
         """This one and what was decided since."""
         wishes = self.save or later.save, self.stop or later.stop, self.preempted or later.preempted
-        return Decision(*wishes, later.why or self.why)
+        return Decision(*wishes, later.why or self.why, min(self.left, later.left))
 
 
 class Boundary:
@@ -99,7 +102,7 @@ class Boundary:
             f"saving takes about {need:.1f} s and {max(0.0, left):.1f} s were left of launch.preempt_deadline="
             f"{self._deadline:g}"
         )  # fmt: skip
-        return Decision(fits, bool(stop), True, why)
+        return Decision(fits, bool(stop), True, why, left - min(_TO_END, self._deadline / 4))
 
     def owned(self) -> None:
         """See, on all ranks together, that the run has not been taken over; before anything is written into it.

@@ -50,6 +50,9 @@ class Whole:
         assert part.shape == shape
         return torch.tensor(part)
 
+    def fill(self, name: str, offset: tuple[int, ...], into: torch.Tensor) -> None:
+        into.copy_(self.read(name, offset, tuple(into.shape)))
+
 
 class Block(nn.Module):
     """Sides that two processes do not divide, and one that the second process has nothing of."""
@@ -193,6 +196,16 @@ def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> Non
         results.append(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays)
     assert same(*results)
     assert not same(results[0], checkpoint.arrays)
+
+
+def test_an_optimizer_that_has_state_is_loaded_into_its_memory() -> None:
+    checkpoint, (model, optimizer) = saved(1), made(2)
+    before = {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()}
+    assert not same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    tensors.make_optimizer_state(optimizer, model, checkpoint)
+    tensors.load(named(model, optimizer), checkpoint)
+    assert same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    assert {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()} == before
 
 
 def test_loading_leaves_tied_weights_tied() -> None:

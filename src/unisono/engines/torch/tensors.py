@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from unisono.engines.torch.gradients import local
 from unisono.errors import CheckpointError
-from unisono.place import Place
+from unisono.place import Place, cores
 from unisono.state import Reader, Shard
+
+_AT_ONCE = 4  # tensors that are read at a time; those for a device each take as much memory of the host
 
 
 def of_model(model: nn.Module) -> dict[str, Tensor]:
@@ -52,7 +55,7 @@ def shards(tensors: Mapping[str, Tensor], place: Place) -> list[Shard]:
 
 
 def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] = ("model/", "optimizer/")) -> None:
-    """Copy saved values into tensors, each process its own pieces.
+    """Read saved values into tensors, each process its own pieces.
 
     Args:
         tensors: by their names in the checkpoint.
@@ -75,13 +78,21 @@ def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] =
             raise CheckpointError(
                 f"'{name}' has shape {saved[name]} in the checkpoint, but {tuple(tensor.shape)} in the model"
             )
-        shape, offset = piece(tensor)
-        with torch.no_grad():
-            local(tensor).copy_(reader.read(name, offset, shape))
+
+    def fill(name: str) -> None:
+        with torch.no_grad():  # of each thread
+            reader.fill(name, piece(tensors[name])[1], local(tensors[name]))
+
+    with ThreadPoolExecutor(min(_AT_ONCE, cores())) as threads:
+        for _ in threads.map(fill, tensors):
+            pass
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, reader: Reader) -> None:
-    """Give the optimizer the state tensors that a checkpoint has values for, laid out like their parameters."""
+    """Give the optimizer the state tensors that a checkpoint has values for, laid out like their parameters.
+
+    Those of the parameters' shapes hold whatever is in their memory until `load` reads the values into it.
+    """
     parameters = dict(model.named_parameters())
     for full, shape in reader.shapes.items():
         if not full.startswith("optimizer/"):
@@ -95,7 +106,9 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
             raise CheckpointError(f"the checkpoint has optimizer state for '{name}', which is not trained here")
         on_device = group.get("fused") or group.get("capturable")
         if shape == tuple(parameter.shape) and entry != "step":
-            value = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+            value = optimizer.state[parameter].get(entry)
+            if value is None or value.shape != parameter.shape or value.dtype != parameter.dtype:
+                value = torch.empty_like(parameter.detach(), memory_format=torch.preserve_format)
         else:  # whole on every process; a step counter stays on the CPU unless the optimizer's kernel reads it
             device = local(parameter).device if shape or on_device else "cpu"
             value = reader.read(full, (0,) * len(shape), shape).to(device)
