@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.shards import pytest_addoption, pytest_collection_modifyitems, pytest_report_header  # noqa: F401
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
     os.environ.pop(name, None)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A machine with other work to do is slow at times, which says nothing of a test.
+settings.register_profile("unisono", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unisono")
 torch.set_num_threads(1)  # the number of threads is part of the order of sums
 
 

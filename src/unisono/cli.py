@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from unisono.errors import UnisonoError
     from unisono.launch.start import Allow
 
+INTERRUPTED = 130  # the exit code
 EPILOG = """\
 examples:
   unisono train language                                        train the embedded example
@@ -37,8 +39,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code.
 
     Args:
-        arguments: the words of the command; None for those of this process, which an interruption then ends at once.
+        arguments: the words of the command; None for those of this process, which then ends here where it has computed.
     """
+    try:
+        code = _run(arguments)
+    except Exception as error:
+        if arguments is not None:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if arguments is None and "torch" in sys.modules:
+        # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops
+        # within torch, as one that makes samples or saves, aborts the process, whatever its exit code was to be.
+        from unisono.launch.worker import leave_now
+
+        if code != INTERRUPTED:
+            atexit._run_exitfuncs()
+        leave_now(code)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
@@ -64,11 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.verb, " with run.name=… goes on from the newest checkpoint"
         )
         print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
-        if arguments is None:  # What was interrupted may hold a lock that the interpreter's way out would wait for.
-            from unisono.launch.worker import leave_now
-
-            leave_now(130)
-        return 130
+        return INTERRUPTED
     return code
 
 

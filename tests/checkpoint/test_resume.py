@@ -101,7 +101,7 @@ def test_a_damaged_newest_checkpoint_is_brought_again_from_a_store_that_has_it_w
     how: str, tmp_path: Path, finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "test"
-    upload = {"upload": f"file://{tmp_path}/store"}
+    upload = {"upload": {"url": f"file://{tmp_path}/store"}}
     run(folder, config(checkpoint=upload))
     content = damage(folder, 4).read_bytes()
     with pytest.raises(CheckpointError):
@@ -125,7 +125,7 @@ def test_what_no_store_has_whole_is_passed_over_with_the_reason(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "test"
-    upload = {"upload": f"file://{tmp_path}/store"}
+    upload = {"upload": {"url": f"file://{tmp_path}/store"}}
     run(folder, config(checkpoint=upload))
     damage(folder, 4)
     shutil.rmtree(tmp_path / "store" / "test" / "checkpoints" / "step-00000004")

@@ -78,7 +78,7 @@ def test_a_run_that_was_preempted_twice_ends_as_one_that_never_was(here: Path, w
         ranks = [pid for pid in ranks if pid != process.pid]
         os.kill(ranks[-1], signal.SIGUSR1)
         _, told = process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.returncode == 75, told
     assert saved(here)[-1] > step
     assert told == f"unisono: preempted after step {saved(here)[-1]} of 40, which is saved. {AGAIN} to go on\n"
     resumed = jobs.unisono(*words(here)[1:], cwd=here)
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_come_to_a_boundary_is_ended_by_the_deadline(here: 
         process.terminate()
         _, told = process.communicate(timeout=20)
         assert jobs.all_gone(here, 5)
-    assert process.returncode == 75
+    assert process.returncode == 75, told
     assert told.startswith("unisono: preempted: the deadline of 2 s (launch.preempt_deadline) came before all ranks"), (
         told
     )
@@ -114,7 +114,7 @@ def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path, m
         process.send_signal(signal.SIGUSR1)
         _, told = process.communicate(timeout=60)
     (step,) = saved(here)
-    assert process.returncode == 75
+    assert process.returncode == 75, told
     assert told.startswith(f"unisono: preempted after step {step} of 3000, which is saved.")
     assert not list((here / "runs" / "a" / "checkpoints").glob(".*"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -121,8 +122,9 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
 def leave_now(code: int) -> NoReturn:
     """End this process without waiting for anybody."""
     pulse.stop(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 

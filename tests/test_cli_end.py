@@ -1,0 +1,51 @@
+"""How the command's own process ends: with its exit code, whatever threads are in the middle of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TASK = """
+import atexit, threading, time
+import torch
+from tests.tasks import LinearTask
+
+atexit.register(print, "the user's own end")
+
+
+def busy():
+    parameter = torch.ones(200, 200, requires_grad=True)
+    torch.autograd.graph.register_multi_grad_hook([parameter], lambda gradients: time.sleep(0.001))
+    while True:  # a callback of C++ into Python: where the interpreter stops such a thread, it unwinds C++
+        (parameter @ parameter).sum().backward()
+
+
+class Busy(LinearTask):
+    def build(self):
+        for _ in range(4):
+            threading.Thread(target=busy, daemon=True).start()
+        return super().build()
+
+    def loss(self, outputs, batch, context):
+        if self.config.rows == 13:
+            raise RuntimeError("a mistake of the user")
+        return super().loss(outputs, batch, context)
+"""
+WORDS = ["train.steps=2", "train.global_batch=4", "observe.progress=false", "layout.threads=1", "layout.world_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lr", "code", "told"), [(8, 0.1, 0, ""), (8, 1e38, 3, "is not finite"), (13, 0.1, 1, "a mistake of the")]
+)
+def test_threads_in_the_middle_of_torch_do_not_change_the_exit_code(
+    tmp_path: Path, rows: int, lr: float, code: int, told: str
+) -> None:
+    (tmp_path / "busy.py").write_text(TASK)
+    words = [*WORDS, f"task.rows={rows}", "train.steps=4", f"optim.lr={lr}"]
+    command = [sys.executable, "-m", "unisono", "train", "busy.py:Busy", *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
+    assert ended.stdout.endswith("the user's own end\n")
