@@ -107,6 +107,14 @@ def test_a_stopped_rank_is_named_with_its_line_and_all_are_ended(node: Node):
     assert "<string>" in (stacks / "rank-00001.txt").read_text()
 
 
+def test_the_stack_of_a_stopped_rank_is_that_of_where_it_was_stopped_and_not_of_where_it_went_then(node: Node):
+    stops = "\n    def stops(): os.kill(os.getpid(), 19)\n    def goes_on(): time.sleep(99)\n    stops()\n    goes_on()"
+    node.start(WAITS, stops)
+    assert node.process.wait(20) == 10
+    assert str(node.found()["where"]).endswith(" in stops")
+    assert "in goes_on" not in (node.folder / str(node.found()["stacks"]) / "rank-00001.txt").read_text()
+
+
 def test_the_end_of_its_launcher_is_the_end_of_all(node: Node):
     node.start("time.sleep(99)", "time.sleep(99)")
     time.sleep(0.5)

@@ -67,7 +67,7 @@ def _loader(ground: Ground) -> Outcome:
 
 @fault("A9", "SIGSTOP of a rank: frozen, not dead", quick=True)
 def _frozen(ground: Ground) -> Outcome:
-    return ground.harmed("stop@forward:1:7", code=STUCK, says=("rank 1",), within=30.0)
+    return ground.harmed("stop@forward:1:7", code=STUCK, says=("rank 1", "harmed.py:"), within=30.0)
 
 
 @fault("B10", "a rank sleeps for ever in user code")

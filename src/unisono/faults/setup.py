@@ -16,17 +16,10 @@ from pathlib import Path
 
 from unisono.faults import job, task
 from unisono.faults.death import DIED, in_full_run, kill
-from unisono.faults.job import Job
+from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 
 REFUSED, UNREACHED, PREEMPTED = 2, 5, 75
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def by_hand(

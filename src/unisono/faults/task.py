@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unisono.config.base import Settings
 from unisono.task import Context, Loss, Task
@@ -39,8 +39,8 @@ class Fault:
 
     Attributes:
         act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, or one of the task's own.
-        where: `data`, `forward`, `backward`, `update`, `loss`, `evaluate`, or a call of the operating system: `fsync`,
-            `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
+        where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
+            system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
         rank: of the process; -1 for whichever comes there first.
         step: from 0, or a row of the data; for calls of the operating system, the how manieth, from 0.
     """
@@ -181,6 +181,8 @@ class Small(Task):
             result.register_hook(functools.partial(_in_backward, fault))
         if fault.here("update", step):
             register_optimizer_step_pre_hook(functools.partial(_in_update, fault, model))
+        if fault.here("updated", step):
+            register_optimizer_step_post_hook(functools.partial(_after_update, fault))
         return result
 
     def loss(self, outputs: torch.Tensor, batch: Mapping[str, Any], context: Context) -> Loss:
@@ -213,6 +215,12 @@ def _in_update(fault: Fault, model: nn.Module, *_: Any) -> None:
             next(model.parameters()).add_(1e-6)
         return
     fault.happen()
+
+
+def _after_update(fault: Fault, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not MARK.exists():
+        fault.mark()
+        next(iter(optimizer.state.values()))["exp_avg"].add_(1e-6)
 
 
 def _harm_calls(fault: Fault) -> None:
