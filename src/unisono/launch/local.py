@@ -132,6 +132,8 @@ def processes(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from unisono.launch import rendezvous
+
     for name in list(logging.root.manager.loggerDict):  # its loggers have levels of their own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -162,8 +164,7 @@ def processes(
         max_nodes=1,
         nproc_per_node=count,
         run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend=rendezvous.known(),
         max_restarts=0,
         local_addr="127.0.0.1",
         shutdown_timeout=_GRACE,
