@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.faults import task
 from unisono.faults.warm import Ranks, Stem
 from unisono.supervise import procs
+
+if TYPE_CHECKING:
+    from unisono.faults.matrix import Ground
 
 RUN = "a"
 TASK = "harmed.py"  # the task's file in the folder of a job
@@ -101,7 +104,7 @@ class Job:
         else:
             size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), f"{stem[1]}")
             here = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-            self.process = stem[0].start(folder, train(*words)[3:], {**kept, **told, **size, **here}, self.output)
+            self.process = stem[0].start(folder, *_named(words), {**kept, **told, **size, **here}, self.output)
 
     def __enter__(self) -> Job:
         return self
@@ -164,9 +167,14 @@ class Job:
 
 def train(*words: str) -> list[str]:
     """The command that trains the small task."""
+    task_, settings = _named(words)
+    return [sys.executable, "-m", "unisono", "train", task_, *settings]
+
+
+def _named(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The small task, and its settings."""
     own = {word.partition("=")[0] for word in words}
-    kept = [word for word in WORDS if word.partition("=")[0] not in own]
-    return [sys.executable, "-m", "unisono", "train", f"{TASK}:Small", *kept, *words]
+    return f"{TASK}:Small", [*(word for word in WORDS if word.partition("=")[0] not in own), *words]
 
 
 def verb(*words: str) -> list[str]:
@@ -198,6 +206,22 @@ def last_step(run: Path) -> int:
                 if "loss" in event and not event.get("eval"):
                     steps.append(event["step"])
     return max(steps)
+
+
+def finished(ground: Ground, *words: str) -> Path:
+    """The newest commit of a run that was made to its end."""
+    with ground.job(*words) as run:
+        done = run.finish()
+        assert done.code == 0, done.said[-2000:]
+        return sorted((run.run / "checkpoints").glob("step-*"))[-1]
+
+
+def rewrite(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change what a commit's manifest says, and let its own hash fit."""
+    from unisono.checkpoint import manifest
+
+    content = change(json.loads((commit / manifest.NAME).read_text()))
+    (commit / manifest.NAME).write_bytes(manifest.dumps({k: v for k, v in content.items() if k != "sha256"}))
 
 
 def saving(run: Path) -> bool:

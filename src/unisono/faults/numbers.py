@@ -18,6 +18,11 @@ def _gradient(ground: Ground) -> Outcome:
     return ground.harmed("nan@backward:1:7", code=NOT_FINITE, says=("step 8",))
 
 
+@fault("D33b", "an overflow on one rank, and the scale of the loss in fp16")
+def _scale(ground: Ground) -> Outcome:
+    raise Abstain("there is no fp16 here, and so no scale: bf16 has the range of fp32")
+
+
 @fault("D34", "a replica that leaves the others by 1e-6")
 def _drift(ground: Ground) -> Outcome:
     return ground.harmed("drift@update:1:4", "train.guard_every=6", code=GUARD, says=("rank", "0.weight"), within=30.0)

@@ -34,9 +34,7 @@ def _payload(ground: Ground) -> Outcome:
     pickle.loads(pickle.dumps(_Payload(touched)))
     assert touched.exists(), "the payload does nothing"
     touched.unlink()
-    with ground.job() as run:
-        assert run.finish().code == 0
-    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    newest = job.finished(ground)
     for file in sorted(newest.iterdir()):
         kept = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
@@ -51,21 +49,15 @@ def _payload(ground: Ground) -> Outcome:
 
 @fault("S2", "names in a manifest that lead out of its folder")
 def _escape(ground: Ground) -> Outcome:
-    import hashlib
-
     outcome = Outcome()
-    with ground.job() as run:
-        assert run.finish().code == 0
-    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    newest = job.finished(ground)
     secret = ground.own / "secret.safetensors"
     shard = next(newest.glob("*.safetensors"))
     shutil.copy(shard, secret)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    del manifest["sha256"]
+    kept = (newest / "manifest.json").read_text()
     for hostile in (f"../../../../{secret.name}", str(secret)):
-        changed = json.loads(json.dumps(manifest).replace(json.dumps(shard.name), json.dumps(hostile)))
-        changed["sha256"] = hashlib.sha256(json.dumps(changed).encode()).hexdigest()
-        (newest / "manifest.json").write_text(json.dumps(changed, indent=1))
+        text = kept.replace(json.dumps(shard.name), json.dumps(hostile))
+        job.rewrite(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
         with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
             done = evaluation.finish()
         outcome.promise(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
@@ -76,9 +68,7 @@ def _escape(ground: Ground) -> Outcome:
 @fault("S3", "a link in a checkpoint that leads out of its folder")
 def _link(ground: Ground) -> Outcome:
     outcome = Outcome()
-    with ground.job() as run:
-        assert run.finish().code == 0
-    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    newest = job.finished(ground)
     shard = next(newest.glob("*.safetensors"))
     elsewhere = ground.own / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)

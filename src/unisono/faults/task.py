@@ -3,10 +3,12 @@
 The file is copied to where the runs are, since it stands for a user's.
 A fault is asked for in the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, and not in the configuration, which
 has to be the same when the run goes on. It happens once in a run's life: the moment before, its time is written down.
+`UNISONO_FAULT` (`unisono.supervise.inject`) cannot do this: it knows no task, and it happens again in every start.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -38,7 +40,7 @@ class Fault:
     """What is to go wrong, where and when.
 
     Attributes:
-        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, or one of the task's own.
+        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, `pause`, `eio`, or one of the task's own.
         where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
             system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
         rank: of the process; -1 for whichever comes there first.
@@ -90,6 +92,10 @@ class Fault:
                 os._exit(0)
             case "slow":
                 time.sleep(0.1)
+            case "eio":
+                raise OSError(errno.EIO, "Input/output error")
+            case "pause":
+                time.sleep(2.0)
 
     def mark(self) -> None:
         """Write down when it happened, the first time."""
@@ -126,7 +132,7 @@ class Small(Task):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fault = Fault.asked()
-        if self.fault is not None and self.fault.where in _CALLS:
+        if self.fault is not None and self.fault.where in _CALLS and "RANK" in os.environ:  # not in the launcher
             _harm_calls(self.fault)
 
     def data(self) -> Rows:

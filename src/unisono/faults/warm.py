@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,9 +63,15 @@ class Stem:
         self._process.kill()
         self._process.communicate()
 
-    def start(self, folder: Path, words: Sequence[str], variables: Mapping[str, str], output: Path) -> Ranks:
-        """Fork the ranks of a job; for `Job`."""
-        told = {"folder": str(folder), "words": list(words), "variables": dict(variables), "output": str(output)}
+    def start(self, folder: Path, task: str, words: Sequence[str], variables: Mapping[str, str], output: Path) -> Ranks:
+        """Fork the ranks of a job, with settings in so many words; for `Job`."""
+        told = {
+            "folder": f"{folder}",
+            "task": task,
+            "words": [*words],
+            "variables": {**variables},
+            "output": f"{output}",
+        }
         with self._lock:
             assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.write(json.dumps(told) + "\n")
@@ -79,6 +86,8 @@ def _forked(act: Callable[[], int]) -> int:
     code = 1
     try:
         code = act()
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,7 +95,7 @@ def _forked(act: Callable[[], int]) -> int:
 
 
 def _rank(told: Mapping[str, Any], number: int, port: int) -> int:
-    from unisono import cli
+    from unisono.launch import start
     from unisono.launch.worker import die_with_parent
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -99,7 +108,8 @@ def _rank(told: Mapping[str, Any], number: int, port: int) -> int:
     output = os.open(told["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor, own in ((silent, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, own)
-    return cli.main(told["words"])
+    start.train(told["task"], told["words"])
+    return 0
 
 
 def main() -> NoReturn:

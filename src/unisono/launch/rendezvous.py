@@ -6,7 +6,7 @@ what lies there: whoever reaches the port runs code in the launcher. This one ha
 
 from __future__ import annotations
 
-from torch.distributed import HashStore
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
@@ -26,7 +26,7 @@ class OfOne(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """All are here at once. The address is where the processes will meet, on a port that is free now."""
-        store = HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._told.local_addr))
 
     def is_closed(self) -> bool:
