@@ -178,6 +178,6 @@ def _mid_save(key: str, text: str, where: str, numbers: tuple[int, ...]) -> None
 
 _mid_save("A4c", "kill -9 of rank 0 before what it wrote is flushed to the disk", "fsync", (2, 5, 8, 12))
 _mid_save("A4d", "kill -9 of rank 0 just after a flush to the disk", "fsynced", (2, 5, 8, 12))
-_mid_save("A4e", "kill -9 of rank 0 before a commit's rename", "rename", (1, 3, 5))
-_mid_save("A4f", "kill -9 of rank 0 after a commit's rename", "renamed", (1, 3, 5))
+_mid_save("A4e", "kill -9 of rank 0 before a commit's rename", "rename", (0, 2, 3))
+_mid_save("A4f", "kill -9 of rank 0 after a commit's rename", "renamed", (0, 2, 3))
 _mid_save("A4g", "kill -9 of rank 0 while it deletes an old commit", "rmtree", (0,))

@@ -226,7 +226,7 @@ def _limited(megabytes: int) -> Iterator[Callable[[int], None]]:
 
 @fault("F43b", "an accelerator runs out of memory on one rank")
 def _device_memory(ground: Ground) -> Outcome:
-    raise Abstain("needs an accelerator; tests/engines/torch show it with a device that says it is full")
+    raise Abstain("needs an accelerator; tests/engines/torch/test_exhausted.py raises in a step as one would")
 
 
 @fault("F44", "SIGTERM with a deadline", quick=True)
@@ -281,14 +281,14 @@ def _sigterm_saving(ground: Ground) -> Outcome:
 
 @fault("F44h", "SIGTERM with a deadline in which no save fits: the newest checkpoint counts, and that is said")
 def _sigterm_short(ground: Ground) -> Outcome:
-    """The save after step 6 takes two seconds more, so the next is expected to."""
-    words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=6", "launch.preempt_deadline=2")
+    """The only save so far took two seconds more, so the next is expected to."""
+    words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=40", "launch.preempt_deadline=2")
     before = ground.unharmed(*words)
     with ground.job(*words, misbehave="pause@fsync:0:5") as run:
         job.wait_for(lambda: job.newest(run.run) > 0 and not job.saving(run.run), 120.0, "a checkpoint")
         run.reaches(run.step() + 1)
         began = kill(run.process.pid, signal.SIGTERM)
-        outcome = ground.judge(run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint of step"), 15.0)
+        outcome = ground.judge(run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint is that of step 40"), 15.0)
         outcome.lost = run.step() - job.newest(run.run)
         outcome.promise(outcome.lost > 0, "it was saved")
     ground.go_on(outcome, before, *words)
