@@ -288,7 +288,9 @@ def _sigterm_short(ground: Ground) -> Outcome:
         job.wait_for(lambda: job.newest(run.run) > 0 and not job.saving(run.run), 120.0, "a checkpoint")
         run.reaches(run.step() + 1)
         began = kill(run.process.pid, signal.SIGTERM)
-        outcome = ground.judge(run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint is that of step 40"), 15.0)
+        outcome = ground.judge(
+            run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint is that of step 40"), 15.0
+        )
         outcome.lost = run.step() - job.newest(run.run)
         outcome.promise(outcome.lost > 0, "it was saved")
     ground.go_on(outcome, before, *words)
