@@ -376,6 +376,7 @@ class Training:
                 self._saver.finish()
 
     def _commit(self, made: int) -> None:
+        self._engine.agree(made)  # of copies a checkpoint has one piece from this rank and one from that
         mark = None
         if self._ledger is not None:
             self._ledger.flush()

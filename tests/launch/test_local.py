@@ -120,6 +120,18 @@ def test_what_the_fault_is_called_is_kept(tmp_path: Path):
     assert local._headline(tmp_path, ended).fault == "Replicas drift apart"
 
 
+def test_a_death_is_not_told_as_the_preemption_that_another_rank_takes_the_launcher_s_signal_for(tmp_path: Path):
+    told, code = headline(tmp_path, {0: 1, 1: -9}, (0, "Preempted", 0.2))
+    assert (told, code) == (
+        f"rank 1 died without a message (killed by signal 9, as one that is out of memory may be); see {tmp_path}",
+        9,
+    )
+
+
+def test_a_preemption_of_all_ranks_is_told_as_one(tmp_path: Path):
+    assert headline(tmp_path, {0: 1, 1: -15}, (0, "Preempted", 0.2)) == ("Preempted of 0", 1)
+
+
 def test_a_process_that_the_launcher_ended_does_not_hide_who_waited_for_it(tmp_path: Path):
     told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.2))
     assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 1", 5)

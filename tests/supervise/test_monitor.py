@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.supervise import monitor, procs
+from unisono import pulse
+from unisono.supervise import monitor, procs, stacks
 from unisono.supervise.monitor import Specification
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
@@ -103,8 +104,25 @@ def test_a_stopped_rank_is_named_with_its_line_and_all_are_ended(node: Node):
     assert [rank.wait(5) for rank in node.ranks] == [-signal.SIGKILL, -signal.SIGKILL]
     assert node.found()["rank"] == 1
     assert "is frozen (stopped by a signal" in str(node.found()["text"])
-    stacks = node.folder / str(node.found()["stacks"])
-    assert "<string>" in (stacks / "rank-00001.txt").read_text()
+    told = node.folder / str(node.found()["stacks"])
+    assert "<string>" in (told / "rank-00001.txt").read_text()
+
+
+def test_the_stack_of_a_stopped_rank_is_that_of_where_it_was_stopped_and_not_of_where_it_went_then(node: Node):
+    stops = "\n    def stops(): os.kill(os.getpid(), 19)\n    def goes_on(): time.sleep(99)\n    stops()\n    goes_on()"
+    node.start(WAITS, stops)
+    assert node.process.wait(20) == 10
+    assert str(node.found()["where"]).endswith(" in stops")
+    assert "in goes_on" not in (node.folder / str(node.found()["stacks"]) / "rank-00001.txt").read_text()
+
+
+def test_a_stopped_rank_is_asked_before_it_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sent: list[tuple[int, int]] = []
+    pulse.stacks_of(tmp_path, 0).touch()
+    monkeypatch.setattr(stacks.procs, "catches", lambda pid, number: True)
+    monkeypatch.setattr(stacks.os, "kill", lambda pid, number: sent.append((pid, number)))
+    stacks.ask(tmp_path, {0: 99}, patience=0.0, stopped=True)
+    assert sent == [(99, pulse.STACKS), (99, signal.SIGCONT)]
 
 
 def test_the_end_of_its_launcher_is_the_end_of_all(node: Node):

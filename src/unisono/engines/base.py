@@ -126,6 +126,14 @@ class Engine(Protocol):
         """
         ...
 
+    def agree(self, made: int) -> None:
+        """See, after so many updates, that processes which hold copies of something hold the same bits.
+
+        Raises:
+            GuardError: on every rank, naming the first array that differs and the ranks.
+        """
+        ...
+
     def state(self) -> list[Shard]:
         """The pieces of the state that this process has to save; those of all processes make it whole."""
         ...

@@ -6,10 +6,11 @@ import os
 import signal
 import time
 
+from unisono.faults import job
 from unisono.faults.job import Job
 from unisono.faults.matrix import Ground, Outcome, fault
 
-DIED, STUCK = 9, 10
+REFUSED, DIED, STUCK = 2, 9, 10
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> float:
@@ -26,24 +27,30 @@ def in_full_run(run: Job, count: int = 2) -> list[int]:
     return found
 
 
-@fault("A1", "kill -9 of a rank in the forward pass", quick=True)
-def _forward(ground: Ground) -> Outcome:
-    return ground.harmed("kill@forward:1:7", code=DIED, says=("rank 1", "signal 9"))
+def _harms(
+    key: str, text: str, misbehave: str, *words: str, code: int = DIED, says: tuple[str, ...], quick: bool = False
+) -> None:
+    """A row of the matrix: a fault of the task's own that ends a run."""
+
+    @fault(key, text, quick=quick)
+    def _act(ground: Ground) -> Outcome:
+        return ground.harmed(misbehave, *words, code=code, says=says, within=30.0 if code == STUCK else 10.0)
 
 
-@fault("A2", "kill -9 of a rank in the backward pass, the others in the all-reduce")
-def _backward(ground: Ground) -> Outcome:
-    return ground.harmed("kill@backward:1:7", code=DIED, says=("rank 1", "signal 9"))
-
-
-@fault("A3", "kill -9 of a rank in the optimizer's step")
-def _update(ground: Ground) -> Outcome:
-    return ground.harmed("kill@update:1:7", code=DIED, says=("rank 1", "signal 9"))
-
-
-@fault("A5", "kill -9 of rank 0 only")
-def _first(ground: Ground) -> Outcome:
-    return ground.harmed("kill@forward:0:7", code=DIED, says=("rank 0", "signal 9"))
+_KILLED, _IN_THE_TASK = ("rank 1", "signal 9"), ("rank 1", "harmed.py:")
+_IN_PROCESSES = ("data.workers=1", "data.worker_kind=processes")
+_harms("A1", "kill -9 of a rank in the forward pass", "kill@forward:1:7", says=_KILLED, quick=True)
+_harms("A2", "kill -9 of a rank in the backward pass, the others in the all-reduce", "kill@backward:1:7", says=_KILLED)
+_harms("A3", "kill -9 of a rank in the optimizer's step", "kill@update:1:7", says=_KILLED)
+_harms("A5", "kill -9 of rank 0 only", "kill@forward:0:7", says=("rank 0", "signal 9"))
+_harms(
+    "A7", "kill -9 of a process that makes samples", "kill@data:-1:20", *_IN_PROCESSES, code=REFUSED, says=("worker",)
+)
+_harms("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK, quick=True)
+_harms("B10", "a rank sleeps for ever in user code", "sleep@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_harms("B10b", "a rank holds the interpreter's lock for ever", "gil@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_harms("B12", "a rank raises", "raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
+_harms("B13", "a rank ends with exit code 0, too early", "exit@forward:1:7", says=("rank 1", "exit code 0"))
 
 
 @fault("A6", "kill -9 of the launcher only")
@@ -59,27 +66,6 @@ def _launcher(ground: Ground) -> Outcome:
     return outcome
 
 
-@fault("A7", "kill -9 of a process that makes samples")
-def _loader(ground: Ground) -> Outcome:
-    words = ("data.workers=1", "data.worker_kind=processes")
-    return ground.harmed("kill@data:-1:20", *words, code=2, says=("worker",))
-
-
-@fault("A9", "SIGSTOP of a rank: frozen, not dead", quick=True)
-def _frozen(ground: Ground) -> Outcome:
-    return ground.harmed("stop@forward:1:7", code=STUCK, says=("rank 1",), within=30.0)
-
-
-@fault("B10", "a rank sleeps for ever in user code")
-def _sleeps(ground: Ground) -> Outcome:
-    return ground.harmed("sleep@forward:1:7", code=STUCK, says=("rank 1", "harmed.py:"), within=30.0)
-
-
-@fault("B10b", "a rank holds the interpreter's lock for ever")
-def _holds_the_lock(ground: Ground) -> Outcome:
-    return ground.harmed("gil@forward:1:7", code=STUCK, says=("rank 1", "harmed.py:"), within=30.0)
-
-
 @fault("B11", "a rank is slow from some step on: named, not killed")
 def _slow(ground: Ground) -> Outcome:
     words = ("train.steps=80",)  # it has to be slow for two windows of twenty
@@ -89,18 +75,6 @@ def _slow(ground: Ground) -> Outcome:
         outcome = Outcome(said=next((line for line in done.said.splitlines() if "holds up" in line), ""))
         outcome.promise(done.code == 0, f"it ended with {done.code}: {done.said[-1500:]}")
         outcome.promise("rank 1" in outcome.said and "compute" in outcome.said, f"not named: {done.said[-1500:]}")
-        from unisono.faults import job
-
         outcome.exact = job.state(run.run) == before
         outcome.promise(outcome.exact, "it ended otherwise")
     return outcome
-
-
-@fault("B12", "a rank raises")
-def _raises(ground: Ground) -> Outcome:
-    return ground.harmed("raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
-
-
-@fault("B13", "a rank ends with exit code 0, too early")
-def _leaves(ground: Ground) -> Outcome:
-    return ground.harmed("exit@forward:1:7", code=DIED, says=("rank 1", "exit code 0"))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,9 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.faults import task
+from unisono.faults.warm import Ranks, Stem
+from unisono.supervise import procs
+
+if TYPE_CHECKING:
+    from unisono.faults.matrix import Ground
 
 RUN = "a"
 TASK = "harmed.py"  # the task's file in the folder of a job
@@ -67,6 +73,7 @@ class Job:
         command: of another verb, or a whole command that starts with a program.
         variables: of the environment.
         output: file for what it says.
+        stem: starts so many ranks without a launcher; see `unisono.faults.warm`.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Job:
         command: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         output: str = "output.txt",
+        stem: tuple[Stem, int] | None = None,
     ) -> None:
         self.folder = folder
         self.output = folder / output
@@ -87,10 +95,16 @@ class Job:
         }
         told = {"OMP_NUM_THREADS": "1", **(variables or {}), **({task.VARIABLE: misbehave} if misbehave else {})}
         self._output = self.output.open("w+", encoding="utf-8")
-        self.process = subprocess.Popen(
-            list(command or train(*words)), cwd=folder, env={**kept, **told}, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        self.process: subprocess.Popen[bytes] | Ranks
+        if stem is None:
+            self.process = subprocess.Popen(
+                list(command or train(*words)), cwd=folder, env={**kept, **told}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        else:
+            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), f"{stem[1]}")
+            here = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+            self.process = stem[0].start(folder, *_named(words), {**kept, **told, **size, **here}, self.output)
 
     def __enter__(self) -> Job:
         return self
@@ -108,8 +122,9 @@ class Job:
         return self.folder / "runs" / RUN
 
     def processes(self) -> list[int]:
-        """Processes of the job: those that work in its folder."""
-        return [pid for pid in pids() if _works_in(pid, self.folder)]
+        """Processes of the job: those that work in its folder, and ranks that do not yet."""
+        early = [one.pid for one in getattr(self.process, "all", ()) if procs.same(one)]
+        return sorted({*early, *(pid for pid in pids() if _works_in(pid, self.folder))})
 
     def workers(self, count: int, seconds: float = 60.0) -> list[int]:
         """The process numbers of all ranks, once they are there."""
@@ -120,7 +135,7 @@ class Job:
         """The last step that was recorded."""
         return last_step(self.run)
 
-    def reaches(self, step: int, seconds: float = 90.0) -> None:
+    def reaches(self, step: int, seconds: float = 180.0) -> None:
         """Wait until a step was recorded."""
         wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
 
@@ -152,14 +167,26 @@ class Job:
 
 def train(*words: str) -> list[str]:
     """The command that trains the small task."""
+    task_, settings = _named(words)
+    return [sys.executable, "-m", "unisono", "train", task_, *settings]
+
+
+def _named(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The small task, and its settings."""
     own = {word.partition("=")[0] for word in words}
-    kept = [word for word in WORDS if word.partition("=")[0] not in own]
-    return [sys.executable, "-m", "unisono", "train", f"{TASK}:Small", *kept, *words]
+    return f"{TASK}:Small", [*(word for word in WORDS if word.partition("=")[0] not in own), *words]
 
 
 def verb(*words: str) -> list[str]:
     """Any other command of `unisono`."""
     return [sys.executable, "-m", "unisono", *words]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def happened(folder: Path) -> float | None:
@@ -179,6 +206,27 @@ def last_step(run: Path) -> int:
                 if "loss" in event and not event.get("eval"):
                     steps.append(event["step"])
     return max(steps)
+
+
+def finished(ground: Ground, *words: str) -> Path:
+    """The newest commit of a run that was made to its end."""
+    with ground.job(*words) as run:
+        done = run.finish()
+        assert done.code == 0, done.said[-2000:]
+        return sorted((run.run / "checkpoints").glob("step-*"))[-1]
+
+
+def rewrite(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change what a commit's manifest says, and let its own hash fit."""
+    from unisono.checkpoint import manifest
+
+    content = change(json.loads((commit / manifest.NAME).read_text()))
+    (commit / manifest.NAME).write_bytes(manifest.dumps({k: v for k, v in content.items() if k != "sha256"}))
+
+
+def saving(run: Path) -> bool:
+    """Whether a half of a commit lies there: of a save that goes on, or was cut off."""
+    return any((run / "checkpoints").glob(".writing-*"))
 
 
 def newest(run: Path) -> int:
@@ -240,8 +288,8 @@ def samples(run: Path) -> dict[str, str]:
     return found
 
 
-def wait_for(true: Callable[[], Any], seconds: float, what: str) -> None:
-    """Return once something is true.
+def wait_for(true: Callable[[], Any], seconds: float, what: str, every: float = 0.02) -> None:
+    """Return once something is true; it is looked at every so many seconds.
 
     Raises:
         TimeoutError: if it is not within so many seconds.
@@ -250,7 +298,7 @@ def wait_for(true: Callable[[], Any], seconds: float, what: str) -> None:
     while not true():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds:g} s for {what}")
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def pids() -> list[int]:

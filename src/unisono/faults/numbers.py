@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.faults import job
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 
 NOT_FINITE, GUARD = 3, 4
@@ -17,9 +18,34 @@ def _gradient(ground: Ground) -> Outcome:
     return ground.harmed("nan@backward:1:7", code=NOT_FINITE, says=("step 8",))
 
 
+@fault("D33b", "an overflow on one rank, and the scale of the loss in fp16")
+def _scale(ground: Ground) -> Outcome:
+    raise Abstain("there is no fp16 here, and so no scale: bf16 has the range of fp32")
+
+
 @fault("D34", "a replica that leaves the others by 1e-6")
 def _drift(ground: Ground) -> Outcome:
     return ground.harmed("drift@update:1:4", "train.guard_every=6", code=GUARD, says=("rank", "0.weight"), within=30.0)
+
+
+@fault("D34b", "the same just before a checkpoint, between two checks of replicas: it is not saved")
+def _drift_before_a_save(ground: Ground) -> Outcome:
+    return _not_saved(ground, "drift@update:1:4", "'0.weight'")
+
+
+@fault("D34c", "a moment of one replica's optimizer leaves the others, and the parameters are still the same")
+def _moment(ground: Ground) -> Outcome:
+    return _not_saved(ground, "drift@updated:1:5", "'optimizer/0.weight/exp_avg'")
+
+
+def _not_saved(ground: Ground, misbehave: str, name: str) -> Outcome:
+    """What happens in steps 4 to 6 is seen when the checkpoint of step 6 is due; that of step 3 stays the newest."""
+    words = (f"train.guard_every={10**6}",)
+    outcome = ground.harmed(misbehave, *words, code=GUARD, says=("step 6", "rank", name), within=30.0, goes_on=False)
+    kept = job.newest(ground.own / "runs" / job.RUN)
+    outcome.promise(kept == job.EVERY, f"the newest checkpoint is that of step {kept}")
+    ground.go_on(outcome, ground.unharmed(*words), *words)
+    return outcome
 
 
 @fault("D35", "a gradient of one rank is wrong before the reduction")

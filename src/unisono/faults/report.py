@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import platform
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
 from unisono.errors import ConfigError, nearest
 from unisono.faults.matrix import FAULTS, Fault, Outcome, ground
+from unisono.place import cores
 
 GROUPS = {
     "A": "Processes that die or freeze",
@@ -22,6 +23,7 @@ GROUPS = {
     "G": "Records",
     "S": "Security",
 }
+_HEAD = "| | Fault | Verdict | Ended after | Lost | Exact? | What is said | Measured |"
 BEGIN, END = "<!-- the matrix -->", "<!-- end of the matrix -->"
 Told = Callable[[Fault, Outcome], None]
 
@@ -72,47 +74,55 @@ def line(fault: Fault, outcome: Outcome) -> str:
 
 
 def write(path: Path, shown: Sequence[tuple[Fault, Outcome]]) -> None:
-    """Put the matrix into a page between its marks, or make the page."""
+    """Put the matrix into a page between its marks, or make the page; rows that are not shown now stay as they are."""
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Faults\n\n{BEGIN}\n{END}\n"
     if BEGIN not in text or END not in text:
         raise ConfigError(f"{path} has no lines '{BEGIN}' and '{END}' between which the matrix could stand")
     before, _, rest = text.partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table(shown)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    old, _, after = rest.partition(END)
+    rows = {**_rows(old), **{fault.key: _row(fault, outcome) for fault, outcome in shown}}
+    path.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
 
 
-def table(shown: Sequence[tuple[Fault, Outcome]]) -> str:
-    """The matrix in Markdown."""
-    verdicts = [outcome.verdict for _, outcome in shown]
+def table(rows: Mapping[str, str]) -> str:
+    """The matrix in Markdown, of rows by key; those that no fault has any more are left out."""
+    everything = known()
+    verdicts = [_cells(row)[2] for key, row in rows.items() if key in everything]
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in ("PASS", "FAIL", "ABSTAIN"))
-    where = f"{date.today():%Y-%m-%d}, {platform.machine()}, CPU and gloo"
-    lines = [f"{counts}. Measured by `unisono faults --report` on {where}."]
+    where = f"{platform.machine()}, {cores()} cores, CPU and gloo"
+    lines = [f"{counts}. Each row says when it was measured; the last of them by `unisono faults --report` on {where}."]
+    if missing := [key for key in everything if key not in rows]:
+        lines.append(f"Not measured: {', '.join(missing)}.")
     for letter, title in GROUPS.items():
-        rows = [(fault, outcome) for fault, outcome in shown if fault.key[0] == letter]
-        if rows:
-            lines += [
-                "",
-                f"### {letter}. {title}",
-                "",
-                "| | Fault | Verdict | Ended after | Lost | Exact? | What is said |",
-                "|---|---|---|---|---|---|---|",
-            ]
-            lines += [_row(fault, outcome) for fault, outcome in rows]
+        if mine := [rows[key] for key in everything if key[0] == letter and key in rows]:
+            lines += ["", f"### {letter}. {title}", "", _HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *mine]
     return "\n".join(lines)
+
+
+def _rows(text: str) -> dict[str, str]:
+    """The rows that a page has, by key."""
+    found = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == _HEAD.count("|")]
+    return {_cells(line)[0]: line for line in found if line != _HEAD}
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def _row(fault: Fault, outcome: Outcome) -> str:
     seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
-    lost = "" if outcome.lost is None else f"{outcome.lost} steps"
+    lost = "" if outcome.lost is None else f"{outcome.lost} step{'' if outcome.lost == 1 else 's'}"
     exact = {None: "", True: "yes", False: "no"}[outcome.exact]
-    said = outcome.abstain or (" ".join(outcome.wrong[0].split())[:200] if outcome.wrong else _plain(outcome.said))
-    return (
-        f"| {fault.key} | {fault.text} | {outcome.verdict} | {seconds} | {lost} | {exact} | {said.replace('|', '·')} |"
-    )
+    said = outcome.abstain or (" ".join(outcome.wrong[0].split())[:200] if outcome.wrong else plain(outcome.said))
+    cells = [fault.key, fault.text, outcome.verdict, seconds, lost, exact, said, f"{date.today():%Y-%m-%d}"]
+    return f"| {' | '.join(cell.replace('|', '·') for cell in cells)} |"
 
 
-def _plain(said: str) -> str:
-    """A sentence without the names of temporary folders."""
+def plain(said: str) -> str:
+    """A sentence without what is of this machine alone: temporary folders, and where libraries lie or were built."""
     short = re.sub(r"\S*unisono-faults-[^/\s]*/[^/\s]*/", "", " ".join(said.split()))
+    short = re.sub(r"(?<![\w.])/\S*/(?:site-packages|lib/python3\.\d+)/", "", short)
+    short = re.sub(r"(?<![\w.])/(?:[^\s/]+/)+(?=[^\s/]+\.(?:py|cc|cpp|h)\b)", "", short)
     return short if len(short) <= 220 else short[:217] + " …"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -13,20 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from unisono.faults import job, task
 from unisono.faults.death import DIED, in_full_run, kill
-from unisono.faults.job import Job
+from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 
 REFUSED, UNREACHED, PREEMPTED = 2, 5, 75
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def by_hand(
@@ -87,10 +79,7 @@ def _code(ground: Ground) -> Outcome:
                 Job(
                     folder, f"run.dir={ground.own}/runs",
                     command=[*job.verb("train", "mine.py:Small"), *job.WORDS, f"run.dir={ground.own}/runs"],
-                    variables={
-                        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
-                    },
+                    variables=_by_torchrun(rank, port),
                 )
             )
             for rank, folder in enumerate(folders)
@@ -101,10 +90,35 @@ def _code(ground: Ground) -> Outcome:
 
 @fault("E38", "other data than the commit was made from")
 def _data(ground: Ground) -> Outcome:
-    with ground.job() as run:
-        assert run.finish().code == 0
+    job.finished(ground)
     with ground.job("task.rows=41", "train.steps=20", "run.allow_change=[task.rows,train.steps]") as run:
         return _refused(Outcome(), [run.finish()], "rows")
+
+
+@fault("E38b", "other data on one rank, under the same name")
+def _data_of_a_rank(ground: Ground) -> Outcome:
+    folders = [ground.own / f"host-{rank}" for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        (folder / "texts").mkdir(parents=True)
+        (folder / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * (40 + rank))
+    words = ("data=corpus", "data.path=texts", f"run.dir={ground.own}/runs", "train.steps=4", "train.global_batch=4")
+    command = job.verb("train", "language", "run.name=a", "observe.progress=false", "layout.threads=1", *words)
+    port = str(free_port())
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(Job(folder, command=command, variables=_by_torchrun(rank, port)))
+            for rank, folder in enumerate(folders)
+        ]
+        ends = [each.finish(120) for each in jobs]
+    return _refused(Outcome(), ends, "the data", "rank 0 and rank 1")
+
+
+def _by_torchrun(rank: int, port: str) -> dict[str, str]:
+    """The variables of one of two processes."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
 
 
 @fault("E39", "resumed on another number of processes and another strategy")
@@ -128,8 +142,7 @@ def _another_world(ground: Ground) -> Outcome:
 
 @fault("E40", "resumed with another learning rate")
 def _changed(ground: Ground) -> Outcome:
-    with ground.job() as run:
-        assert run.finish().code == 0
+    job.finished(ground)
     with ground.job("optim.lr=2e-2", "train.steps=14") as run:
         outcome = _refused(Outcome(), [run.finish()], "optim.lr", "allow_change")
     with ground.job("optim.lr=2e-2", "train.steps=14", "run.allow_change=[optim.lr,train.steps]") as run:
@@ -140,22 +153,17 @@ def _changed(ground: Ground) -> Outcome:
 
 @fault("E41", "a commit of another format, or with an array too few or too many")
 def _another_format(ground: Ground) -> Outcome:
-    outcome = Outcome()
-    with ground.job() as run:
-        assert run.finish().code == 0
-    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    outcome, newest = Outcome(), job.finished(ground)
     text = (newest / "manifest.json").read_text()
-    for name in ("another format", "an array less", "an array more"):
-        manifest = json.loads(text)
-        del manifest["sha256"]
-        if name == "another format":
-            manifest["format"] += 1
-        elif name == "an array less":
-            del manifest["arrays"]["optimizer/0.bias/exp_avg"]
-        else:
-            manifest["arrays"]["model/new"] = manifest["arrays"]["model/0.bias"]
-        manifest["sha256"] = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-        (newest / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    less, more = "optimizer/0.bias/exp_avg", "model/new"
+    changes: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "another format": lambda old: {**old, "format": old["format"] + 1},
+        "an array less": lambda old: {**old, "arrays": {k: v for k, v in old["arrays"].items() if k != less}},
+        "an array more": lambda old: {**old, "arrays": {**old["arrays"], more: old["arrays"]["model/0.bias"]}},
+    }
+    for name, change in changes.items():
+        (newest / "manifest.json").write_text(text)
+        job.rewrite(newest, change)
         with ground.job("train.steps=14", "run.allow_change=[train.steps]", "run.resume=exact") as run:
             done = run.finish()
         outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1000:]}")
@@ -216,6 +224,11 @@ def _limited(megabytes: int) -> Iterator[Callable[[int], None]]:
             group.rmdir()
 
 
+@fault("F43b", "an accelerator runs out of memory on one rank")
+def _device_memory(ground: Ground) -> Outcome:
+    raise Abstain("needs an accelerator; tests/engines/torch/test_exhausted.py raises in a step as one would")
+
+
 @fault("F44", "SIGTERM with a deadline", quick=True)
 def _sigterm(ground: Ground) -> Outcome:
     return _preempted(ground, signal.SIGTERM, 1)
@@ -244,6 +257,61 @@ def _sigterm_early(ground: Ground) -> Outcome:
         began = kill(run.process.pid, signal.SIGTERM)
         outcome = ground.judge(run, run.finish(), began, PREEMPTED, (), 15.0)
     ground.go_on(outcome, before)
+    return outcome
+
+
+@fault("F44f", "SIGTERM during a save")
+def _sigterm_saving(ground: Ground) -> Outcome:
+    """Rank 0 takes two seconds for a flush in a save, and the signal comes in it."""
+    words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=6")
+    before, mark = ground.unharmed(*words), ground.own / task.MARK
+    with ground.job(*words, misbehave="pause@fsync:0:5") as run:
+        job.wait_for(mark.exists, 120.0, "a save")
+        outcome = Outcome()
+        outcome.promise(job.saving(run.run), "no save was on its way")
+        began = kill(run.process.pid, signal.SIGTERM)
+        ended = ground.judge(run, run.finish(), began, PREEMPTED, ("which is saved",), 15.0)
+        ended.wrong += outcome.wrong
+        ended.lost = run.step() - max(job.newest(run.run), 0)
+        ended.promise(ended.lost == 0, f"{ended.lost} steps are lost")
+        ended.promise(not job.saving(run.run), "half a checkpoint is left")
+    ground.go_on(ended, before, *words)
+    return ended
+
+
+@fault("F44h", "SIGTERM with a deadline in which no save fits: the newest checkpoint counts, and that is said")
+def _sigterm_short(ground: Ground) -> Outcome:
+    """The only save so far took two seconds more, so the next is expected to."""
+    words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=40", "launch.preempt_deadline=2")
+    before = ground.unharmed(*words)
+    with ground.job(*words, misbehave="pause@fsync:0:5") as run:
+        job.wait_for(lambda: job.newest(run.run) > 0 and not job.saving(run.run), 120.0, "a checkpoint")
+        run.reaches(run.step() + 1)
+        began = kill(run.process.pid, signal.SIGTERM)
+        outcome = ground.judge(
+            run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint is that of step 40"), 15.0
+        )
+        outcome.lost = run.step() - job.newest(run.run)
+        outcome.promise(outcome.lost > 0, "it was saved")
+    ground.go_on(outcome, before, *words)
+    return outcome
+
+
+@fault("F44g", "SIGTERM while the model is compiled")
+def _sigterm_compiling(ground: Ground) -> Outcome:
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        raise Abstain("compiling for a CPU takes a C++ compiler")
+    cache = ground.own / "cache"  # one of its own, or all of it may have been compiled before
+    (ground.own / "texts").mkdir()
+    (ground.own / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * 40)
+    words = ("data=corpus", "data.path=texts", "run.name=a", "layout.world_size=2", "layout.compile=true")
+    command = job.verb("train", "language", "train.steps=9", "train.global_batch=4", "observe.progress=false", *words)
+    with Job(ground.own, command=command, variables={"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as run:
+        job.wait_for(lambda: any(cache.rglob("*.cpp")) or run.process.poll() is not None, 240.0, "something to compile")
+        assert run.process.poll() is None, run.finish().said[-2000:]
+        began = kill(run.process.pid, signal.SIGTERM)
+        outcome = ground.judge(run, run.finish(), began, PREEMPTED, (), 15.0)
+        outcome.promise(run.step() == 0, "steps had been made")
     return outcome
 
 

@@ -107,6 +107,11 @@ def _for_a_while(ground: Ground) -> Outcome:
     return outcome
 
 
+@fault("C22b", "an error of the disk when a shard is flushed")
+def _broken(ground: Ground) -> Outcome:
+    return ground.harmed("eio@fsync:0:5", code=UNSAVED, says=("rank 0", "Input/output error"))
+
+
 def _said(run: job.Job) -> str:
     return (run.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
 

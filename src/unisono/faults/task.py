@@ -3,10 +3,12 @@
 The file is copied to where the runs are, since it stands for a user's.
 A fault is asked for in the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, and not in the configuration, which
 has to be the same when the run goes on. It happens once in a run's life: the moment before, its time is written down.
+`UNISONO_FAULT` (`unisono.supervise.inject`) cannot do this: it knows no task, and it happens again in every start.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unisono.config.base import Settings
 from unisono.task import Context, Loss, Task
@@ -38,9 +40,9 @@ class Fault:
     """What is to go wrong, where and when.
 
     Attributes:
-        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, or one of the task's own.
-        where: `data`, `forward`, `backward`, `update`, `loss`, `evaluate`, or a call of the operating system: `fsync`,
-            `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
+        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, `pause`, `eio`, or one of the task's own.
+        where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
+            system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
         rank: of the process; -1 for whichever comes there first.
         step: from 0, or a row of the data; for calls of the operating system, the how manieth, from 0.
     """
@@ -90,6 +92,10 @@ class Fault:
                 os._exit(0)
             case "slow":
                 time.sleep(0.1)
+            case "eio":
+                raise OSError(errno.EIO, "Input/output error")
+            case "pause":
+                time.sleep(2.0)
 
     def mark(self) -> None:
         """Write down when it happened, the first time."""
@@ -126,7 +132,7 @@ class Small(Task):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fault = Fault.asked()
-        if self.fault is not None and self.fault.where in _CALLS:
+        if self.fault is not None and self.fault.where in _CALLS and "RANK" in os.environ:  # not in the launcher
             _harm_calls(self.fault)
 
     def data(self) -> Rows:
@@ -181,6 +187,8 @@ class Small(Task):
             result.register_hook(functools.partial(_in_backward, fault))
         if fault.here("update", step):
             register_optimizer_step_pre_hook(functools.partial(_in_update, fault, model))
+        if fault.here("updated", step):
+            register_optimizer_step_post_hook(functools.partial(_after_update, fault))
         return result
 
     def loss(self, outputs: torch.Tensor, batch: Mapping[str, Any], context: Context) -> Loss:
@@ -213,6 +221,12 @@ def _in_update(fault: Fault, model: nn.Module, *_: Any) -> None:
             next(model.parameters()).add_(1e-6)
         return
     fault.happen()
+
+
+def _after_update(fault: Fault, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not MARK.exists():
+        fault.mark()
+        next(iter(optimizer.state.values()))["exp_avg"].add_(1e-6)
 
 
 def _harm_calls(fault: Fault) -> None:

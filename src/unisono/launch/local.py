@@ -34,6 +34,7 @@ from unisono.supervise.judge import death
 
 TRAINS = "unisono.launch.worker"
 _OF_TERMINALS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+_FOLLOWS = ("DeadlineError", "Preempted")  # what a rank tells that another one's end may be the reason of
 _GRACE = 5  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
@@ -132,6 +133,8 @@ def processes(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from unisono.launch import rendezvous
+
     for name in list(logging.root.manager.loggerDict):  # its loggers have levels of their own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -162,8 +165,7 @@ def processes(
         max_nodes=1,
         nproc_per_node=count,
         run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend=rendezvous.known(),
         max_restarts=0,
         local_addr="127.0.0.1",
         shutdown_timeout=_GRACE,
@@ -237,7 +239,7 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     """
     ended = time.time()
     faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
-    faults.sort(key=lambda fault: (fault["kind"] == "DeadlineError", fault["time"]))
+    faults.sort(key=lambda fault: (fault["kind"] in _FOLLOWS, fault["time"]))
     found = _found(logs, watch)
     told = {fault["rank"] for fault in faults}
     ended_with = {first + rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -250,7 +252,8 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     # Torch's launcher takes exit code 0 for success, however early it comes.
     early = watch.untold() if watch is not None else []
     deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in told]
-    if not faults or faults[0]["kind"] == "DeadlineError":
+    # Where a rank has died, one that has made no step yet takes the launcher's SIGTERM for a preemption.
+    if not faults or faults[0]["kind"] == "DeadlineError" or (faults[0]["kind"] == "Preempted" and deaths):
         if watch is not None and (differ := desync.explain(watch.directory)):
             return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
         if found is not None and found["kind"] == StuckError.__name__:

@@ -1,5 +1,8 @@
 """Faults on demand, for tests of everything that has to survive them; nothing happens unless UNISONO_FAULT is set.
 
+They happen where the trainer tells what it is at, to any task. Faults that only a task can have (another collective on
+one rank, a number that is not finite, a replica that drifts) are those of `unisono.faults.task`, which harms itself.
+
     UNISONO_FAULT="rank=1,step=3,phase=forward,act=kill"
 
 * rank: which process (0)

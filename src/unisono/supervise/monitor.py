@@ -189,10 +189,10 @@ class Monitor:
             return None
         described = {rank: procs.described(one.record.pid) for rank, one in seen.items()}
         if stopped := {rank: one.record.pid for rank, one in again.items() if one.state == "T"}:
-            for rank, one in again.items():  # or it would take up the run with them again
+            for rank in again.keys() - stopped.keys():  # or those would take up the run with them again
                 with suppress(OSError):
-                    os.kill(one.record.pid, signal.SIGCONT if rank in stopped else signal.SIGSTOP)
-            answers |= stacks.ask(self._directory, stopped, patience=1.0)
+                    os.kill(again[rank].record.pid, signal.SIGSTOP)
+            answers |= stacks.ask(self._directory, stopped, patience=1.0, stopped=True)
         return self._conclude(judge.stuck(again, answers, self._limits, self._host), answers, described)
 
     def _conclude(

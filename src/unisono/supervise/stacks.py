@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sysconfig
 import time
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+        return f"{_short(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ class Stack:
         return bool(self.frames) and self.frames[0].file.endswith(_BACKWARD)
 
 
-def ask(directory: Path, pids: Mapping[int, int], patience: float = 2.0) -> dict[int, Stack]:
+def ask(directory: Path, pids: Mapping[int, int], patience: float = 2.0, *, stopped: bool = False) -> dict[int, Stack]:
     """The stacks of ranks, of those that answer in time.
 
     Args:
         directory: of their pulses.
         pids: per rank its process number.
         patience: seconds for all of them together.
+        stopped: whether they are stopped, and may go on. The signal is there by then, so it comes before anything else
+            that they do, and the stack is that of where they were stopped.
     """
     before = {}
     for rank, pid in pids.items():
@@ -81,6 +84,8 @@ def ask(directory: Path, pids: Mapping[int, int], patience: float = 2.0) -> dict
             with suppress(OSError):
                 before[rank] = pulse.stacks_of(directory, rank).stat().st_size
                 os.kill(pid, pulse.STACKS)
+                if stopped:
+                    os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + patience
     found: dict[int, str] = {}
     while time.monotonic() < deadline:
@@ -101,6 +106,13 @@ def parsed(text: str) -> Stack:
         elif match := _FRAME.match(line):
             frames.append(Frame(match[1], int(match[2]), match[3]))
     return Stack(text, tuple(frames))
+
+
+def _short(file: str) -> str:
+    """A file of a library as it is imported: where the library lies says nothing, and hides what does."""
+    installed = file.rpartition(f"{os.sep}site-packages{os.sep}")[2]
+    found = next((folder for folder in _LIBRARIES if installed.startswith(folder)), "")
+    return installed.removeprefix(found)
 
 
 def _after(path: Path, size: int) -> str:

@@ -101,7 +101,7 @@ def test_the_digest_by_pieces_is_that_of_the_whole(
 ) -> None:
     tensor = some(dtype)
     whole = guards.digest(tensor)
-    monkeypatch.setattr(guards, "_PIECE", piece)
+    monkeypatch.setitem(guards._PIECE, "cpu", piece)
     assert guards.digest(tensor) == whole
 
 
@@ -245,13 +245,13 @@ def tensors(weight: float = 1.0, bias: float = 2.0) -> dict[str, torch.Tensor]:
 
 def refused(group: Said, replicas: list[range]) -> GuardError:
     with pytest.raises(GuardError) as caught:
-        guards.parameters_agree(group, group.everyone[0], replicas, step=7)
+        guards.copies_agree(group, group.everyone[0], replicas, step=7)
     return caught.value
 
 
 def test_replicas_with_the_same_bits_agree() -> None:
     group = Said(tensors(), tensors(), tensors())
-    guards.parameters_agree(group, tensors(), [range(3)], step=7)
+    guards.copies_agree(group, tensors(), [range(3)], step=7)
     assert group.asked == ["the digests of all ranks after step 7"]
 
 
@@ -274,13 +274,13 @@ def test_a_tensor_that_differs_among_several_groups_is_counted_once() -> None:
 
 def test_ranks_that_hold_different_shards_are_not_compared() -> None:
     group = Said(tensors(1), tensors(2), tensors(1), tensors(2))
-    guards.parameters_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
+    guards.copies_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
 
 
 def test_where_nothing_has_a_copy_nothing_is_asked() -> None:
     group = Said(tensors(1), tensors(2))
-    guards.parameters_agree(group, tensors(1), [], step=1)
-    guards.parameters_agree(group, tensors(1), [range(1), range(1, 2)], step=1)
+    guards.copies_agree(group, tensors(1), [], step=1)
+    guards.copies_agree(group, tensors(1), [range(1), range(1, 2)], step=1)
     assert group.asked == []
 
 
@@ -294,7 +294,7 @@ def test_a_tensor_that_a_rank_lacks_is_a_difference_on_every_rank(rank: int) -> 
     group = Said(tensors(), {"weight": tensors()["weight"]})
     group.rank = rank
     with pytest.raises(GuardError, match=r"'bias' is not the same on ranks \[0\] and \[1\]"):
-        guards.parameters_agree(group, group.everyone[rank], [range(2)], step=1)
+        guards.copies_agree(group, group.everyone[rank], [range(2)], step=1)
 
 
 def test_a_buffer_that_differs_has_a_fault_of_its_own() -> None:

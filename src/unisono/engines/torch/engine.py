@@ -86,6 +86,7 @@ class TorchEngine:
         self._statistics: BatchStatistics | None = None
         self.random = False
         self._steps_made = 0
+        self._agreed: int | None = None  # updates made when copies were compared last
         self._looked = False
         self._default_dtype = torch.get_default_dtype()
 
@@ -377,10 +378,7 @@ class TorchEngine:
         self._steps_made += 1
         if guarded:
             guards.master_dtype(self._step.model, precision.MASTER[self._precision])
-            parameters = dict(self._step.model.named_parameters())
-            alike = wrap.replicas(self._layout, self._place.world_size)
-            guards.parameters_agree(self.group, parameters | self._average.named, alike, step + 1)
-            guards.buffers_agree(self.group, self._buffers.shared, step + 1)
+            self.agree(step + 1)
 
     def _count(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         return count(batches, self._place.world_size, self._device, self._wide)
@@ -522,6 +520,16 @@ class TorchEngine:
                 return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
 
     # state ------------------------------------------------------------------------------------------------------
+
+    def agree(self, made: int) -> None:
+        """See that copies are copies; see `Engine.agree`."""
+        if self._agreed == made:
+            return
+        model, alike = self._step.model, wrap.replicas(self._layout, self._place.world_size)
+        copies = dict(model.named_parameters()) | self._average.named | tensors.of_optimizer(model, self._optimizer)
+        guards.copies_agree(self.group, copies, alike, made)
+        guards.buffers_agree(self.group, self._buffers.shared, made)
+        self._agreed = made
 
     def state(self) -> list[Shard]:
         """The pieces this process has to save; see `Engine.state`."""

@@ -17,7 +17,8 @@ from unisono.engines.torch.gradients import local
 from unisono.errors import GuardError
 from unisono.place import Group
 
-_PIECE = 1 << 22
+_PIECE = {"cpu": 1 << 16}  # elements that a core keeps in its cache
+_LARGE = 1 << 22  # elsewhere
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,14 +31,14 @@ def digest(tensor: Tensor) -> int:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
-    wide = bits.element_size() == 8
+    wide, size = bits.element_size() == 8, _PIECE.get(bits.device.type, _LARGE)
+    places = torch.arange(min(size, bits.numel()), device=bits.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, bits.numel(), _PIECE):
-        piece = bits[first : first + _PIECE].to(torch.int64)
+    for first in range(0, bits.numel(), size):
+        piece = bits[first : first + size].to(torch.int64)
         if wide:  # else the highest bits, the sign first, would be lost to the wrap when several elements change
             piece = piece ^ ((piece >> 32) & 0xFFFFFFFF)
-        place = torch.arange(first, first + piece.numel(), device=bits.device) * 2 + 1
-        total += (piece * place).sum()
+        total += (piece * places[: piece.numel()]).sum() + 2 * first * piece.sum()
     return int(total)
 
 
@@ -149,21 +150,19 @@ def replicas_that_differ(
     return differing
 
 
-def parameters_agree(
-    group: Group, parameters: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int
-) -> None:
-    """Ranks that hold copies of the same parameters hold the same bits.
+def copies_agree(group: Group, copies: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int) -> None:
+    """Ranks that hold copies of the same parameters, of their average and of the optimizer's state hold the same bits.
 
     Args:
         group: all ranks.
-        parameters: this rank's by name.
+        copies: this rank's by name, parameters first.
         replicas: groups of ranks that hold copies of each other.
         step: after which they are compared, from 1.
 
     Raises:
-        GuardError: on every rank, naming the first parameter that differs and the ranks.
+        GuardError: on every rank, naming the first array that differs and the ranks.
     """
-    told = _that_differ(group, parameters, replicas, step)
+    told = _that_differ(group, copies, replicas, step)
     if told:
         raise GuardError(
             f"{told} Gradients were not synchronised (a forward round the wrapper, a parameter changed outside the "
@@ -173,7 +172,7 @@ def parameters_agree(
 
 
 def buffers_agree(group: Group, buffers: Mapping[str, Tensor], step: int) -> None:
-    """All ranks hold the same bits of the buffers that are not those of one process; see `parameters_agree`."""
+    """All ranks hold the same bits of the buffers that are not those of one process; see `copies_agree`."""
     told = _that_differ(group, buffers, [range(group.size)], step)
     if told:
         raise GuardError(
