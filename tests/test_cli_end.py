@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def test_threads_in_the_middle_of_torch_do_not_change_the_exit_code(
     (tmp_path / "busy.py").write_text(TASK)
     words = [*WORDS, f"task.rows={rows}", "train.steps=4", f"optim.lr={lr}"]
     command = [sys.executable, "-m", "unisono", "train", "busy.py:Busy", *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    found = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": found}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
     assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
     assert ended.stdout.endswith("the user's own end\n")

@@ -149,7 +149,8 @@ def test_all_stacks_are_kept_of_processes_that_could_not_answer(disturbed: Told)
     assert kept == [["rank-00000.txt", "rank-00001.txt"]] * 2
     frozen, held = sorted((disturbed.run / "logs" / "stacks").iterdir())
     assert "in _hold" in (held / "rank-00001.txt").read_text()
-    assert "engine.py" in (frozen / "rank-00000.txt").read_text()
+    waits = (frozen / "rank-00000.txt").read_text()
+    assert "engine.py" in waits, waits
 
 
 def test_nothing_is_left_of_a_run(disturbed: Told, undisturbed: Told):
