@@ -43,7 +43,7 @@ from tests import processes
 from unisono.checkpoint import arrays, commit
 from unisono.checkpoint.saver import Saver
 from unisono.config.schema import Checkpoint as Settings
-from unisono.engines.torch import tensors
+from unisono.engines.torch import guards, tensors
 from unisono.place import Group, Place
 
 PROCESSES, ROWS, PART = 2, 4, 8 << 20
@@ -95,7 +95,7 @@ class Contender:
 
 
 class Unisono(Contender):
-    """As a run saves, beside the steps."""
+    """As a run saves, beside the steps: it sees before that all ranks hold the same."""
 
     background = True
 
@@ -104,6 +104,7 @@ class Unisono(Contender):
         self.saver = Saver(trainer.folder, trainer.group, Settings(background=self.background))
 
     def save(self, made: int) -> None:
+        guards.copies_agree(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
         self.saver.save(made, tensors.shards(self.trainer.tensors, self.trainer.place), {"step": made})
 
     def over(self) -> bool:

@@ -34,10 +34,17 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 # digest ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["here", "as on a device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of the CPU, and that of all other devices."""
+    if request.param == "as on a device":
+        monkeypatch.setattr(guards, "_hashed", guards._weighed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_digest_changes_with_any_single_bit(dtype: torch.dtype) -> None:
     tensor = some(dtype)
-    digest = guards.digest(tensor)
+    before = guards.digest(tensor)
     bits = words(tensor)
     width = 1 if dtype == torch.bool else 8 * bits.element_size()
     for element in (0, 1, len(bits) // 2, len(bits) - 1):
@@ -45,11 +52,12 @@ def test_the_digest_changes_with_any_single_bit(dtype: torch.dtype) -> None:
             mask = 1 << bit
             number = torch.tensor(mask - (1 << width) if bit == width - 1 and bits.dtype.is_signed else mask)
             bits[element] ^= number.to(bits.dtype)
-            assert guards.digest(tensor) != digest, (element, bit)
+            assert guards.digest(tensor) != before, (element, bit)
             bits[element] ^= number.to(bits.dtype)
-    assert guards.digest(tensor) == digest
+    assert guards.digest(tensor) == before
 
 
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.bool], ids=str)
 def test_the_digest_changes_when_elements_change_places(dtype: torch.dtype) -> None:
     tensor = some(dtype)
@@ -59,10 +67,12 @@ def test_the_digest_changes_when_elements_change_places(dtype: torch.dtype) -> N
     assert guards.digest(swapped) != guards.digest(tensor)
 
 
+@pytest.mark.usefixtures("where")
 def test_the_digest_of_booleans_knows_their_places() -> None:
     assert guards.digest(torch.tensor([True, False])) != guards.digest(torch.tensor([False, True]))
 
 
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_digest_changes_with_the_signs_of_two_elements(dtype: torch.dtype) -> None:
     tensor = some(dtype)
@@ -71,6 +81,7 @@ def test_the_digest_changes_with_the_signs_of_two_elements(dtype: torch.dtype) -
     assert guards.digest(flipped) != guards.digest(tensor)
 
 
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_digest_changes_when_a_number_and_its_negative_change_places(dtype: torch.dtype) -> None:
     assert guards.digest(torch.tensor([1.5, -1.5], dtype=dtype)) != guards.digest(
@@ -78,6 +89,7 @@ def test_the_digest_changes_when_a_number_and_its_negative_change_places(dtype: 
     )
 
 
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_the_digest_knows_bits_and_not_values(value: float) -> None:
     tensor = torch.tensor([value, 1.0])
@@ -85,11 +97,13 @@ def test_the_digest_knows_bits_and_not_values(value: float) -> None:
     assert guards.digest(torch.tensor([-value, 1.0])) != guards.digest(tensor)
 
 
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_empty_tensor_has_a_digest(dtype: torch.dtype) -> None:
     assert guards.digest(torch.zeros(0, dtype=dtype)) == guards.digest(torch.zeros(3, 0, dtype=dtype))
 
 
+@pytest.mark.usefixtures("where")
 def test_a_scalar_has_a_digest() -> None:
     assert guards.digest(torch.tensor(1.0)) != guards.digest(torch.tensor(2.0))
 
@@ -100,17 +114,20 @@ def test_the_digest_by_pieces_is_that_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int
 ) -> None:
     tensor = some(dtype)
+    monkeypatch.setattr(guards, "_hashed", guards._weighed)
     whole = guards.digest(tensor)
-    monkeypatch.setitem(guards._PIECE, "cpu", piece)
+    monkeypatch.setattr(guards, "_PIECE", piece)
     assert guards.digest(tensor) == whole
 
 
+@pytest.mark.usefixtures("where")
 def test_the_digest_does_not_depend_on_how_a_tensor_lies_in_memory() -> None:
     tensor = some(torch.float32, 12).reshape(3, 4)
     assert guards.digest(tensor.t().contiguous().t()) == guards.digest(tensor)
     assert guards.digest(tensor.t()) != guards.digest(tensor)
 
 
+@pytest.mark.usefixtures("where")
 def test_digests_have_the_names_of_their_tensors() -> None:
     one, two = some(torch.float32), some(torch.int64)
     assert guards.digests({"a": one, "b": two}) == {"a": guards.digest(one), "b": guards.digest(two)}

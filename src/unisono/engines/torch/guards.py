@@ -11,32 +11,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from unisono.engines.torch.gradients import local
 from unisono.errors import GuardError
 from unisono.place import Group
 
-_PIECE = {"cpu": 1 << 16}  # elements that a core keeps in its cache
-_LARGE = 1 << 22  # elsewhere
+_PIECE = 1 << 22  # elements at a time
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: Tensor) -> int:
-    """A number that changes when any bit of the local part changes: the sum of its bits as integers, weighted by place.
-
-    Computed on the device, piece by piece. Two's complement sums wrap, so the order of addition does not matter.
-    """
+    """A number that changes when any bit of the local part changes, computed where the tensor is."""
     flat = local(tensor.detach()).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
-    wide, size = bits.element_size() == 8, _PIECE.get(bits.device.type, _LARGE)
-    places = torch.arange(min(size, bits.numel()), device=bits.device) * 2 + 1
+    return _hashed(bits) if bits.device.type == "cpu" else _weighed(bits)
+
+
+def _hashed(bits: Tensor) -> int:
+    """XXH3 of the bytes; as fast as memory is."""
+    return xxhash.xxh3_64_intdigest(bits.numpy().data)
+
+
+def _weighed(bits: Tensor) -> int:
+    """The sum of integers weighted by place, piece by piece; sums wrap, so the order of addition does not matter."""
+    places = torch.arange(min(_PIECE, bits.numel()), device=bits.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, bits.numel(), size):
-        piece = bits[first : first + size].to(torch.int64)
-        if wide:  # else the highest bits, the sign first, would be lost to the wrap when several elements change
+    for first in range(0, bits.numel(), _PIECE):
+        piece = bits[first : first + _PIECE].to(torch.int64)
+        if bits.element_size() == 8:  # else the highest bits, the sign first, would be lost to the wrap
             piece = piece ^ ((piece >> 32) & 0xFFFFFFFF)
         total += (piece * places[: piece.numel()]).sum() + 2 * first * piece.sum()
     return int(total)
