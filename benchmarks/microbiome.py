@@ -1,7 +1,7 @@
 """Real samples of held-out subjects: distances, of all pairs against those each process has alone; and a target.
 
     python benchmarks/microbiome.py DIR [--steps 300] [--seeds 0] [--folds 0] [--encoder transformer]
-    python benchmarks/microbiome.py DIR --target ibd --encoder taxon --steps 150 --seeds 0 1 2 --folds 0 1 2 3 4
+    python benchmarks/microbiome.py DIR --target ibd --encoder taxon --steps 150 [--pretrain 300] [--folds 0 1 2 3 4]
 
 `DIR` has table.biom, metadata.tsv with `host_subject_id`, and tree.nwk. Unweighted UniFrac of 1000 reads of each sample
 is learnt by a small model that reads DNA, or, much faster, that has a vector of each taxon (`--encoder taxon`). What W
@@ -11,7 +11,8 @@ different ones; the count of pairs is then that of the local ones, as in a mean 
 A target of two classes is told beside others that are trained on the same subjects: the recipe's random forest, one of
 the number of reads alone, a linear model of log counts, and the nearest neighbours by the true distances. Over all
 folds every subject is held out once, so the area under the curve is that of all samples together: a fold may hold out
-subjects of one class only.
+subjects of one class only. `--pretrain` also goes on from a run that has learnt the distances of the same training
+subjects: all of the model, and, ten times as fast, its head alone.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def study(data: Path, fold: int, **more: Any) -> Study:
     )  # fmt: skip
 
 
-def small(encoder: str) -> Model:
+def small(encoder: str, **more: Any) -> Model:
     """`model=tiny`, without computing anything again."""
     return Model(
         features=32,
@@ -89,13 +90,14 @@ def small(encoder: str) -> Model:
         sample_layers=1,
         recompute=False,
         encoder=encoder,  # type: ignore[arg-type]
+        **more,
     )
 
 
-def train(task: Microbiome, steps: int, seed: int, folder: Path, name: str) -> Path:
+def train(task: Microbiome, steps: int, seed: int, folder: Path, name: str, lr: float = 2e-3) -> Path:
     """Train on one process; returns the run's folder."""
     changes = {
-        "optim.lr": 2e-3, "train.steps": steps, "train.global_batch": BATCH, "train.clip_norm": 1.0,
+        "optim.lr": lr, "train.steps": steps, "train.global_batch": BATCH, "train.clip_norm": 1.0,
         "layout.world_size": 1, "layout.threads": 1, "eval.at_end": False, "eval.every": None,
         "checkpoint.every": None, "run.dir": str(folder), "run.name": name,
         "run.seed": seed, "observe.progress": False,
@@ -104,33 +106,49 @@ def train(task: Microbiome, steps: int, seed: int, folder: Path, name: str) -> P
     return result
 
 
-def target(
-    data: Path, encoder: str, column: str, steps: int, seed: int, folds: list[int], folder: Path
-) -> dict[str, float]:
-    """The area under the curve of all held-out samples of the folds, by what predicts them; "training": of its own."""
+def target(asked: argparse.Namespace, seed: int, folder: Path) -> dict[str, float]:
+    """The area under the curve of all held-out samples of the folds, by what predicts them; training: mean of folds."""
     truth: list[Array] = []
     made: dict[str, list[Array]] = {}
-    for fold in folds:
-        task = Microbiome(
-            MicrobiomeConfig(weights=Weights(target=1.0)), model=small(encoder), data=study(data, fold, target=column)
-        )
-        trained = train(task, steps, seed, folder, f"{column}-{seed}-{fold}")
-        found = predict.predict(trained, Prediction(draws=5))
-        assert found.target is not None and found.library.target is not None
-        values, numbers = found.library.target.values, found.numbers
-        truth.append(values[numbers])
-        own = predict.predict(trained, Prediction(draws=1, rows="training"))
-        assert own.target is not None
-        made.setdefault("training", []).append(np.array([roc_auc_score(values[own.numbers], own.target.mean[:, 1])]))
-        made.setdefault("this recipe", []).append(found.target.mean[:, 1])
+    for fold in asked.folds:
+        models = {"this recipe": (small(asked.encoder), 2e-3)}
+        if asked.pretrain:
+            known = pretrained(asked, fold, folder)
+            models["fine-tuned"] = small(asked.encoder, from_run=known), 2e-3
+            models["fine-tuned head"] = small(asked.encoder, from_run=known, freeze=True), 2e-2
+        config = MicrobiomeConfig(weights=Weights(target=1.0))
+        for name, (model, lr) in models.items():
+            task = Microbiome(config, model=model, data=study(asked.data, fold, target=asked.target))
+            trained = train(task, asked.steps, seed, folder, f"{name.replace(' ', '-')}-{seed}-{fold}", lr)
+            found = predict.predict(trained, Prediction(draws=5))
+            assert found.target is not None and found.library.target is not None
+            made.setdefault(name, []).append(found.target.mean[:, 1])
+            library, values, numbers = found.library, found.library.target.values, found.numbers
+            own = predict.predict(trained, Prediction(draws=1, rows="training"))
+            assert own.target is not None
+            area = roc_auc_score(values[own.numbers], own.target.mean[:, 1])
+            made.setdefault(f"{name}, training", []).append(np.array([area]))
+        truth.append(np.asarray(values[numbers], dtype=np.float64))
         for name, seen in (("random forest", scoring.shares), ("number of reads", scoring.depths)):
-            made.setdefault(name, []).append(scoring.forest(found.library, seen(found.library), numbers, seed)[:, 1])
-        for name, probabilities in others(found.library, numbers).items():
+            made.setdefault(name, []).append(scoring.forest(library, seen(library), numbers, seed)[:, 1])
+        for name, probabilities in others(library, numbers).items():
             made.setdefault(name, []).append(probabilities)
-    told = {"training": float(np.mean(made.pop("training")))}
-    return told | {
-        name: float(roc_auc_score(np.concatenate(truth), np.concatenate(parts))) for name, parts in made.items()
+    return {
+        name: float(np.mean(parts))
+        if name.endswith("training")
+        else float(roc_auc_score(np.concatenate(truth), np.concatenate(parts)))
+        for name, parts in made.items()
     }
+
+
+def pretrained(asked: argparse.Namespace, fold: int, folder: Path) -> Path:
+    """The folder of a run that has learnt the distances of the fold's training samples; made once."""
+    name = f"{asked.encoder}-{fold}-{asked.pretrain}"
+    if not (folder / name).is_dir():
+        config = MicrobiomeConfig(weights=Weights(distance=1.0))
+        task = Microbiome(config, model=small(asked.encoder), data=study(asked.data, fold, target=asked.target))
+        train(task, asked.pretrain, 0, folder, name)
+    return folder / name
 
 
 def others(library: Library, numbers: NDArray[np.int64]) -> dict[str, Array]:
@@ -156,6 +174,8 @@ def main() -> None:
     parser.add_argument("--folds", type=int, nargs="+", default=[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--target", help="column of two classes; without it, distances")
+    parser.add_argument("--pretrain", type=int, default=0, help="steps on distances, to go on from")
+    parser.add_argument("--folder", type=Path, help="for the runs of a target, which are kept")
     asked = parser.parse_args()
     (targets if asked.target else distances)(asked)
 
@@ -179,7 +199,7 @@ def targets(asked: argparse.Namespace) -> None:
     """Print a line for each seed."""
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(asked.seeds):
-            made = target(asked.data, asked.encoder, asked.target, asked.steps, seed, asked.folds, Path(folder))
+            made = target(asked, seed, asked.folder or Path(folder))
             if not number:
                 print("| seed |", " | ".join(made), "|")
                 print("|---" * (1 + len(made)) + "|")
