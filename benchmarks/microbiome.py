@@ -129,8 +129,10 @@ def target(asked: argparse.Namespace, seed: int, folder: Path) -> dict[str, floa
             area = roc_auc_score(values[own.numbers], own.target.mean[:, 1])
             made.setdefault(f"{name}, training", []).append(np.array([area]))
         truth.append(np.asarray(values[numbers], dtype=np.float64))
-        for name, seen in (("random forest", scoring.shares), ("number of reads", scoring.depths)):
-            made.setdefault(name, []).append(scoring.forest(library, seen(library), numbers, seed)[:, 1])
+        seen = {"random forest": scoring.shares(library), "number of reads": scoring.depths(library)}
+        seen["random forest of all reads"] = library.counts.toarray() / seen["number of reads"]
+        for name, features in seen.items():
+            made.setdefault(name, []).append(scoring.forest(library, features, numbers, seed)[:, 1])
         for name, probabilities in others(library, numbers).items():
             made.setdefault(name, []).append(probabilities)
     return {
