@@ -97,6 +97,12 @@ def test_the_digest_knows_bits_and_not_values(value: float) -> None:
     assert guards.digest(torch.tensor([-value, 1.0])) != guards.digest(tensor)
 
 
+def test_digests_can_be_kept_in_a_tensor() -> None:
+    found = [guards.digest(torch.full((9,), value)) for value in range(64)]
+    assert torch.tensor(found, dtype=torch.int64).tolist() == found
+    assert len(set(found)) == 64 and min(found) < 0 < max(found)
+
+
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_empty_tensor_has_a_digest(dtype: torch.dtype) -> None:

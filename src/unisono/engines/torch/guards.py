@@ -23,7 +23,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: Tensor) -> int:
-    """A number that changes when any bit of the local part changes, computed where the tensor is."""
+    """A signed 64-bit number that changes when any bit of the local part changes, computed where the tensor is."""
     flat = local(tensor.detach()).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -33,7 +33,7 @@ def digest(tensor: Tensor) -> int:
 
 def _hashed(bits: Tensor) -> int:
     """XXH3 of the bytes; as fast as memory is."""
-    return xxhash.xxh3_64_intdigest(bits.numpy().data)
+    return int.from_bytes(xxhash.xxh3_64_digest(bits.numpy().data), signed=True)
 
 
 def _weighed(bits: Tensor) -> int:
