@@ -35,10 +35,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import page
+from benchmarks import dcp, page
 from tests import processes
 from unisono.checkpoint import arrays, commit
 from unisono.checkpoint.saver import Saver
@@ -151,26 +152,13 @@ class Dcp(Contender):
     """Plain torch.distributed.checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.trainer.model, self.trainer.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return dcp.state(self.trainer.model, self.trainer.optimizer)
 
     def save(self, made: int) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self.state(), checkpoint_id=self.path(made))
+        torch_dcp.save(self.state(), checkpoint_id=self.path(made))
 
     def load(self, made: int) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        state = self.state()
-        dcp.load(state, checkpoint_id=self.path(made))
-        set_state_dict(
-            self.trainer.model, self.trainer.optimizer,
-            model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-        )  # fmt: skip
+        dcp.load(self.trainer.model, self.trainer.optimizer, self.path(made))
 
 
 class DcpAsync(Dcp):
@@ -181,9 +169,7 @@ class DcpAsync(Dcp):
         self.own = dist.new_group(backend="gloo")
 
     def save(self, made: int) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        self.future = dcp.async_save(self.state(), checkpoint_id=self.path(made), process_group=self.own)
+        self.future = torch_dcp.async_save(self.state(), checkpoint_id=self.path(made), process_group=self.own)
 
     def over(self) -> bool:
         mine = self.future.done()

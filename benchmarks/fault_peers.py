@@ -36,9 +36,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
 
-from benchmarks import page
+from benchmarks import dcp, page
 from unisono.checkpoint import commit
 from unisono.checkpoint.saver import Saver
 from unisono.config.schema import Checkpoint as Settings
@@ -118,32 +119,20 @@ class Dcp(Contender):
     """Plain torch.distributed.checkpoint."""
 
     def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return dcp.state(self.model, self.optimizer)
 
     def save(self, step: int) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._state(), checkpoint_id=self.path(step))
+        torch_dcp.save(self._state(), checkpoint_id=self.path(step))
 
     def load(self, step: int) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        state = self._state()
-        dcp.load(state, checkpoint_id=self.path(step))
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dcp.load(self.model, self.optimizer, self.path(step))
 
 
 class DcpAsync(Dcp):
     """DCP beside the steps."""
 
     def save(self, step: int) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        self.future = dcp.async_save(self._state(), checkpoint_id=self.path(step))
+        self.future = torch_dcp.async_save(self._state(), checkpoint_id=self.path(step))
 
     def finish(self) -> None:
         while not self.future.done():  # training goes on; nothing but `result` would say how it ended
