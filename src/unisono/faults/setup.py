@@ -22,22 +22,25 @@ REFUSED, UNREACHED, PREEMPTED = 2, 5, 75
 
 
 def by_hand(
-    ground: Ground, words: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]] = ({}, {}), **all_: str
+    folders: Sequence[Path], commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]] | None = None
 ) -> list[job.Done]:
-    """Processes that were started one by one, with the variables of a launcher, each with words of its own."""
-    common = {
-        "WORLD_SIZE": str(len(words)), "LOCAL_WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **all_,
+    """Processes that were started one by one, with the variables of a launcher and each with some of its own."""
+    size = str(len(commands))
+    launcher = {
+        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     with ExitStack() as stack:
         jobs = [
             stack.enter_context(
                 Job(
-                    ground.own, command=job.train(*own), output=f"rank-{rank}.txt",
-                    variables={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **variables[rank]},
+                    folder, command=command, output=f"rank-{rank}.txt",
+                    variables={**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
                 )
             )
-            for rank, own in enumerate(words)
+            for rank, (folder, command, own) in enumerate(
+                zip(folders, commands, variables or [{}] * len(commands), strict=True)
+            )
         ]  # fmt: skip
         return [each.finish(120) for each in jobs]
 
@@ -53,12 +56,13 @@ def _refused(outcome: Outcome, ends: Sequence[job.Done], *says: str) -> Outcome:
 
 @fault("E36", "another learning rate on one rank")
 def _config(ground: Ground) -> Outcome:
-    return _refused(Outcome(), by_hand(ground, [("optim.lr=1e-2",), ("optim.lr=2e-2",)]), "optim.lr")
+    commands = [job.train(f"optim.lr={lr}") for lr in (1e-2, 2e-2)]
+    return _refused(Outcome(), by_hand([ground.own] * 2, commands), "optim.lr")
 
 
 @fault("E36b", "another environment on one rank")
 def _environment(ground: Ground) -> Outcome:
-    ends = by_hand(ground, [(), ()], [{}, {"OMP_NUM_THREADS": "2"}])
+    ends = by_hand([ground.own] * 2, [job.train()] * 2, [{}, {"OMP_NUM_THREADS": "2"}])
     return _refused(Outcome(), ends, "OMP_NUM_THREADS")
 
 
@@ -72,20 +76,8 @@ def _code(ground: Ground) -> Outcome:
         (folder / "mine.py").write_text(own)
         folders.append(folder)
     assert "0.2 * rng" in own
-    with ExitStack() as stack:
-        port = str(free_port())
-        jobs = [
-            stack.enter_context(
-                Job(
-                    folder, f"run.dir={ground.own}/runs",
-                    command=[*job.verb("train", "mine.py:Small"), *job.WORDS, f"run.dir={ground.own}/runs"],
-                    variables=_by_torchrun(rank, port),
-                )
-            )
-            for rank, folder in enumerate(folders)
-        ]  # fmt: skip
-        ends = [each.finish(120) for each in jobs]
-    return _refused(Outcome(), ends, "mine.py")
+    command = [*job.verb("train", "mine.py:Small"), *job.WORDS, f"run.dir={ground.own}/runs"]
+    return _refused(Outcome(), by_hand(folders, [command] * 2), "mine.py")
 
 
 @fault("E38", "other data than the commit was made from")
@@ -103,22 +95,7 @@ def _data_of_a_rank(ground: Ground) -> Outcome:
         (folder / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * (40 + rank))
     words = ("data=corpus", "data.path=texts", f"run.dir={ground.own}/runs", "train.steps=4", "train.global_batch=4")
     command = job.verb("train", "language", "run.name=a", "observe.progress=false", "layout.threads=1", *words)
-    port = str(free_port())
-    with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(Job(folder, command=command, variables=_by_torchrun(rank, port)))
-            for rank, folder in enumerate(folders)
-        ]
-        ends = [each.finish(120) for each in jobs]
-    return _refused(Outcome(), ends, "the data", "rank 0 and rank 1")
-
-
-def _by_torchrun(rank: int, port: str) -> dict[str, str]:
-    """The variables of one of two processes."""
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    return _refused(Outcome(), by_hand(folders, [command] * 2), "the data", "rank 0 and rank 1")
 
 
 @fault("E39", "resumed on another number of processes and another strategy")
@@ -175,8 +152,8 @@ def _another_format(ground: Ground) -> Outcome:
 def _port(ground: Ground) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
-    ends = by_hand(ground, [("launch.start_timeout=10",)], [{}], MASTER_ADDR="192.0.2.1", WORLD_SIZE="2", RANK="1")
-    done = ends[0]
+    command, two = job.train("launch.start_timeout=10"), {"WORLD_SIZE": "2"}
+    (done,) = by_hand([ground.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}])
     outcome.seconds = round(time.monotonic() - began, 1)
     outcome.said = done.sentence or done.said.strip().splitlines()[-1]
     outcome.promise(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
@@ -186,7 +163,7 @@ def _port(ground: Ground) -> Outcome:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = str(taken.getsockname()[1])
-        done = by_hand(ground, [("launch.start_timeout=10",)], [{}], MASTER_PORT=number, WORLD_SIZE="2")[0]
+        (done,) = by_hand([ground.own], [command], [{**two, "MASTER_PORT": number}])
         outcome.promise(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
         outcome.promise(number in done.said, f"the port is not named: {done.said[-1000:]}")
     return outcome
