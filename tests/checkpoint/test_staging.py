@@ -5,6 +5,11 @@ What happens on an accelerator (pinned memory, a stream of its own) is not teste
 
 from __future__ import annotations
 
+import errno
+import mmap
+from itertools import pairwise
+
+import pytest
 import torch
 
 from unisono.checkpoint.staging import Staging
@@ -39,14 +44,52 @@ def test_a_parameter_is_copied_without_its_graph() -> None:
     assert not copy.data.requires_grad
 
 
-def test_memory_is_used_again_while_shapes_stay() -> None:
-    staging = Staging()
-    places = []
-    for step in range(3):
-        copies = staging.copy([shard("a", torch.full((5,), float(step))), shard("b", torch.zeros((2, step + 1)))])
-        places.append([copy.data.data_ptr() for copy in copies])
-        assert torch.equal(copies[0].data, torch.full((5,), float(step)))
-        assert copies[1].data.shape == (2, step + 1)
-    assert places[0][0] == places[1][0] == places[2][0]
-    kept = {tensor.data_ptr() for tensor in staging._kept.values()}
-    assert kept == set(places[2]), "memory of another shape is still held"
+def test_memory_is_used_again_while_the_state_fits() -> None:
+    staging, first = Staging(), torch.full((500,), 1.0)
+    blocks = []
+    for step in range(4):
+        second = torch.full((2, (1, 4, 2, 999)[step]), float(step))
+        copies = staging.copy([shard("a", first * step), shard("b", second)])
+        blocks.append(copies[0].data.untyped_storage().data_ptr())
+        assert torch.equal(copies[0].data, first * step) and torch.equal(copies[1].data, second)
+        del copies
+        first = torch.full((500 - step,), 1.0)
+    assert blocks[0] == blocks[1] == blocks[2] != blocks[3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex128], ids=str)
+def test_every_dtype_lies_where_it_may(dtype: torch.dtype) -> None:
+    """Behind one of another size, and whatever its shape."""
+    shards = [
+        shard("a", torch.ones(3, dtype=torch.bool)),
+        *(shard(f"{shape}", torch.ones(shape).to(dtype)) for shape in [(), (0, 3), (5,), (2, 1, 3)]),
+        shard("z", torch.arange(7)),
+    ]
+    copies = Staging().copy(shards)
+    assert [copy.name for copy in copies] == [each.name for each in shards]
+    for copy, each in zip(copies, shards, strict=True):
+        assert copy.data.dtype == each.data.dtype and copy.data.shape == each.data.shape
+        assert torch.equal(copy.data, each.data)
+    ends = sorted((copy.data.data_ptr(), copy.data.numel() * copy.data.element_size()) for copy in copies)
+    assert all(place + size <= after for (place, size), (after, _) in pairwise(ends) if size)
+
+
+def test_nothing_is_copied_into_nothing() -> None:
+    assert Staging().copy([]) == []
+
+
+def test_a_system_without_huge_pages_copies_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
+            asked.append(option)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    asked: list[int] = []
+    weight = torch.arange(600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", Small)
+        (copy,) = Staging().copy([shard("a", weight)])
+    assert asked == [mmap.MADV_HUGEPAGE] and torch.equal(copy.data, weight)
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    (copy,) = Staging().copy([shard("a", weight)])
+    assert torch.equal(copy.data, weight)
