@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from unisono.checkpoint import commit
+from unisono.config import plain_yaml
 from unisono.config.schema import RunConfig
 from unisono.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
 from unisono.launch import local
@@ -48,7 +47,7 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
 
 def _micro_batch(folder: Path) -> Any:
     """That of the configuration with which the processes would be started now."""
-    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["layout"]["micro_batch"]
+    return plain_yaml.read(folder / "config.yaml")["layout"]["micro_batch"]
 
 
 def _tell(folder: Path, attempt: int, left: int, error: local.WorkerError) -> None:
