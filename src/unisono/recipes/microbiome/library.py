@@ -180,13 +180,19 @@ class Library:
         return matrix_of(self.config)
 
     @cached_property
+    def _table(self) -> Table:
+        return Table(self.samples, self.taxa, self.counts)
+
+    @cached_property
+    def rarefied(self) -> Table:
+        """`data.rarefy` reads of each sample, always the same ones; all of them where it is null."""
+        depth = self.config.rarefy
+        return self._table if depth is None else diversity.rarefied_once(self._table, depth)
+
+    @property
     def _measured(self) -> Table:
         """The table that distances are computed of."""
-        table = Table(self.samples, self.taxa, self.counts)
-        if self.config.distances_of == "rarefied":
-            assert self.config.rarefy is not None  # settings that lack it are refused
-            return diversity.rarefied_once(table, self.config.rarefy)
-        return table
+        return self.rarefied if self.config.distances_of == "rarefied" else self._table
 
     @cached_property
     def _distances(self) -> dict[str, NDArray[np.float64]]:
@@ -238,7 +244,7 @@ class Library:
     @cached_property
     def fingerprint(self) -> str:
         """What the samples are and what is learnt of them, in hex."""
-        config, table = self.config, Table(self.samples, self.taxa, self.counts).digest
+        config, table = self.config, self._table.digest
         target = None if self.target is None else [self.target.kind, self.target.classes, self.target.values.tolist()]
         sources = [None if found is None else found.digest for found in (self.tree, self._matrix)]
         depth = config.rarefy if config.distances_of == "rarefied" else None

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.microbiome.diversity import rarefied_once
 from unisono.recipes.microbiome.library import Library
-from unisono.recipes.microbiome.table import Table
 
 Array = NDArray[np.float64]
 
@@ -60,9 +58,7 @@ def shares(library: Library) -> Array:
 
     The number of reads is a matter of the sequencing, and shows in all shares of rare taxa.
     """
-    config = library.config
-    table = Table(library.samples, library.taxa, library.counts, None)
-    counts = (table if config.rarefy is None else rarefied_once(table, config.rarefy)).counts.toarray()
+    counts = library.rarefied.counts.toarray()
     return np.asarray(counts / counts.sum(1, keepdims=True), dtype=np.float64)
 
 
