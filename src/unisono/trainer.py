@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -360,13 +359,18 @@ class Training:
         group = self._engine.group
         about.agree(group, {"the data": self._rows})
         self._here = about.of(self._config, self._rows, self._place)
-        store = store_of(self._config)
-        again = None if store is None else partial(restore.again, store)
+        again = None if self._config.checkpoint.upload.url is None else self._again
         found = resume.choose(self._folder, self._config, self._here, self.plan.steps, group, self._writing, again)
         self.best = Best(found.kept("best"))
         if self._writing and self._place.is_first:
             trackers.restore(self._folder, found.kept("trackers") or {})
         return found
+
+    def _again(self, path: Path) -> tuple[Path | None, str]:
+        """Bring a damaged checkpoint again; the store is opened only where one is damaged."""
+        store = store_of(self._config)
+        assert store is not None
+        return restore.again(store, path)
 
     def _save(self, made: int, at_once: bool) -> None:
         self._boundary.owned()
