@@ -2,11 +2,13 @@
 
     python -m benchmarks.desync [--write] [--rounds 30]
 
-Three figures. A collective that is noted, beside one that is not: CPU time of the thread that calls it, in a group of
-one process, where the collective itself does nothing, from FSDP's depth of frames; blocks with and without take turns.
-A comparison: how long a process waits for it when all come at once. A step of about 100 ms of a model of 12 blocks,
-under DDP and FSDP2: how many collectives it makes, what these and one comparison come to by the first two figures, and,
-as far as the machine's noise lets it be seen, the step itself with and without, and without again, in turns.
+A collective that is noted, beside one that is not: CPU time of the thread that calls it, in a group of one process,
+where the collective itself does nothing, from FSDP's depth of frames; blocks with and without take turns. An all-reduce
+is seen in torch's dispatcher, FSDP's gathers and scatters at the methods that Python calls. Then steps of
+about 100 ms of a model of 12 blocks, under DDP and FSDP2: how many collectives they make; what a comparison takes of
+the process that comes to it last, which waits for nobody (the others would wait for it in the next reduction); what
+both come to; and, as far as the machine's noise lets it be seen, the step itself with and without, and without again,
+in turns.
 """
 
 from __future__ import annotations
@@ -65,45 +67,54 @@ def deep(depth: int, act: Callable[[], Any]) -> Any:
     return act() if depth == 0 else deep(depth - 1, act)
 
 
-def noted(place: Place, rounds: int) -> list[float]:
-    """Microseconds by which a collective that is noted takes longer, by round."""
+def noted(place: Place, rounds: int) -> dict[str, list[float]]:
+    """Microseconds by which a collective that is noted takes longer, by where it is seen and round."""
     groups = [dist.new_group([rank]) for rank in range(place.world_size)]
-    own, tensor = groups[place.rank], torch.ones(4)
+    own, tensor, out = groups[place.rank], torch.ones(4), torch.ones(4)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch >= 2.13, and before
+    made: dict[str, Callable[[], Any]] = {
+        "dispatcher": lambda: dist.all_reduce(tensor, group=own),
+        "method": lambda: gather(out, tensor, group=own),
+    }
 
-    def block() -> float:
+    def block(act: Callable[[], Any]) -> float:
         began = time.thread_time()
         for _ in range(CALLS):
-            deep(DEPTH, lambda: dist.all_reduce(tensor, group=own))
+            deep(DEPTH, act)
         return (time.thread_time() - began) / CALLS * 1e6
 
-    found = []
+    found: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(rounds):
-        without = block()
-        desync = Desync(place, 60.0, wanted=True)
-        desync.start()
-        block()
-        found.append(block() - without)
-        desync.close()
+        for name, act in made.items():
+            without = block(act)
+            desync = Desync(place, 60.0, wanted=True)
+            desync.start()
+            block(act)
+            found[name].append(block(act) - without)
+            desync.close()
     return found
 
 
-def compared(place: Place, group: Group, rounds: int) -> list[float]:
-    """Microseconds of one comparison, by round."""
-    desync = Desync(place, 60.0, wanted=True)
-    desync.start()
-    found = []
-    for _ in range(rounds):
-        group.barrier("a round")
+class Timed(Desync):
+    """A comparison whose time is taken: its beginning and its end, without what is computed in between."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.times: list[float] = []
+
+    def ask(self) -> None:
         began = time.perf_counter()
-        for _ in range(CALLS):
-            desync.check("a round")
-        found.append((time.perf_counter() - began) / CALLS * 1e6)
-    desync.close()
-    return found
+        super().ask()
+        self.times.append(time.perf_counter() - began)
+
+    def check(self, when: str) -> None:
+        began = time.perf_counter()
+        super().check(when)
+        self.times[-1] += time.perf_counter() - began
 
 
-def steps(place: Place, group: Group, strategy: str, rounds: int) -> tuple[float, dict[str, list[float]]]:
-    """Collectives of a step, and milliseconds of steps with and without their comparison, by round."""
+def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, Any]:
+    """Collectives of a step, seconds of each comparison, and milliseconds of steps with and without it, by round."""
     task = Deep()
     config = configuration(
         layout={"strategy": strategy, "world_size": 2, "micro_batch": ROWS // 2},
@@ -116,7 +127,7 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> tuple[float
     engine = TorchEngine(task, config, place, group, split)
     batches = next(iter(loader.steps()))
     engine.setup(batches, {"lr": 1e-4})
-    number, made = 0, 0.0
+    number = 0
 
     def block() -> float:
         nonlocal number
@@ -130,49 +141,55 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> tuple[float
     block()
     before = engine._desync._log.calls()[-1].number
     block()
-    made = (engine._desync._log.calls()[-1].number - before) / STEPS
+    calls = [call.what.operation for call in engine._desync._log.calls() if call.number > before]
+    by_method = sum(name in ("all_gather_into_tensor", "reduce_scatter_tensor") for name in calls)
     engine._desync.close()
     found: dict[str, list[float]] = {"with": [], "without": [], "without, again": []}
+    compared = []
     for _ in range(rounds):
         for name, times in found.items():
-            engine._desync = Desync(place, 60.0, wanted=name == "with", ddp=strategy == "ddp")
-            engine._desync.start()
+            engine._desync = desync = Timed(place, 60.0, wanted=name == "with", ddp=strategy == "ddp")
+            desync.start()
             engine.step(batches, number, {"lr": 1e-4})
             times.append(block())
-            engine._desync.close()
+            desync.close()
+            compared += desync.times[-STEPS:] if name == "with" else []
     loader.close()
     engine.close()
-    return made, found
+    counts = {"dispatcher": (len(calls) - by_method) / STEPS, "method": by_method / STEPS}
+    return {"counts": counts, "compared": compared, "times": found}
 
 
 def measure(place: Place, group: Group, rounds: int) -> dict[str, Any]:
     os.environ.pop("UNISONO_PULSE", None)
     return {
         "noted": noted(place, rounds),
-        "compared": compared(place, group, rounds),
         **{strategy: steps(place, group, strategy, rounds) for strategy in ("ddp", "fsdp")},
     }
 
 
 def table(rounds: int) -> str:
     ranks = processes.run(measure, 2, rounds, timeout=3600)
-    note = max(statistics.median(rank["noted"]) for rank in ranks)
-    compare = max(statistics.median(rank["compared"]) for rank in ranks)
+    note = {name: max(statistics.median(rank["noted"][name]) for rank in ranks) for name in ("dispatcher", "method")}
     lines = [
-        f"A collective that is noted takes {note:.0f} µs longer, a comparison {compare:.0f} µs.",
+        f"A collective that is noted takes {note['dispatcher']:.0f} µs longer where the dispatcher is asked, "
+        f"{note['method']:.0f} µs where a method is.",
         "",
-        "| strategy | collectives a step | cost by these figures | of 100 ms | step with | without | without, again |",
-        "|---|---|---|---|---|---|---|",
+        "| strategy | collectives | comparison | cost of all | of 100 ms | step with | without | without, again |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for strategy in ("ddp", "fsdp"):
-        made = ranks[0][strategy][0]
-        cost = (made * note + compare) / 1e3
+        counts = ranks[0][strategy]["counts"]
+        last = [min(times) for times in zip(*(rank[strategy]["compared"] for rank in ranks), strict=True)]
+        compare = statistics.median(last) * 1e6
+        cost = (sum(note[name] * count for name, count in counts.items()) + compare) / 1e3
         medians = [
-            max(statistics.median(rank[strategy][1][name]) for rank in ranks)
+            max(statistics.median(rank[strategy]["times"][name]) for rank in ranks)
             for name in ("with", "without", "without, again")
         ]
         told = " | ".join(f"{value:.1f} ms" for value in medians)
-        lines.append(f"| {strategy} | {made:.0f} | {cost:.2f} ms | {cost:.2f} % | {told} |")
+        made = f"{counts['dispatcher']:.0f} + {counts['method']:.0f}"
+        lines.append(f"| {strategy} | {made} | {compare:.0f} µs | {cost:.2f} ms | {cost:.2f} % | {told} |")
     told = f"torch {torch.__version__.partition('+')[0]}, {BLOCKS} blocks, medians of {rounds} rounds"
     return "\n".join([*lines, "", f"{told}; {time.strftime('%Y-%m-%d')}."])
 

@@ -70,6 +70,35 @@ def seen(place: Place, group: Group) -> dict[str, list[str]]:
     dist.reduce_scatter(torch.zeros(4), [ones, ones])
     dist.all_gather_object([None, None], {"a": 1})
     note("lists")
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # of torch >= 2.13, and before
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    gather(torch.empty(8), ones)
+    scatter(torch.empty(2), ones, dist.ReduceOp.MAX)
+    group_ = dist.group.WORLD
+    for name in sorted(
+        vars(dist.ProcessGroup).keys() & {name for names in intercept._METHODS.values() for name in names}
+    ):
+        method = getattr(group_, name)
+        if "scatter" in name:
+            method(outputTensor=torch.empty(2), inputTensor=ones).wait()
+        else:
+            method(output=torch.empty(8), input=ones).wait()
+    note("methods")
+    own = torch.ops._c10d_functional
+    for each in (
+        lambda: own.all_gather_into_tensor(ones, 2, group_.group_name),
+        lambda: own.all_gather_into_tensor_out(ones, 2, group_.group_name, out=torch.empty(8)),
+        lambda: own.all_gather_into_tensor_coalesced([ones], 2, group_.group_name)[0],
+        lambda: own.reduce_scatter_tensor(ones, "avg", 2, group_.group_name),
+        lambda: own.reduce_scatter_tensor_out(ones, "sum", 2, group_.group_name, out=torch.empty(2)),
+        lambda: own.reduce_scatter_tensor_coalesced([ones], "sum", 2, group_.group_name)[0],
+        lambda: own.all_to_all_single(ones, [2, 2], [2, 2], group_.group_name),
+        lambda: own.broadcast(ones, 0, group_.group_name),
+        lambda: own.all_reduce_(ones.clone(), "sum", group_.group_name),
+    ):
+        own.wait_tensor(each())
+        found["functionals"] = [*found.get("functionals", []), str(len(log.calls()) - at)]
+        note("one")
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     note("wrapping")
     for _ in range(2):
@@ -79,6 +108,8 @@ def seen(place: Place, group: Group) -> dict[str, list[str]]:
     found["turns in order"] = [str(turns == list(range(1, len(turns) + 1)))]
     interception.close()
     dist.all_reduce(ones)
+    gather(torch.empty(8), ones)
+    own.wait_tensor(own.all_gather_into_tensor_out(ones, 2, group_.group_name, out=torch.empty(8)))
     note("closed")
     return found
 
@@ -127,6 +158,19 @@ def test_lists_are_told_by_their_first_and_their_last(found: dict[str, list[str]
     assert found["lists"][1].startswith("reduce_scatter(SUM, float32, [4] [4]) at ")
     assert len(found["lists"]) >= 4  # objects go as sizes and as bytes
     assert all(HERE in call for call in found["lists"])
+
+
+def test_what_fsdp_calls_is_seen_at_methods_with_either_name_of_them(found: dict[str, list[str]]) -> None:
+    gathered, scattered, *by_name = found["methods"]
+    assert gathered == f"all_gather_into_tensor(float32, [8]) at {line('gather(torch.empty(8), ones)')}"
+    assert scattered == f"reduce_scatter_tensor(MAX, float32, [4]) at {line('scatter(torch.empty(2), ones')}"
+    assert {call.partition(" at ")[0] for call in by_name} == {
+        "all_gather_into_tensor(float32, [8])", "reduce_scatter_tensor(SUM, float32, [4])"
+    }  # fmt: skip
+
+
+def test_every_functional_collective_is_seen_once(found: dict[str, list[str]]) -> None:
+    assert found["functionals"] == ["1"] * 9
 
 
 def test_threads_of_the_user_have_no_place_in_the_order(found: dict[str, list[str]]) -> None:
