@@ -3,12 +3,13 @@
     python -m benchmarks.checkpoint [--rounds 5] [--width 4096] [--layers 8] [--folder DIR] [--out FILE] [--write]
 
 Two processes train a stack of linear layers (537 MB in fp32, with AdamW's moments 1.6 GB) with DDP over gloo and save
-twice: the first save of a process asks for memory that later ones have. Every contender runs in processes of its own,
-in turn with the others, round after round; figures are medians over rounds. `blocked` is the time of the call. The save
-window is from there until the save is over on all ranks: Unisono's and plain DCP's saves are on the disk then (fsync),
-those of torch.save, Lightning Fabric and Accelerate are in the memory of the system. Loads are of the last save, by all
-ranks, into model and optimizer: once right after it, from the memory of the system, and once after the system was asked
-to drop the files (`cold`). Raw is what the same bytes take to be written in parts of 8 MB and flushed, and read.
+twice: the first save of a process asks for memory that later ones have; Unisono asks after the first step, beside the
+next ones. Every contender runs in processes of its own, in turn with the others, round after round; figures are medians
+over rounds. `blocked` is the time of the call. The save window is from there until the save is over on all ranks:
+Unisono's and plain DCP's saves are on the disk then (fsync), those of torch.save, Lightning Fabric and Accelerate are
+in the memory of the system. Loads are of the last save, by all ranks, into model and optimizer: once right after it,
+from the memory of the system, and once after the system was asked to drop the files (`cold`). Raw is what the same
+bytes take to be written in parts of 8 MB and flushed, and read.
 
 DCP's `async_save` gets a process group of its own. Without one its thread talks over the group that DDP reduces in, and
 both processes die of it.
@@ -46,6 +47,7 @@ from unisono.checkpoint.saver import Saver
 from unisono.config.schema import Checkpoint as Settings
 from unisono.engines.torch import guards, tensors
 from unisono.place import Group, Place
+from unisono.state import Shard
 
 PROCESSES, ROWS, PART = 2, 4, 8 << 20
 BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so many after
@@ -82,6 +84,9 @@ class Contender:
         self.forward: Callable[[Tensor], Tensor] = DistributedDataParallel(trainer.model)
         self.backward: Callable[[Tensor], None] | None = None
 
+    def ready(self) -> None:
+        """What a run does after its first step."""
+
     def save(self, made: int) -> None:
         raise NotImplementedError
 
@@ -104,9 +109,16 @@ class Unisono(Contender):
         super().__init__(trainer)
         self.saver = Saver(trainer.folder, trainer.group, Settings(background=self.background))
 
+    @property
+    def shards(self) -> list[Shard]:
+        return tensors.shards(self.trainer.tensors, self.trainer.place)
+
+    def ready(self) -> None:
+        self.saver.prepare(self.shards)
+
     def save(self, made: int) -> None:
         guards.copies_agree(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
-        self.saver.save(made, tensors.shards(self.trainer.tensors, self.trainer.place), {"step": made})
+        self.saver.save(made, self.shards, {"step": made})
 
     def over(self) -> bool:
         self.saver.check()
@@ -272,6 +284,7 @@ def contend(place: Place, group: Group, name: str, folder: Path, width: int, lay
         return time.perf_counter() - began
 
     timed_step()
+    contender.ready()
     for made in (1, 2):
         found["steps"] += [timed_step() for _ in range(BEFORE)]
         group.barrier("the save")

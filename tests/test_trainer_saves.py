@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 from tests.runs import configuration
 from tests.tasks import TransformerTask
 from unisono import trainer
-from unisono.checkpoint import arrays, commit
+from unisono.checkpoint import arrays, commit, staging
 from unisono.checkpoint.saver import Saver
 from unisono.config.schema import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import ConfigError, NonFiniteError, SaveError
 from unisono.observe import events
 from unisono.place import Alone, Place
+from unisono.state import Shard
 from unisono.task import Task
 
 
@@ -101,6 +102,37 @@ def test_what_is_saved_beside_the_steps_is_what_would_be_saved_between_them(
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert not before or any(not torch.equal(one[name], before[name]) for name in one), "steps change nothing"
         before = one
+
+
+@pytest.mark.parametrize(("every", "background"), [(2, True), (2, False), (None, True)])
+def test_the_first_save_finds_the_memory_of_its_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, background: bool
+) -> None:
+    """It is asked for after the first step, if saves beside the steps are to come, and is enough."""
+    asked: list[int] = []
+
+    def block(size: int, pinned: bool) -> torch.Tensor:
+        asked.append(size)
+        return _block(size, pinned)
+
+    _block = staging._block
+    monkeypatch.setattr(staging, "_block", block)
+    copied: list[list[int]] = []
+    copy = staging.Staging.copy
+
+    def watched(self: staging.Staging, shards: Sequence[Shard]) -> list[Shard]:
+        self.prepared()
+        copied.append(list(asked))
+        return copy(self, shards)
+
+    monkeypatch.setattr(staging.Staging, "copy", watched)
+    run(tmp_path, config(checkpoint={"every": every, "background": background}))
+    assert checkpoints(tmp_path)[-1] == 6
+    before = copied[0] if copied else asked
+    assert len(copied) == (0 if not background else 3 if every else 1)
+    assert bool(before) == (background and every is not None)
+    if before:
+        assert asked == before and max(asked) > 1000
 
 
 def test_a_save_that_fails_ends_the_run_after_the_next_step(

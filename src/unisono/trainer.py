@@ -205,6 +205,8 @@ class Training:
             made = self.made = step + 1
             rows = self._rows_of(micro_batches) if result.skipped else []
             speed = self._speed(result, *watch.lap())
+            if step == self.first and config.checkpoint.every is not None:
+                self._saver.prepare(engine.state())
             pulse.step(made, speed.seconds)
             record.step(made, result, self._scalars(step), speed, rows, self._saver.unsaved_since)
             for line in self._loader.news(speed.wait):

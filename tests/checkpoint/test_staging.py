@@ -57,6 +57,34 @@ def test_memory_is_used_again_while_the_state_fits() -> None:
     assert blocks[0] == blocks[1] == blocks[2] != blocks[3]
 
 
+def test_memory_that_was_asked_for_beside_is_taken() -> None:
+    staging, weight = Staging(), torch.arange(5000.0)
+    staging.prepare([shard("a", torch.zeros(5000))])
+    staging.prepared()
+    asked = staging._blocks[False].data_ptr()
+    for size in (5000, 4000):
+        (copy,) = staging.copy([shard("a", weight[:size])])
+        assert copy.data.data_ptr() == asked and torch.equal(copy.data, weight[:size])
+    (copy,) = staging.copy([shard("a", torch.arange(90000.0))])  # more than was asked for
+    assert torch.equal(copy.data, torch.arange(90000.0))
+
+
+def test_too_little_memory_beforehand_is_no_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int, pinned: bool) -> torch.Tensor:
+        asked.append(size)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    asked: list[int] = []
+    staging, weight = Staging(), torch.arange(5.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("unisono.checkpoint.staging._block", refuse)
+        staging.prepare([shard("a", weight)])
+        staging.prepared()
+    assert asked == [64]
+    (copy,) = staging.copy([shard("a", weight)])
+    assert torch.equal(copy.data, weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex128], ids=str)
 def test_every_dtype_lies_where_it_may(dtype: torch.dtype) -> None:
     """Behind one of another size, and whatever its shape."""

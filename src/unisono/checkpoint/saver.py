@@ -87,6 +87,11 @@ class Saver:
         """The step of the last checkpoint, if a later save has failed and none has succeeded since; else None."""
         return self.saved if self._failed is not None else None
 
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Ask for the memory that copies of such pieces take, beside the steps, so that no save has to wait for it."""
+        if self._settings.background:
+            self._staging.prepare(shards)
+
     def save(
         self,
         made: int,
@@ -162,6 +167,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._staging.prepared()
         if kind is None:
             self.finish()
         elif self._flight is not None and self._flight.thread is not None:
