@@ -26,7 +26,7 @@ from unisono.config.split import Split
 from unisono.data.loader import MicroBatch
 from unisono.engines import base
 from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import agreed, exhausted, gradients, guards, nonfinite, precision, tensors, unused, wrap
+from unisono.engines.torch import agreed, exhausted, gradients, guards, nonfinite, precision, unused, wrap
 from unisono.engines.torch.adapter import Adapter
 from unisono.engines.torch.average import Average
 from unisono.engines.torch.backward import backward_told
@@ -43,6 +43,7 @@ from unisono.engines.torch.recompile import Recompilations
 from unisono.engines.torch.spikes import Spikes
 from unisono.engines.torch.sums import Names, Sums, count
 from unisono.engines.torch.transfer import Transfer
+from unisono.engines.torch.whole_state import WholeState
 from unisono.errors import ConfigError, MemoryExhaustedError
 from unisono.optim import optimizers
 from unisono.place import Group, Place
@@ -86,7 +87,6 @@ class TorchEngine:
         self._statistics: BatchStatistics | None = None
         self.random = False
         self._steps_made = 0
-        self._agreed: int | None = None  # updates made when copies were compared last
         self._looked = False
         self._default_dtype = torch.get_default_dtype()
 
@@ -102,6 +102,10 @@ class TorchEngine:
         self._lay_out()
         self._optimizer = optimizers.build(self._config.optim, model, wrap.blocks(model))
         self._average = Average(self._config.ema, model)
+        self._state = WholeState(
+            self._place, self.group, self._layout, model, self._optimizer, self._adapter, self._average, self._buffers,
+            self._spikes,
+        )  # fmt: skip
         guards.optimizer_holds(self._optimizer, model)
         guards.master_dtype(model, precision.MASTER[self._precision])
         context = Context(0, training=True, scalars=scalars)
@@ -523,49 +527,22 @@ class TorchEngine:
 
     def agree(self, made: int) -> None:
         """See that copies are copies; see `Engine.agree`."""
-        if self._agreed == made:
-            return
-        model, alike = self._step.model, wrap.replicas(self._layout, self._place.world_size)
-        copies = dict(model.named_parameters()) | self._average.named | tensors.of_optimizer(model, self._optimizer)
-        guards.copies_agree(self.group, copies, alike, made)
-        guards.buffers_agree(self.group, self._buffers.shared, made)
-        self._agreed = made
+        self._state.agree(made)
 
     def state(self) -> list[Shard]:
         """The pieces this process has to save; see `Engine.state`."""
-        named = self._named() | self._average.named
-        by_first = self._buffers.saved_by_first
-        pieces = tensors.shards({n: value for n, value in named.items() if n not in by_first}, self._place)
-        own = dict(self._buffers.own)
-        if self._place.is_first:
-            own |= {name: value for name, value in named.items() if name in by_first}
-        pieces += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
-        pieces += [*self._carry.shards(), *self._spikes.shards(self._place.is_first)]
-        pieces += self._adapter.shards() if self._place.is_first else []
-        return pieces
+        return self._state.shards(self._carry)
 
     def load(self, reader: Reader, weights_only: bool = False) -> None:
         """Take over a saved state; see `Engine.load`."""
-        self._adapter.check_base(reader)
-        if weights_only:
-            tensors.load(self._adapter.kept(tensors.of_model(self._step.model)), reader, kinds=("model/",))
-            self._average.load(reader)
-            return
-        tensors.make_optimizer_state(self._optimizer, self._step.model, reader)
-        tensors.load(self._named(), reader)
-        self._average.load(reader)
-        own = self._buffers.own
-        if all(name in reader.shapes for name in own):  # of as many processes, or more
-            tensors.load(own, reader, kinds=(f"rank-{self._place.rank}/",))
-        self._carry.load(reader)
-        self._spikes.load(reader)
+        self._state.load(reader, self._carry, weights_only)
 
     def close(self) -> None:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
         self._desync.close()
-        parts = "_wrapped _step _optimizer _average _adapter _trainable _ordered _carry _buffers _crossing _statistics"
-        for name in parts.split():
+        parts = "_wrapped _step _optimizer _average _adapter _state _trainable _ordered _carry _buffers _crossing"
+        for name in [*parts.split(), "_statistics"]:
             self.__dict__.pop(name, None)
         gc.collect()
 
@@ -575,10 +552,6 @@ class TorchEngine:
     def devices(self) -> int:
         """How many this process computes on."""
         return len(self._wrapped.device_ids) if isinstance(self._wrapped, nn.DataParallel) else 1
-
-    def _named(self) -> dict[str, Tensor]:
-        kept = self._adapter.kept(tensors.of_model(self._step.model))
-        return kept | tensors.of_optimizer(self._step.model, self._optimizer)
 
     def _begin(self, passes_left: int) -> None:
         """Start an ordered sum of which so many passes are still to be made."""
