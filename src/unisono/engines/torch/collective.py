@@ -49,24 +49,26 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
         DeadlineError: naming the ranks that did not appear.
     """
     own = dist.get_default_backend_for_device(device)
+    deadline = time.monotonic() + start_timeout
     try:
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
         hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _known(host, port)
         # Whoever hosts the store finds it at once, unless the address is not this host's.
-        patience = min(start_timeout, _AT_ONCE) if hosts else start_timeout
-        whole = _meeting_point(host, port, place.world_size, hosts, patience)
+        until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
+        whole = _meeting_point(host, port, place.world_size, hosts, until)
         whole.set_timeout(timedelta(seconds=start_timeout))
     except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
+        if isinstance(error, dist.DistNetworkError) and not hosts:
+            reason = f"nobody answered within {start_timeout:g} s (launch.start_timeout)"
         raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {reason}") from error
     # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
     store.set(f"here/{place.rank}", "1")
-    deadline = time.monotonic() + start_timeout
     with waiting(place, "the other processes to appear", start_timeout):
         absent = [rank for rank in range(place.world_size) if not _appears(store, rank, deadline)]
     if absent:
@@ -87,23 +89,27 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     return TorchGroup(place, timeout)
 
 
-def _meeting_point(host: str, port: int, world_size: int, hosts: bool, timeout: float) -> Store:
+def _meeting_point(host: str, port: int, world_size: int, hosts: bool, deadline: float) -> Store:
     """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
     if (host, port) in _stores:
         return _stores[host, port]
     listener = _listening(host, port) if hosts else None
-    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        world_size,
-        is_master=hosts,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=listener is None,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    _stores[host, port] = store
-    return store
+    while True:
+        try:
+            _stores[host, port] = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                world_size,
+                is_master=hosts,
+                timeout=timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 2)),  # torch tries twice
+                wait_for_workers=False,
+                multi_tenant=listener is None,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+            return _stores[host, port]
+        except dist.DistNetworkError:
+            if hosts or time.monotonic() >= deadline:
+                raise
 
 
 def _listening(host: str, port: int) -> socket.socket | None:
