@@ -63,7 +63,7 @@ TORCH = "/env/lib/site-packages/torch/"
         (seen(0, "wait", outer="save"), 1800.0, "launch.deadlines.save"),
         (seen(0, "record"), 1800.0, "launch.deadlines.save"),
         (seen(0, "evaluate"), 600.0, "launch.deadlines.evaluate"),
-        (seen(0, "start"), float("inf"), ""),
+        (seen(0, "start"), 1800.0, "launch.deadlines.setup"),
     ],
 )
 def test_each_phase_has_a_limit_and_a_setting(one: Seen, limit: float, key: str):

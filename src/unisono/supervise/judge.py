@@ -26,7 +26,7 @@ class Limits:
     Attributes:
         stuck_after: in a step, at least.
         stuck_factor: and at least as many times the median step.
-        setup: until the first step, with the first compilation.
+        setup: until the first step, with the first compilation, and from the last one to the end of the process.
         shape: in the first step of a process, and in one with a new shape, where models are compiled.
         data: for the next micro-batch.
         save: writing a checkpoint, or records of a step.
@@ -48,7 +48,8 @@ class Limits:
     def of(self, record: Record) -> tuple[float, str]:
         """For what a rank is at, and the setting that says so."""
         phase = record.outer if record.phase == "wait" else record.phase
-        if phase == "setup" or (phase == "data" and record.outer == "setup"):
+        around = ("start", "setup")
+        if phase in around or (phase == "data" and record.outer in around):
             return self.setup, "launch.deadlines.setup"
         if phase == "compute":
             first = not record.durations and record.phase != "wait"
