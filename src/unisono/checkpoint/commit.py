@@ -19,6 +19,7 @@ import itertools
 import logging
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,14 +69,16 @@ def save(
         metric: of an evaluation of this state; of rank 0.
         parent: name of the checkpoint before; None takes the newest of an earlier step.
         holds: `everything`, or `model` if no run can go on from it.
-        allowed: called on rank 0 just before the rename; raises where the run belongs to another start by now.
+        allowed: called on rank 0 before anything is touched and just before the rename; raises where the run belongs to
+            another start by now.
 
     Raises:
         SaveError: on every rank if one of them could not write; older checkpoints stay as they were.
         NonFiniteError: on every rank if one of them has a parameter or a moment that is not finite.
     """
     final = folder / name_of(step)
-    temporary = folder / f"{_TEMPORARY}{final.name}"
+    # A name of its own: a start that wakes up, after another has taken over, writes into no folder of that one.
+    temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     retention = keep if isinstance(keep, Retention) else Retention(keep)
     faults = _agree(group, "look at its part of the state", lambda: not_finite(shards))
     if any(faults):
@@ -87,14 +90,17 @@ def save(
 
     def begin() -> Json:
         if group.rank == 0:
+            if allowed is not None:
+                allowed()
             _make(folder)
             _sweep(folder)
             _refuse_to_overwrite(final)
             temporary.mkdir()
-        return arrays.size(shards)
+        return [arrays.size(shards), temporary.name]
 
     try:
-        total = sum(_agree(group, "make a folder for the checkpoint", begin))
+        begun = _agree(group, "make a folder for the checkpoint", begin)
+        total, temporary = sum(size for size, _ in begun), folder / begun[0][1]
 
         def pieces() -> Json:
             with _explaining_a_full_disk(folder, total):
