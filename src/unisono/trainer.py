@@ -161,6 +161,7 @@ class Training:
             saver = Saver(
                 self._folder / "checkpoints", self._engine.group, self._config.checkpoint,
                 first=self.first, finished=self.uploads.finished, say=self.record.say, allowed=self._boundary.kept,
+                deadline=self._config.launch.deadlines.save,
             )  # fmt: skip
             self._saver = opened.enter_context(saver)
             for note in self._found.notes(total):

@@ -293,3 +293,32 @@ def test_all_ranks_go_on_together_where_they_may(stories: list[dict[str, Any]]) 
         assert told["goes on: unsaved"] == 1
         assert "the next save that is due tries again" in told["goes on: said"]
         assert told["goes on: saved"] == [None, [1, 9]]
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_disk_that_does_not_answer_is_told_and_holds_nothing_up(tmp_path: Path, policy: Any) -> None:
+    said: list[str] = []
+    saver = Saver(tmp_path, Alone(), Settings(on_failure=policy), say=said.append, deadline=0.2)
+    saver.save(2, state(2.0), {})
+    saver.finish()
+    with held() as go:
+        saver.save(4, state(4.0), {})
+        saver.check()
+        assert saver.unsaved_since is None
+        time.sleep(0.25)
+        told = r"step 4 was not written \(the newest is of step 2\): rank 0 has not written its part for 0.2 s "
+        if policy == "stop":
+            with pytest.raises(SaveError, match=told):
+                saver.check()
+            return
+        for made in (5, 6):
+            saver.check()
+            assert saver.unsaved_since == 2
+            saver.save(made, state(6.0), {})  # which does not wait for the one in flight
+        assert len(said) == 1 and "does not answer" in said[0]
+        go.set()
+        until_told(saver)
+    assert saver.unsaved_since is None and steps(tmp_path) == [2, 4]
+    saver.save(8, state(8.0), {})
+    saver.finish()
+    assert of(tmp_path / "step-00000008") == [8.0, 8.0]

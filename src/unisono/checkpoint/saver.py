@@ -9,6 +9,7 @@ succeeds: one that nobody asked for would make a run without checkpoints that en
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ class _Flight:
     thread: threading.Thread | None = None
     path: Path | None = None
     error: BaseException | None = None
+    overdue: bool = False
 
     @property
     def over(self) -> bool:
@@ -54,6 +56,7 @@ class Saver:
         first: updates made before, in the checkpoint that the run goes on from; 0 if there is none.
         finished: called on rank 0 with the folder of every checkpoint, once it is there.
         say: called on every rank with a line about a save that failed, where the run goes on.
+        deadline: seconds after which a save that is not over on all ranks has failed.
         allowed: see `commit.save`.
 
     Attributes:
@@ -71,8 +74,9 @@ class Saver:
         finished: Callable[[Path], None] | None = None,
         say: Callable[[str], None] | None = None,
         allowed: Callable[[], None] | None = None,
+        deadline: float = math.inf,
     ) -> None:
-        self._folder, self._group, self._settings = folder, group, settings
+        self._folder, self._group, self._settings, self._deadline = folder, group, settings, deadline
         self._retention = Retention.of(settings)
         self._own = group.another() if settings.background else group
         self._staging = Staging()
@@ -116,6 +120,10 @@ class Saver:
             SaveError: on every rank, of the save before; without a background, of this one.
             NonFiniteError: likewise.
         """
+        if self._flight is not None and self._flight.overdue:
+            self.check()
+            if self._flight is not None:  # its disk still does not answer, and the run goes on without
+                return
         self._settle()
         if made == self.saved:
             return
@@ -186,13 +194,22 @@ class Saver:
 
     def _resolve(self, flight: _Flight) -> None:
         """What all ranks say of a save; nothing happens until it is over on all of them."""
-        over, error = flight.over, flight.error
-        mine = [over, type(error).__name__ if over and error else "", str(error) if over and error else ""]
+        over, error, took = flight.over, flight.error, time.monotonic() - flight.began
+        mine = [over, type(error).__name__ if over and error else "", str(error) if over and error else "", took]
         told = self._group.gather(mine, f"what became of the checkpoint of step {flight.made}")
-        if not all(over for over, _, _ in told):
+        if not all(over for over, *_ in told):
+            if max(took for *_, took in told) > self._deadline and not flight.overdue:
+                flight.overdue = True
+                late = ", ".join(str(rank) for rank, (over, *_) in enumerate(told) if not over)
+                self._fail(
+                    flight,
+                    "",
+                    f"rank {late} has not written its part for {self._deadline:g} s "
+                    "(launch.deadlines.save); its disk does not answer",
+                )
             return
         self._flight = None
-        faults = [(kind, text) for _, kind, text in told if kind]
+        faults = [(kind, text) for _, kind, text, _ in told if kind]
         if not faults:
             self.saved, self._failed = flight.made, None
             self.seconds = time.monotonic() - flight.began
@@ -205,6 +222,10 @@ class Saver:
         kind, text = faults[0]
         if any(kind == NonFiniteError.__name__ for kind, _ in faults):
             raise NonFiniteError(text)
+        self._fail(flight, kind, text)
+
+    def _fail(self, flight: _Flight, kind: str, text: str) -> None:
+        """End the run for a save that failed, or go on without, as the settings say."""
         failed = SaveError(_sentence(flight.made, self.saved, kind, text))
         if self._settings.on_failure == "stop":
             raise failed
@@ -216,5 +237,5 @@ class Saver:
 def _sentence(made: int, saved: int, kind: str, text: str) -> str:
     """What happened to a save, for people."""
     since = f"the newest is of step {saved}" if saved else "there is none yet"
-    why = text if kind == SaveError.__name__ else f"{kind}: {text}"
+    why = text if kind in ("", SaveError.__name__) else f"{kind}: {text}"
     return f"the checkpoint of step {made} was not written ({since}): {why}"
