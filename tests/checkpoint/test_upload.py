@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -469,3 +470,25 @@ def test_a_store_that_cannot_be_written_is_refused(server: stores.Server, url: s
 def test_memory_is_no_store() -> None:
     with pytest.raises(ValueError, match="lies in the memory of one process"):
         configuration(checkpoint={"upload": {"url": "memory://runs"}})
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_checkpoint_that_cannot_be_kept_for_its_upload_ends_nothing(
+    server: stores.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    beside = Beside(folder, server, uuid.uuid4().hex)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", full)
+            patch.setattr(shutil, "copyfile", full)
+            beside.uploads.finished(save(folder / "checkpoints", 4))
+        beside.until("WARNING: step 4 is not uploaded: [Errno 28] No space left on device")
+        beside.end()
+        beside.until("WARNING: the checkpoint of step 4 is not in s3://")
+    finally:
+        beside.uploads.close()

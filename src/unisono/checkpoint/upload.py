@@ -91,22 +91,30 @@ class Uploads:
         self._stopped = self._ending = self._said = False
         self._last = math.inf
         self.uploaded: int | None = None  # step of the newest checkpoint that is there
-        self._newest = self._revived = -1
+        self._newest = self._revived = self._missed = -1
         if self._store is not None:
             self._take_up()
 
     def finished(self, path: Path) -> None:
-        """Hand over a finished checkpoint; returns at once, and `path` may go then."""
+        """Hand over a finished checkpoint; returns at once, and `path` may go then.
+
+        What the disk or the system refuses here is a checkpoint that is not uploaded, and ends nothing.
+        """
         if self._store is None or self._stopped:
             return
         checkpoint = commit.read(path)
         with self._lock:
-            held = self._hold(path)
-            order = {"path": str(held.resolve()), "held": True, "name": path.name, "step": checkpoint.step}
             self._waiting.add(path.name)
             self._newest = max(self._newest, checkpoint.step)
+            order = {"held": True, "name": path.name, "step": checkpoint.step}
             metric = dict(checkpoint.metric) if checkpoint.metric else None
-            self._tell({**order, "files": checkpoint.files, "metric": metric})
+            try:
+                held = self._hold(path)
+                self._tell({**order, "path": str(held.resolve()), "files": checkpoint.files, "metric": metric})
+            except OSError as error:
+                self._waiting.discard(path.name)
+                self._missed = checkpoint.step
+                self._reports.put({"failed": path.name, "step": checkpoint.step, "why": str(error)})
 
     def check(self) -> None:
         """Say what became of uploads since the last call; never waits."""
@@ -145,7 +153,8 @@ class Uploads:
         """
         if self._store is None:
             return
-        late = bool(self._waiting)
+        self.check()
+        late = bool(self._waiting) or self._missed == self._newest >= 0
         self.close(0.0 if late else _GRACE)
         if late or (self._stopped and self._newest >= 0 and self.uploaded != self._newest):
             text = (
