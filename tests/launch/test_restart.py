@@ -16,6 +16,7 @@ from unisono.errors import ConfigError
 from unisono.launch import local, restart, start
 from unisono.observe.events import Events
 from unisono.place import Place
+from unisono.supervise import preemption
 
 
 def config(*words: str) -> RunConfig:
@@ -126,3 +127,12 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
     words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
     start.start(resolve.load(task, words)[0])
     assert ("nothing starts it again" in capsys.readouterr().err) == warned
+
+
+def test_who_was_asked_to_end_is_not_started_again(
+    tmp_path: Path, attempts: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CODE", "10")
+    monkeypatch.setattr(preemption, "waited", lambda: 3.0)
+    assert failed(tmp_path, "launch.max_restarts=2") == "rank 1 died.\nMore of it."
+    assert attempts == ["0"]

@@ -8,6 +8,7 @@ as it is; so does a run out of memory, unless it left a smaller micro-batch for 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from unisono.config.schema import RunConfig
 from unisono.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
 from unisono.launch import local
 from unisono.observe import events
-from unisono.supervise import inject
+from unisono.supervise import inject, preemption
 
 AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code)
 
@@ -38,7 +39,8 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
             left = config.launch.max_restarts - attempt
             before, rows = rows, _micro_batch(folder)
             smaller = error.exit_code == MemoryExhaustedError.exit_code and rows != before
-            if not (error.exit_code in AGAIN or smaller) or not left:
+            asked = preemption.waited() is not None  # to end: whoever did would not wait for another attempt
+            if not (error.exit_code in AGAIN or smaller) or not left or asked:
                 if attempt and error.args:
                     error.args = (f"{error}\nIt was started again {attempt} times (launch.max_restarts)",)
                 raise
@@ -60,7 +62,8 @@ def _tell(folder: Path, attempt: int, left: int, error: local.WorkerError) -> No
         f"{attempt + left}, launch.max_restarts)",
         file=sys.stderr, flush=True,
     )  # fmt: skip
-    events.append(
-        folder / "events.jsonl",
-        {"step": step, "restart": attempt, "code": error.exit_code, "why": str(error).splitlines()[0]},
-    )
+    with suppress(OSError):  # it is told above
+        events.append(
+            folder / "events.jsonl",
+            {"step": step, "restart": attempt, "code": error.exit_code, "why": str(error).splitlines()[0]},
+        )
