@@ -53,6 +53,10 @@ class SaveError(CheckpointError):
     exit_code = 7
 
 
+class RecordError(SaveError):
+    """A record of the run that one process could not write; the others do not know of it."""
+
+
 class FormatError(CheckpointError):
     """A checkpoint that is whole, but of a version of Unisono that keeps other things than this one."""
 

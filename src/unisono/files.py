@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, RecordError
 
 TEMPORARY = ".writing"  # how the names of files end that are not whole yet
 PICKLES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
@@ -39,6 +39,22 @@ def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
     """Write a text file that is there whole, or as it was before; `lasting` as above."""
     with whole(path, lasting=lasting) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def recording(path: Path) -> Iterator[None]:
+    """Tell of a record of the run that cannot be written as of a checkpoint that cannot.
+
+    Raises:
+        RecordError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"{path} cannot be written ({error.strerror or error}). Make room, or have the disk repaired; the same "
+            "command goes on from the newest checkpoint"
+        ) from error
 
 
 def write_kept(path: Path, text: str) -> None:

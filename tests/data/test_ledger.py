@@ -15,6 +15,7 @@ from unisono.config.split import Split
 from unisono.data import ledger
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader
+from unisono.errors import RecordError
 
 STEPS = 4
 
@@ -95,3 +96,13 @@ def test_a_ledger_that_lacks_its_end_says_after_which_step(tmp_path: Path, known
 def test_a_file_that_is_gone_is_missing(tmp_path: Path, known: dict[str, Any]) -> None:
     (tmp_path / "ledger" / "rank-00001.jsonl").unlink()
     assert ledger.missing(tmp_path, known) == ["rank-00001.jsonl"]
+
+
+def test_a_full_disk_is_told_and_what_follows_from_it_is_not(tmp_path: Path) -> None:
+    book = Ledger(tmp_path, 0, 1, 0, "0")
+    book.flush()
+    book._file.close()
+    book._file = Path("/dev/full").open("a")  # noqa: SIM115
+    with pytest.raises(RecordError, match=r"rank-00000.jsonl cannot be written \(No space left on device\)"), book:
+        book.step(0, [])
+        book.flush()

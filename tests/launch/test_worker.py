@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError
+from unisono import pulse
+from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
 from unisono.launch import worker
 from unisono.place import Place
 
@@ -74,3 +75,21 @@ def test_a_fault_is_in_the_rank_s_log(tmp_path: Path, error: Exception, line: st
     with pytest.raises(type(error)), worker.logged(tmp_path, Place(3, 4, 1, 2, "slurm")):
         raise error
     assert (tmp_path / "logs" / "rank-00003.log").read_text().splitlines()[-1].endswith(line)
+
+
+def test_a_fault_that_the_folder_has_no_room_for_is_left_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(pulse.VARIABLE, str(tmp_path))
+    (tmp_path / "logs").touch()  # nothing can be written into it
+    worker._record(tmp_path / "logs" / "rank-00003.fault.json", Place(3, 4, 1, 2), SaveError("no space"))
+    told = json.loads((tmp_path / "rank-00003.fault.json").read_text())
+    assert (told["rank"], told["kind"], told["text"], told["code"]) == (3, "SaveError", "no space", 7)
+
+
+def test_a_process_without_our_launcher_leaves_its_fault_for_whoever_explains_the_run(tmp_path: Path):
+    with pytest.raises(SaveError), worker.recorded(tmp_path, Place(0, 1, 0, 1)):
+        raise SaveError("no space")
+    told = json.loads((tmp_path / "logs" / "rank-00000.fault.json").read_text())
+    assert (told["text"], told["code"]) == ("no space", 7)
+    assert (tmp_path / "logs" / "rank-00000.log").read_text().splitlines()[-1].endswith("no space")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from unisono.errors import RecordError
 from unisono.observe.events import Events, last_evaluation, read
 
 
@@ -103,3 +104,16 @@ def test_the_last_evaluation_is_loss_and_metrics_of_the_newest_one() -> None:
 @pytest.mark.parametrize("events", [[], [{"step": 1, "loss": 1.0}]])
 def test_without_an_evaluation_there_is_no_last_one(events: list[dict[str, Any]]) -> None:
     assert last_evaluation(events) == {}
+
+
+def test_a_full_disk_is_told_as_a_checkpoint_that_cannot_be_written(path: Path) -> None:
+    events = Events(path)
+    events.write({"step": 1})
+    assert events._file is not None
+    events._file.close()
+    events._file = Path("/dev/full").open("a")  # noqa: SIM115
+    with pytest.raises(RecordError, match=rf"{path} cannot be written \(No space left on device\). Make room") as told:
+        events.write({"step": 2})
+    assert told.value.exit_code == 7
+    events.close()
+    assert [event["step"] for event in read(path)] == [1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +23,8 @@ import numpy as np
 from unisono.data.making import MicroBatch
 from unisono.data.order import mix
 from unisono.data.plan import Taken
+from unisono.errors import RecordError
+from unisono.files import recording
 
 FOLDER = "ledger"
 _BYTES = 8  # of a digest
@@ -58,7 +61,7 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, first: int, start: str) -> None:
-        path = folder / FOLDER / f"rank-{rank:05d}.jsonl"
+        self._path = path = folder / FOLDER / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         self._chain, torn = _recover(path)
         self._consumed = 0
@@ -73,8 +76,11 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.flush()
-        self._file.close()
+        # The error that ends the run is told, and not what follows from it.
+        with suppress(OSError, RecordError) if kind is not None else nullcontext():
+            self.flush()
+        with suppress(OSError):  # of what could not be written
+            self._file.close()
 
     def step(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """A step was made with these micro-batches; `step` counts from 0."""
@@ -97,9 +103,14 @@ class Ledger:
             self._pour()
 
     def flush(self) -> None:
-        """Have everything on disk; before a checkpoint, which must not know more than the ledger."""
+        """Have everything on disk; before a checkpoint, which must not know more than the ledger.
+
+        Raises:
+            RecordError: if it cannot be written.
+        """
         self._pour()
-        os.fsync(self._file.fileno())
+        with recording(self._path):
+            os.fsync(self._file.fileno())
 
     def mark(self) -> dict[str, Any]:
         """Where the flushed file of this process stands, for a checkpoint: see `joined`."""
@@ -112,8 +123,9 @@ class Ledger:
         self._held.append(f'{body[:-1]}{_CHAIN}{self._chain}"}}\n')
 
     def _pour(self) -> None:
-        self._file.write("".join(self._held))
-        self._file.flush()
+        with recording(self._path):
+            self._file.write("".join(self._held))
+            self._file.flush()
         self._held.clear()
 
 

@@ -65,6 +65,25 @@ def _full(ground: Ground) -> Outcome:
     return outcome
 
 
+@fault("C20c", "the disk is full to the last byte, so that no record of a step can be written either")
+def _full_to_the_last_byte(ground: Ground) -> Outcome:
+    words = ("train.steps=200", "task.width=60000", "checkpoint.every=5", "task.sleep=0.05")
+    before = ground.unharmed(*words)
+    with small_disk(ground.own / "runs", 120):
+        with ground.job(*words) as run:
+            in_full_run(run)
+            run.reaches(11)
+            began = time.monotonic()
+            with filled(ground.own / "runs", 0):
+                done = run.finish()
+                outcome = ground.judge(run, done, began, UNSAVED, ("space",), 60.0)
+                kept, made = job.newest(run.run), run.step()
+                outcome.promise(kept > 0, "no commit can be loaded")
+            outcome.lost = made - kept
+        ground.go_on(outcome, before, *words)
+    return outcome
+
+
 @fault("C20b", "a disk that has no room for the next commits is told before the first step")
 def _too_small(ground: Ground) -> Outcome:
     with small_disk(ground.own / "runs", 12), ground.job("task.width=400000") as run:

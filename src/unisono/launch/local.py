@@ -238,7 +238,8 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
         watch: the monitor of this node.
     """
     ended = time.time()
-    faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
+    folders = [logs] if watch is None else [logs, watch.directory]
+    faults = [json.loads(path.read_text(encoding="utf-8")) for each in folders for path in each.glob("*.fault.json")]
     faults.sort(key=lambda fault: (fault["kind"] in _FOLLOWS, fault["time"]))
     found = _found(logs, watch)
     told = {fault["rank"] for fault in faults}

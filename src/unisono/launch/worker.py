@@ -20,7 +20,16 @@ from unisono import pulse
 from unisono.checkpoint import about
 from unisono.config import resolve, secrets
 from unisono.config.schema import RunConfig
-from unisono.errors import MemoryExhaustedError, NonFiniteError, Preempted, RunError, SaveError, UnisonoError
+from unisono.errors import (
+    MemoryExhaustedError,
+    NonFiniteError,
+    Preempted,
+    RecordError,
+    RunError,
+    SaveError,
+    UnisonoError,
+)
+from unisono.files import write_whole
 from unisono.launch import environment
 from unisono.observe import logs
 from unisono.place import Alone, Group, Place
@@ -86,6 +95,17 @@ def logged(folder: Path, place: Place) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def recorded(folder: Path, place: Place) -> Iterator[None]:
+    """`logged`, and whatever goes wrong left for `unisono diagnose`, of a process that our launcher did not start."""
+    try:
+        with logged(folder, place):
+            yield
+    except Exception as error:
+        _record(folder / "logs" / f"rank-{place.rank:05d}.fault.json", place, error)
+        raise
+
+
 def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
     """Run a whole process's work and end the process with the right code.
 
@@ -94,20 +114,13 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
     """
 
     def ends(error: BaseException) -> NoReturn:
-        told = isinstance(error, UnisonoError)
-        text = secrets.mask(str(error) if told else traceback.format_exc())
-        code = error.exit_code if isinstance(error, UnisonoError) else 1
         if report is not None:
-            from unisono.engines.torch.exhausted import ran_out
-
-            told_as = {"kind": type(error).__name__, "text": text, "code": code, "fault": getattr(error, "fault", "")}
-            told_as["memory"] = isinstance(error, MemoryExhaustedError) or ran_out(error)
-            report.write_text(json.dumps({"rank": place.rank, **told_as, "time": time.time()}), encoding="utf-8")
-        elif place.is_first or not (told and _agreed(error)):
-            print(f"unisono: {_kind(error)} on rank {place.rank}: {text}", file=sys.stderr)
+            _record(report, place, error)
+        elif place.is_first or not (isinstance(error, UnisonoError) and _agreed(error)):
+            print(f"unisono: {_kind(error)} on rank {place.rank}: {_text(error)}", file=sys.stderr)
         else:
             time.sleep(_HEADSTART)  # torchrun ends all others with the first that leaves, before rank 0 has told why
-        leave_now(code)
+        leave_now(_code(error))
 
     try:
         with preemption.heeded(ends):
@@ -117,6 +130,28 @@ def guarded(act: Any, place: Place, report: Path | None = None) -> NoReturn:
     except BaseException as error:
         ends(error)
     leave(0)
+
+
+def _text(error: BaseException) -> str:
+    told = str(error) if isinstance(error, UnisonoError) else "".join(traceback.format_exception(error))
+    return secrets.mask(told)
+
+
+def _code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, UnisonoError) else 1
+
+
+def _record(path: Path, place: Place, error: BaseException) -> None:
+    """Leave a fault where the launcher looks for it: in the run's folder or, if its disk is full, in shared memory."""
+    from unisono.engines.torch.exhausted import ran_out
+
+    told = {"rank": place.rank, "kind": type(error).__name__, "text": _text(error), "code": _code(error)}
+    memory = isinstance(error, MemoryExhaustedError) or ran_out(error)
+    text = json.dumps({**told, "fault": getattr(error, "fault", ""), "memory": memory, "time": time.time()})
+    for folder in filter(None, (str(path.parent), os.environ.get(pulse.VARIABLE))):
+        with contextlib.suppress(OSError):
+            write_whole(Path(folder) / path.name, text)
+            return
 
 
 def leave_now(code: int) -> NoReturn:
@@ -131,7 +166,8 @@ def leave_now(code: int) -> NoReturn:
 def _agreed(error: BaseException) -> bool:
     """Whether rank 0 says the same: it told this rank so, or the ranks found out together."""
     told_to_all = RunError | NonFiniteError | SaveError | Preempted
-    return isinstance(error, told_to_all) or getattr(error, "agreed", False)
+    alone = isinstance(error, RecordError)
+    return (isinstance(error, told_to_all) and not alone) or getattr(error, "agreed", False)
 
 
 def _kind(error: BaseException) -> str:

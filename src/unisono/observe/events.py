@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from unisono.files import write_whole
+from unisono.files import recording, write_whole
 
 NOTES = frozenset({"changed", "fallback", "brought_again"})  # events that say where and how a run went on
 
@@ -22,6 +23,7 @@ class Events:
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self._file: IO[str] | None = None
+        self._path = path
         kept = []
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -31,10 +33,15 @@ class Events:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: dict[str, Any]) -> None:
-        """Append one event and flush it; numbers that JSON cannot hold become null."""
+        """Append one event and flush it; numbers that JSON cannot hold become null.
+
+        Raises:
+            RecordError: if it cannot be written.
+        """
         assert self._file is not None
-        self._file.write(json.dumps({name: _plain(value) for name, value in event.items()}) + "\n")
-        self._file.flush()
+        with recording(self._path):
+            self._file.write(json.dumps({name: _plain(value) for name, value in event.items()}) + "\n")
+            self._file.flush()
 
     def note(self, event: dict[str, Any]) -> None:
         """Append what is no step and stays whatever is made again, one of `NOTES`; the same is written once."""
@@ -44,7 +51,8 @@ class Events:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # only of what could not be written before, which was told
+                self._file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

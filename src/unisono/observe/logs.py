@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from unisono.config import secrets
@@ -37,8 +37,8 @@ def stop() -> None:
 
 
 def fault(run: Path, place: Place, text: str) -> None:
-    """Write what ended this process into its file, whether `start` was called or is over."""
-    with _file(run, place).open("a", encoding="utf-8") as file:
+    """Write what ended this process into its file, if that can be, whether `start` was called or is over."""
+    with suppress(OSError), _file(run, place).open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {secrets.mask(text.rstrip())}\n")
 
 
