@@ -108,7 +108,9 @@ def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
         config = resolve.read(path / "config.yaml")
         if alone:
             inject.install(0)
-            return trainer.run(task, config, Place(), worker.join(config, Place()), path)
+            local.forget(path)
+            with worker.recorded(path, Place()):
+                return trainer.run(task, config, Place(), worker.join(config, Place()), path)
         assert isinstance(config.layout.world_size, int)
         restart.launch(config, path, threads_per_process(config.layout.world_size))
         return outcome(path)
@@ -272,6 +274,7 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             try:
                 task = task or worker.task_of(config)
                 path = opened.enter_context(_opened(config, task, _job(place), allow))
+                local.forget(path)
             except (ConfigError, RunError, ValueError) as error:
                 told = str(error)
         told, path = group.gather(
@@ -282,7 +285,7 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             raise RunError(told)
         path = Path(path)
         config = resolve.read(path / "config.yaml")
-        with worker.logged(path, place), watch.joined(config, path, place, group):
+        with worker.recorded(path, place), watch.joined(config, path, place, group):
             result = trainer.run(task or worker.task_of(config), config, place, group, path)
     worker.part()
     return result

@@ -48,7 +48,7 @@ def explained(folder: Path) -> list[str]:
     seen = events.read(written) if written.is_file() else []
     steps = [event for event in seen if "loss" in event and not event.get("eval")]
     made = int(steps[-1]["step"]) if steps else 0
-    total = (config.get("train") or {}).get("steps")
+    total = _planned(folder) or (config.get("train") or {}).get("steps")
     lines = [f"{folder}: {f'{made} of {total}' if total else made} steps are made"]
     if steps:
         lines[0] += f"; the loss of the last one is {steps[-1]['loss']:.6g}"
@@ -65,6 +65,13 @@ def explained(folder: Path) -> list[str]:
         more = f" See {page(fault)}." if fault else ""
         lines += ["", "What to do", f"  {REMEDIES.get(code, 'Give the same command again.')}{more}"]
     return lines
+
+
+def _planned(folder: Path) -> int | None:
+    """How many steps the run makes; the configuration may have said it in epochs."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((folder / "fingerprint.json").read_text(encoding="utf-8"))["data"]["steps"])
+    return None
 
 
 def _why(
