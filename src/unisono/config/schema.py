@@ -318,7 +318,7 @@ class Observe(Settings):
 class Deadlines(Settings):
     """Seconds without progress after which a run is ended, where that may take longer than in a step."""
 
-    setup: Positive = Field(1800.0, description="before the first step: the model's making and its first compilation")
+    setup: Positive = Field(1800.0, description="before the first step: the data, the model and its first compilation")
     shape: Positive = Field(300.0, description="the first step, and one with a new shape where models are compiled")
     data: Positive = Field(600.0, description="the next micro-batch")
     save: Positive = Field(1800.0, description="writing a checkpoint or a step's records")
