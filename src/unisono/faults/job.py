@@ -122,7 +122,7 @@ class Job:
         return self.folder / "runs" / RUN
 
     def processes(self) -> list[int]:
-        """Processes of the job: those that work in its folder, and ranks that do not yet."""
+        """Processes of the job: those of its folder, and ranks that are not there yet."""
         early = [one.pid for one in getattr(self.process, "all", ()) if procs.same(one)]
         return sorted({*early, *(pid for pid in pids() if _works_in(pid, self.folder))})
 
@@ -312,7 +312,10 @@ def pids() -> list[int]:
 
 
 def _works_in(pid: int, folder: Path) -> bool:
+    """Whether a process has the folder as its own, or in its command, as a monitor has, which works in none."""
+    here = folder.resolve()
     try:
-        return pid != os.getpid() and Path(f"/proc/{pid}/cwd").resolve(strict=False) == folder.resolve()
+        at_home = Path(f"/proc/{pid}/cwd").resolve(strict=False) == here
+        return pid != os.getpid() and (at_home or f"{here}/".encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
