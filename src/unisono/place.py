@@ -7,10 +7,14 @@ small JSON messages, named so that a wait that ends in an error can say what it 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
+_PATIENCE = 10.0  # seconds for others to hear that something is over
 Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
 
 
@@ -109,3 +113,36 @@ class Alone:
     def highest(self, numbers: Sequence[int], what: str) -> list[int]:
         """The same numbers."""
         return list(numbers)
+
+
+def while_first(party: Party, work: Callable[[], T], what: str) -> T | None:
+    """What rank 0 makes of something that may take longer than any wait; the others are told every second that it does.
+
+    Args:
+        party: which nobody uses in the meantime; collective.
+        work: of rank 0, in the thread that called.
+        what: names the wait in errors.
+
+    Returns:
+        On rank 0 what came of it; elsewhere None, once it is over.
+    """
+    if party.rank:
+        while party.gather(False, what)[0]:
+            pass
+        return None
+    over = threading.Event()
+
+    def tell() -> None:
+        with suppress(Exception):  # who is gone is told of by whatever is asked of all next
+            while party.gather(not over.wait(1.0), what)[0]:
+                pass
+
+    thread = threading.Thread(target=tell, name=what, daemon=True)
+    if party.size > 1:
+        thread.start()
+    try:
+        return work()
+    finally:
+        over.set()
+        if party.size > 1:
+            thread.join(_PATIENCE)

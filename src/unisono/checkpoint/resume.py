@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from unisono.data.plan import Plan
 from unisono.engines.base import Engine
 from unisono.errors import CheckpointError, FormatError, RunError
 from unisono.files import sync
-from unisono.place import Group, Json
+from unisono.place import Group, Json, while_first
 from unisono.state import Shard
 
 log = logging.getLogger(__name__)
@@ -296,18 +295,17 @@ def _opened(path: Path, group: Group) -> tuple[Checkpoint | None, str]:
 
 
 def _brought(path: Path, again: Callable[[Path], tuple[Path | None, str]], group: Group) -> tuple[str | None, str]:
-    """Let rank 0 bring a checkpoint; the others know every second that it is at it, however long that takes."""
+    """Let rank 0 bring a checkpoint, however long that takes."""
     what = "a damaged checkpoint to be brought again"
-    with ThreadPoolExecutor(1) as thread:
-        bringing = thread.submit(again, path) if group.rank == 0 else None
-        while group.highest([int(bringing is not None and not wait([bringing], 1.0).done)], what)[0]:
-            pass
-    told: list[Json] = [None, ""]
-    if bringing is not None:
-        error = bringing.exception()
-        aside, why = (None, f"{type(error).__name__}: {error}") if error else bringing.result()
-        told = [aside.name if aside else None, why]
-    aside_name, why = group.gather(told, what)[0]
+
+    def bring() -> list[Json]:
+        try:
+            aside, why = again(path)
+        except Exception as error:
+            return [None, f"{type(error).__name__}: {error}"]
+        return [aside.name if aside else None, why]
+
+    aside_name, why = group.gather(while_first(group, bring, what), what)[0]
     if aside_name is not None:
         log.warning("%s was damaged and was brought again; the damaged one is kept as %s", path, aside_name)
     return aside_name, why

@@ -24,7 +24,7 @@ from unisono.config.split import Split
 from unisono.data.worker import MARK
 from unisono.errors import ConfigError, RunError, UnisonoError
 from unisono.launch import arenas, environment, folder, host, local, meeting, nodes, restart, watch, worker
-from unisono.place import Group, Place, cores
+from unisono.place import Group, Place, cores, while_first
 from unisono.supervise import inject, preemption
 from unisono.task import Task
 
@@ -269,17 +269,19 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
     if allow is not None:
         _allowed_everywhere(config, place, group, allow)
     with ExitStack() as opened:
-        told, path = None, None
-        if place.is_first:
+        what = "rank 0 to check the run and prepare its data"
+
+        def opens() -> list[str | None]:
+            nonlocal task
             try:
                 task = task or worker.task_of(config)
                 path = opened.enter_context(_opened(config, task, _job(place), allow))
-                local.forget(path)
             except (ConfigError, RunError, ValueError) as error:
-                told = str(error)
-        told, path = group.gather(
-            [told, str(path.resolve()) if path else None], "rank 0 to check the run and prepare its data"
-        )[0]
+                return [str(error), None]
+            local.forget(path)
+            return [None, str(path.resolve())]
+
+        told, path = group.gather(while_first(group, opens, what), what)[0]
         if told:
             worker.part()
             raise RunError(told)
@@ -312,9 +314,8 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
             nodes.shared(path, token)
             return preflight(task, config).facts  # with the files and caches of this host
 
-        told, token = all_nodes.everywhere(
-            lambda: opens() if node.rank == 0 else None, "node 0 to check the run and prepare its data"
-        )[0]
+        what = "node 0 to check the run and prepare its data"
+        told, token = all_nodes.everywhere(lambda: while_first(all_nodes, opens, what), what)[0]
         path = Path(told)
         facts = all_nodes.everywhere(sees, "all nodes to prepare the data")
         about.agree(all_nodes, {"the data": facts[node.rank]}, "node")
