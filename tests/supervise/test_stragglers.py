@@ -45,3 +45,35 @@ def test_a_hiccup_is_not_told():
 def test_one_rank_alone_has_nobody_to_be_slower_than():
     stragglers = Stragglers()
     assert [stragglers.look({0: record(0, made, compute=1.0)}) for made in range(0, 200, 10)] == [[]] * 20
+
+
+def waited(*of_windows: tuple[float, float, float]) -> list[str]:
+    """Lines about three ranks of which each waits so many seconds a step, window by window."""
+    stragglers, lines, total = Stragglers(), [], [0.0] * 3
+    for number, waits in enumerate([(0.0, 0.0, 0.0), *of_windows]):
+        total = [before + 20 * wait for before, wait in zip(total, waits, strict=True)]
+        made = 20 * number
+        ranks = {rank: record(rank, made, compute=0.1, data=0.01) for rank in range(3)}
+        for rank, one in ranks.items():
+            one.totals["wait"] = round(1e9 * total[rank])
+        lines += stragglers.look(ranks)
+    return lines
+
+
+USUAL, SLOW = (0.02, 0.02, 0.03), (0.2, 0.21, 0.3)
+
+
+def test_communication_that_has_become_slow_is_told_once_and_is_nobody_s():
+    (line,) = waited(USUAL, USUAL, USUAL, USUAL, SLOW, SLOW, SLOW, SLOW)
+    assert line == (
+        "communication holds up all ranks: each waits 0.2 s a step or more, where it was 0.02 s, and none is slow by "
+        "itself, steps 101 to 120"
+    )
+    assert len(waited(USUAL, USUAL, USUAL, SLOW, SLOW, USUAL, USUAL, SLOW, SLOW)) == 2
+
+
+def test_communication_is_not_blamed_for_less():
+    assert waited(USUAL, USUAL, USUAL, SLOW, USUAL, SLOW, USUAL) == []  # one window is not enough
+    assert waited(*[SLOW] * 8) == []  # as it always was
+    assert waited(USUAL, USUAL, USUAL, *[(0.0, 0.3, 0.3)] * 4) == []  # two wait for the third
+    assert waited(USUAL, USUAL, USUAL, *[(0.04, 0.04, 0.04)] * 4) == []  # nobody would notice

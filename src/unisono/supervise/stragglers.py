@@ -3,10 +3,14 @@
 A run is as fast as its slowest rank, and every rank's step takes the same time. So what counts is what a rank spends in
 its own data and computing, without the waits for others. On a GPU the computing happens while the process waits for the
 device, where this cannot see it.
+
+A slow link is no rank's own time: all wait for it alike. So where no rank is slow by itself, and even the one that
+waits least waits much longer than it did before, it is communication that holds all of them up.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -14,6 +18,8 @@ from unisono.pulse import Record
 
 PHASES = ("data", "compute")
 WINDOW = 20  # steps that are averaged
+_WINDOWS, _ENOUGH = 64, 3  # windows that say what is usual, and without how many nothing is
+_ALL = (-1, "communication")
 _EXCESS = 0.025  # seconds a step, below which nobody would notice
 
 
@@ -29,9 +35,10 @@ class Stragglers:
         self._begun: dict[int, Record] = {}
         self._slow: set[tuple[int, str]] = set()
         self._told: set[tuple[int, str]] = set()
+        self._waits: list[float] = []  # a step, of the rank that waits least, in the windows so far
 
     def look(self, records: Mapping[int, Record]) -> list[str]:
-        """A sentence for each rank that has become a straggler since the last look.
+        """A sentence for each rank that has become a straggler since the last look, or for what lies between them.
 
         Args:
             records: of all ranks of this node, as they are now.
@@ -47,12 +54,9 @@ class Stragglers:
             return []
         self._begun = dict(records)
         lines, slow = [], set()
+        window = f"steps {made - WINDOW + 1} to {made}"
         for phase in PHASES:
-            means = {
-                rank: (record.totals[phase] - begun[rank].totals[phase]) / 1e9 / (record.made - begun[rank].made)
-                for rank, record in records.items()
-                if record.made > begun[rank].made
-            }
+            means = _means(phase, begun, records)
             for rank, mean in means.items():
                 others = [other for who, other in means.items() if who != rank]
                 usual = statistics.median(others) if others else mean
@@ -63,8 +67,29 @@ class Stragglers:
                     self._told.add((rank, phase))
                     lines.append(
                         f"rank {rank} holds up the others: {phase} takes it {mean:.3g} s a step, and the others "
-                        f"{usual:.3g} s ({mean / max(usual, 1e-9):.1f} times), steps {made - WINDOW + 1} to {made}"
+                        f"{usual:.3g} s ({mean / max(usual, 1e-9):.1f} times), {window}"
                     )
+        wait = min(_means("wait", begun, records).values(), default=0.0)
+        before = statistics.median(self._waits[-_WINDOWS:]) if len(self._waits) >= _ENOUGH else math.inf
+        if not slow and wait >= self._factor * before and wait - before >= _EXCESS:
+            slow.add(_ALL)
+            if _ALL in self._slow and _ALL not in self._told:
+                self._told.add(_ALL)
+                lines.append(
+                    f"communication holds up all ranks: each waits {wait:.3g} s a step or more, where it was "
+                    f"{before:.3g} s, and none is slow by itself, {window}"
+                )
+        else:  # what is slow is not taken for what is usual
+            self._waits.append(wait)
         self._slow = slow
         self._told &= slow
         return lines
+
+
+def _means(phase: str, begun: Mapping[int, Record], records: Mapping[int, Record]) -> dict[int, float]:
+    """Seconds a step that each rank has spent in a phase."""
+    return {
+        rank: (record.totals[phase] - begun[rank].totals[phase]) / 1e9 / (record.made - begun[rank].made)
+        for rank, record in records.items()
+        if record.made > begun[rank].made
+    }
