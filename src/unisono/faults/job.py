@@ -242,7 +242,7 @@ def newest(run: Path) -> int:
 
 
 def state(run: Path) -> dict[str, str]:
-    """Hashes of everything that a run's newest commit holds, and of the samples that each step took."""
+    """Hashes of everything that a run's newest commit holds, and what the ledger says that each step took."""
     from unisono.checkpoint import commit
 
     checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
@@ -251,8 +251,9 @@ def state(run: Path) -> dict[str, str]:
     for name, shape in reader.shapes.items():
         value = reader.read(name, (0,) * len(shape), shape).contiguous()
         found[name] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
-    found |= {name: json.dumps(checkpoint.state.get(name)) for name in ("step", "random", "micro_batch")}
-    return found | samples(run)
+    kept = checkpoint.state
+    found |= {name: json.dumps(kept[name]) for name in ("step", "total", "random", "micro_batch", "plan", "best")}
+    return found | {"consumed": json.dumps((kept["ledger"] or {}).get("consumed"))} | samples(run)
 
 
 def values(run: Path) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def _device(ground: Ground) -> Outcome:
     raise Abstain("needs several accelerators, one of which can be taken away")
 
 
-@fault("A8", "a node is cut off from the network")
+@fault("A8", "a node is cut off from the network, with launch.timeout=8")
 def _cut(ground: Ground) -> Outcome:
     if not shutil.which("ip") or os.geteuid() != 0:
         raise Abstain("hosts are made of network namespaces, which needs root and iproute2")
@@ -350,6 +350,8 @@ def _cut(ground: Ground) -> Outcome:
         outcome.promise(
             all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.said[-800:]) for d in ends]}"
         )
+        told = all("(launch.timeout)" in done.said or "node" in done.sentence for done in ends)
+        outcome.promise(told, f"no sentence on both nodes: {[done.said[-800:] for done in ends]}")
         outcome.promise((outcome.seconds or 0) <= 30, f"it took {outcome.seconds} s")
         outcome.promise(not ends[0].orphans, f"{ends[0].orphans} are left")
         outcome.lost = jobs[0].step() - max(job.newest(jobs[0].run), 0)
