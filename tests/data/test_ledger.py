@@ -15,7 +15,7 @@ from unisono.config.split import Split
 from unisono.data import ledger
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader
-from unisono.errors import RecordError
+from unisono.errors import RecordError, RunError
 
 STEPS = 4
 
@@ -106,3 +106,13 @@ def test_a_full_disk_is_told_and_what_follows_from_it_is_not(tmp_path: Path) -> 
     with pytest.raises(RecordError, match=r"rank-00000.jsonl cannot be written \(No space left on device\)"), book:
         book.step(0, [])
         book.flush()
+
+
+@pytest.mark.parametrize(("error", "lines"), [(RunError, 1), (KeyError, 2)])
+def test_who_was_taken_over_writes_no_more_lines(tmp_path: Path, error: type[Exception], lines: int) -> None:
+    """The file belongs to the start that goes on; any other error leaves all steps that were made."""
+    with pytest.raises(error), Ledger(tmp_path, 0, 1, 0, "0") as book:
+        book.flush()
+        book.step(0, [])
+        raise error("taken over")
+    assert len((tmp_path / ledger.FOLDER / "rank-00000.jsonl").read_text().splitlines()) == lines

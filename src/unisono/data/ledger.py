@@ -23,7 +23,7 @@ import numpy as np
 from unisono.data.making import MicroBatch
 from unisono.data.order import mix
 from unisono.data.plan import Taken
-from unisono.errors import RecordError
+from unisono.errors import RecordError, RunError
 from unisono.files import recording
 
 FOLDER = "ledger"
@@ -76,9 +76,10 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The error that ends the run is told, and not what follows from it.
-        with suppress(OSError, RecordError) if kind is not None else nullcontext():
-            self.flush()
+        if kind is None or not issubclass(kind, RunError):  # else the file belongs to who has taken over the run
+            # The error that ends the run is told, and not what follows from it.
+            with suppress(OSError, RecordError) if kind is not None else nullcontext():
+                self.flush()
         with suppress(OSError):  # of what could not be written
             self._file.close()
 

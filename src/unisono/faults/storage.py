@@ -258,7 +258,40 @@ def _second(ground: Ground) -> Outcome:
 
 @fault("C28b", "an owner that was frozen while another took its run over does not write any more")
 def _fenced(ground: Ground) -> Outcome:
-    raise Abstain("shown by tests/supervise with a lease of another host; one host takes a living process's word")
+    """The other has process numbers of its own: neither sees whether the other lives, as on two hosts."""
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        raise Abstain("a second host is made of a namespace of process numbers, which needs root and util-linux")
+    words = ("task.sleep=0.05", "train.steps=60", "checkpoint.every=6")
+    before = ground.unharmed(*words)
+    with ground.job(*words) as run:
+        in_full_run(run)
+        run.reaches(8)
+        first = run.processes()
+        for pid in first:
+            os.kill(pid, signal.SIGSTOP)
+        other = subprocess.run(
+            [*apart, *job.train("layout.world_size=2", *words)], cwd=ground.own, capture_output=True, text=True,
+            timeout=180,
+        )  # fmt: skip
+        outcome = Outcome()
+        outcome.promise(other.returncode == 0, f"the other: {other.returncode}: {other.stderr[-1500:]}")
+        outcome.exact = other.returncode == 0 and job.state(run.run) == before
+        kept = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        began = time.monotonic()
+        for pid in first:
+            os.kill(pid, signal.SIGCONT)
+        done = run.finish(60)
+        outcome.said, outcome.seconds = done.sentence, round(done.ended - began, 1)
+        outcome.promise(done.code == REFUSED, f"the first: {done.code}: {done.said[-1500:]}")
+        outcome.promise("taken over" in done.said, f"it is not said: {done.said[-1500:]}")
+        left = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        outcome.promise(left == kept, f"it wrote {set(left) ^ set(kept)}")
+        after = job.state(run.run)
+        outcome.exact = outcome.exact and after == before
+        differing = [name for name in after | before if after.get(name) != before.get(name)]
+        outcome.promise(bool(outcome.exact), f"it ended otherwise: {differing}")
+    return outcome
 
 
 @fault("C29", "names with spaces, letters of any language, a leading dash, 255 bytes, a loop of links")
