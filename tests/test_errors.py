@@ -31,6 +31,7 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
         (errors.DesyncError, 8),
         (errors.MemoryExhaustedError, 6),
         (errors.SaveError, 7),
+        (errors.RecordError, 7),
         (errors.UploadError, 7),
         (errors.LostError, 9),
         (errors.StuckError, 10),
@@ -46,7 +47,7 @@ def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
         "DeadlineError", "DesyncError", "KernelError", "SpikeError", "MemoryExhaustedError", "SaveError", "UploadError",
-        "LostError", "StuckError", "FormatError", "Preempted",
+        "LostError", "StuckError", "FormatError", "Preempted", "RecordError",
     }  # fmt: skip
 
 

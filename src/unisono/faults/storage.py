@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unisono.faults import job
@@ -38,9 +38,10 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
 def filled(folder: Path, leaving: int) -> Iterator[Path]:
     """A file that takes all the room of a disk but so many bytes."""
     path = folder / "filler"
-    with path.open("wb") as file:
-        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-        file.write(b"\0" * max(0, free - leaving))
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with suppress(OSError), path.open("wb", buffering=0) as file:  # others write meanwhile
+        for _ in range(0, free - leaving, 4096):
+            file.write(b"\0" * 4096)
     yield path
     path.unlink(missing_ok=True)
 

@@ -205,13 +205,24 @@ def test_without_weights_routers_are_not_asked(data: Corpus) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_gradients_of_the_grouped_product_are_those_of_the_loop(data: Corpus, name: str, precision: str) -> None:
-    """To what a change of the weights in their last bit makes of them."""
-    made = {how: gradients(task(data, name, experts=how), precision) for how in ("loop", "grouped")}
+def test_gradients_of_the_grouped_product_are_those_of_the_loop(
+    data: Corpus, name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what a change of the weights in their last bit makes of them; on some processors they are the same bits."""
+    made, products = {}, []
+    whole = torch.nn.functional.grouped_mm
+
+    def watched(*given: Any, **more: Any) -> Tensor:
+        products.append(how)
+        return whole(*given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    for how in ("loop", "grouped"):
+        made[how] = gradients(task(data, name, experts=how), precision)
+    assert set(products) == {"grouped"}
     floor = distance(gradients(task(data, name, experts="loop"), precision, perturbed), made["loop"])
     assert all(np.any(gradient) for gradient in made["loop"].values())
-    assert any(not np.array_equal(made["loop"][n], made["grouped"][n]) for n in made["loop"]), "the same kernel"
-    assert 0 < distance(made["grouped"], made["loop"]) < 8 * floor < 0.5
+    assert distance(made["grouped"], made["loop"]) < 8 * floor < 0.5
 
 
 def test_under_autocast_experts_are_multiplied_in_its_precision(data: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
