@@ -48,26 +48,16 @@ def filled(folder: Path, leaving: int) -> Iterator[Path]:
 
 @fault("C20", "the disk is full when a shard is written", quick=True)
 def _full(ground: Ground) -> Outcome:
-    words = ("train.steps=200", "task.width=60000", "checkpoint.every=5", "task.sleep=0.05")
-    before = ground.unharmed(*words)
-    with small_disk(ground.own / "runs", 120):
-        with ground.job(*words) as run:
-            in_full_run(run)
-            run.reaches(11)
-            began = time.monotonic()
-            with filled(ground.own / "runs", 200_000):
-                done = run.finish()
-                outcome = ground.judge(run, done, began, UNSAVED, ("space",), 60.0)
-                kept, made = job.newest(run.run), run.step()
-                outcome.promise(kept > 0, "no commit can be loaded")
-                outcome.promise(not list((run.run / "checkpoints").glob(".*")), "a fragment is left")
-            outcome.lost = made - kept
-        ground.go_on(outcome, before, *words)
-    return outcome
+    return _without_room(ground, 200_000)
 
 
 @fault("C20c", "the disk is full to the last byte, so that no record of a step can be written either")
 def _full_to_the_last_byte(ground: Ground) -> Outcome:
+    return _without_room(ground, 0)
+
+
+def _without_room(ground: Ground, leaving: int) -> Outcome:
+    """A run whose disk has so many bytes left, once it has a checkpoint."""
     words = ("train.steps=200", "task.width=60000", "checkpoint.every=5", "task.sleep=0.05")
     before = ground.unharmed(*words)
     with small_disk(ground.own / "runs", 120):
@@ -75,11 +65,13 @@ def _full_to_the_last_byte(ground: Ground) -> Outcome:
             in_full_run(run)
             run.reaches(11)
             began = time.monotonic()
-            with filled(ground.own / "runs", 0):
+            with filled(ground.own / "runs", leaving):
                 done = run.finish()
                 outcome = ground.judge(run, done, began, UNSAVED, ("space",), 60.0)
                 kept, made = job.newest(run.run), run.step()
                 outcome.promise(kept > 0, "no commit can be loaded")
+                fragments = list((run.run / "checkpoints").glob(".*"))
+                outcome.promise(not (fragments and leaving), "a fragment is left")
             outcome.lost = made - kept
         ground.go_on(outcome, before, *words)
     return outcome
