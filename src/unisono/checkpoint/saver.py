@@ -203,7 +203,7 @@ class Saver:
                 late = ", ".join(str(rank) for rank, (over, *_) in enumerate(told) if not over)
                 self._fail(
                     flight,
-                    "",
+                    SaveError.__name__,
                     f"rank {late} has not written its part for {self._deadline:g} s "
                     "(launch.deadlines.save); its disk does not answer",
                 )
@@ -237,5 +237,5 @@ class Saver:
 def _sentence(made: int, saved: int, kind: str, text: str) -> str:
     """What happened to a save, for people."""
     since = f"the newest is of step {saved}" if saved else "there is none yet"
-    why = text if kind in ("", SaveError.__name__) else f"{kind}: {text}"
+    why = text if kind == SaveError.__name__ else f"{kind}: {text}"
     return f"the checkpoint of step {made} was not written ({since}): {why}"

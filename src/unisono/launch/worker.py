@@ -91,7 +91,7 @@ def logged(folder: Path, place: Place) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logs.fault(folder, place, str(error) if isinstance(error, UnisonoError) else traceback.format_exc())
+        logs.fault(folder, place, _text(error))
         raise
 
 

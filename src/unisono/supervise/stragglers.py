@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping
 
 from unisono.pulse import Record
@@ -35,7 +36,9 @@ class Stragglers:
         self._begun: dict[int, Record] = {}
         self._slow: set[tuple[int, str]] = set()
         self._told: set[tuple[int, str]] = set()
-        self._waits: list[float] = []  # a step, of the rank that waits least, in the windows so far
+        self._waits: deque[float] = deque(
+            maxlen=_WINDOWS
+        )  # a step, of the rank that waits least, in the windows so far
 
     def look(self, records: Mapping[int, Record]) -> list[str]:
         """A sentence for each rank that has become a straggler since the last look, or for what lies between them.
@@ -70,7 +73,7 @@ class Stragglers:
                         f"{usual:.3g} s ({mean / max(usual, 1e-9):.1f} times), {window}"
                     )
         wait = min(_means("wait", begun, records).values(), default=0.0)
-        before = statistics.median(self._waits[-_WINDOWS:]) if len(self._waits) >= _ENOUGH else math.inf
+        before = statistics.median(self._waits) if len(self._waits) >= _ENOUGH else math.inf
         if not slow and wait >= self._factor * before and wait - before >= _EXCESS:
             slow.add(_ALL)
             if _ALL in self._slow and _ALL not in self._told:
