@@ -78,7 +78,7 @@ class Ledger:
     ) -> None:
         if kind is None or not issubclass(kind, RunError):  # else the file belongs to who has taken over the run
             # The error that ends the run is told, and not what follows from it.
-            with suppress(OSError, RecordError) if kind is not None else nullcontext():
+            with suppress(RecordError) if kind is not None else nullcontext():
                 self.flush()
         with suppress(OSError):  # of what could not be written
             self._file.close()

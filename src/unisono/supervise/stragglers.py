@@ -36,9 +36,8 @@ class Stragglers:
         self._begun: dict[int, Record] = {}
         self._slow: set[tuple[int, str]] = set()
         self._told: set[tuple[int, str]] = set()
-        self._waits: deque[float] = deque(
-            maxlen=_WINDOWS
-        )  # a step, of the rank that waits least, in the windows so far
+        # Of the rank that waits least, a step, in the last windows.
+        self._waits: deque[float] = deque(maxlen=_WINDOWS)
 
     def look(self, records: Mapping[int, Record]) -> list[str]:
         """A sentence for each rank that has become a straggler since the last look, or for what lies between them.

@@ -541,8 +541,8 @@ class TorchEngine:
         """Let go of the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
         self._desync.close()
-        parts = "_wrapped _step _optimizer _average _adapter _state _trainable _ordered _carry _buffers _crossing"
-        for name in [*parts.split(), "_statistics"]:
+        parts = "_wrapped _step _optimizer _average _adapter _state _trainable"
+        for name in f"{parts} _ordered _carry _buffers _crossing _statistics".split():
             self.__dict__.pop(name, None)
         gc.collect()
 
