@@ -2,12 +2,12 @@
 
     python -m benchmarks.desync [--write] [--rounds 30]
 
-A collective that is noted, beside one that is not: CPU time of the thread that calls it, in a group of one process,
-where the collective itself does nothing, from FSDP's depth of frames; blocks with and without take turns. An all-reduce
-is seen in torch's dispatcher, FSDP's gathers and scatters at the methods that Python calls. Then steps of
+A collective that is noted, beside one that is not: the time until the backend has it, in a group of one process, with a
+product of matrices before each, as the caches of a training step are cold. An all-reduce is seen in torch's dispatcher;
+gathers and scatters of FSDP units are noted where FSDP hands them over, and compared with its own way. Then steps of
 about 100 ms of a model of 12 blocks, under DDP and FSDP2: how many collectives they make; what a comparison takes of
-the process that comes to it last, which waits for nobody (the others would wait for it in the next reduction); what
-both come to; and, as far as the machine's noise lets it be seen, the step itself with and without, and without again,
+the process that comes to it last, which waits for nobody (the others would wait for it in the next reduction); what all
+this comes to; and, as far as the machine's noise lets it be seen, the step itself with and without, and without again,
 in turns.
 """
 
@@ -24,19 +24,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from benchmarks import page
 from tests import processes
 from tests.runs import configuration
+from unisono.calls import COMPARISON
 from unisono.config.split import Split
 from unisono.data.loader import Loader
 from unisono.data.planning import plan_of
+from unisono.engines.torch import units
 from unisono.engines.torch.desync import Desync
 from unisono.engines.torch.engine import TorchEngine
 from unisono.place import Group, Place
 from unisono.task import Context, Loss, Task
 
-CALLS, DEPTH, STEPS = 300, 15, 3
+CALLS, DEPTH, STEPS = 100, 15, 3
+KINDS = {"all_reduce": "all_reduce", "gather": "all_gather_into_tensor", "scatter": "reduce_scatter_tensor"}
 WIDTH, BLOCKS, ROWS = 384, 12, 384
 
 
@@ -68,29 +73,36 @@ def deep(depth: int, act: Callable[[], Any]) -> Any:
 
 
 def noted(place: Place, rounds: int) -> dict[str, list[float]]:
-    """Microseconds by which a collective that is noted takes longer, by where it is seen and round."""
+    """Microseconds by which a collective that is noted takes longer, by its kind and round."""
     groups = [dist.new_group([rank]) for rank in range(place.world_size)]
     own, tensor, out = groups[place.rank], torch.ones(4), torch.ones(4)
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch >= 2.13, and before
-    made: dict[str, Callable[[], Any]] = {
-        "dispatcher": lambda: dist.all_reduce(tensor, group=own),
-        "method": lambda: gather(out, tensor, group=own),
-    }
+    rows, weight = torch.ones(ROWS // 2, WIDTH), torch.ones(WIDTH, WIDTH)
+    desync = Desync(place, 60.0, wanted=True)
+    ours = units.Gather("FSDP unit 3", desync.note), units.Scatter("FSDP unit 3", desync.note)
+    torchs = DefaultAllGather(), DefaultReduceScatter()
 
-    def block(act: Callable[[], Any]) -> float:
-        began = time.thread_time()
+    def block(kind: str, gather: Any, scatter: Any) -> float:
+        made: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(tensor, group=own, async_op=True),
+            "gather": lambda: gather(out, tensor, own, async_op=True),
+            "scatter": lambda: scatter(out, tensor, own, dist.ReduceOp.SUM, async_op=True),
+        }
+        times = []
         for _ in range(CALLS):
-            deep(DEPTH, act)
-        return (time.thread_time() - began) / CALLS * 1e6
+            torch.mm(rows, weight)
+            began = time.perf_counter()
+            work = deep(DEPTH, made[kind])
+            times.append(time.perf_counter() - began)
+            work.wait()
+        return statistics.median(times) * 1e6
 
-    found: dict[str, list[float]] = {name: [] for name in made}
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):
-        for name, act in made.items():
-            without = block(act)
-            desync = Desync(place, 60.0, wanted=True)
+        for kind, times in found.items():
+            without = block(kind, *torchs)
             desync.start()
-            block(act)
-            found[name].append(block(act) - without)
+            block(kind, *ours)
+            times.append(block(kind, *ours) - without)
             desync.close()
     return found
 
@@ -140,9 +152,11 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
 
     block()
     before = engine._desync._log.calls()[-1].number
-    block()
-    calls = [call.what.operation for call in engine._desync._log.calls() if call.number > before]
-    by_method = sum(name in ("all_gather_into_tensor", "reduce_scatter_tensor") for name in calls)
+    engine.step(batches, number, {"lr": 1e-4})
+    ring = [call.what for call in engine._desync._log.calls() if call.number > before]
+    calls = [what.operation for what in ring if what.site != COMPARISON]  # whose time is taken as a whole
+    counts = {kind: calls.count(name) for kind, name in KINDS.items()}
+    assert sum(counts.values()) == len(calls)
     engine._desync.close()
     found: dict[str, list[float]] = {"with": [], "without": [], "without, again": []}
     compared = []
@@ -150,13 +164,17 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
         for name, times in found.items():
             engine._desync = desync = Timed(place, 60.0, wanted=name == "with", ddp=strategy == "ddp")
             desync.start()
+            for module in engine._wrapped.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(DefaultAllGather())
+                    module.set_custom_reduce_scatter(DefaultReduceScatter())
+            desync.watch(engine._wrapped)
             engine.step(batches, number, {"lr": 1e-4})
             times.append(block())
             desync.close()
             compared += desync.times[-STEPS:] if name == "with" else []
     loader.close()
     engine.close()
-    counts = {"dispatcher": (len(calls) - by_method) / STEPS, "method": by_method / STEPS}
     return {"counts": counts, "compared": compared, "times": found}
 
 
@@ -170,10 +188,10 @@ def measure(place: Place, group: Group, rounds: int) -> dict[str, Any]:
 
 def table(rounds: int) -> str:
     ranks = processes.run(measure, 2, rounds, timeout=3600)
-    note = {name: max(statistics.median(rank["noted"][name]) for rank in ranks) for name in ("dispatcher", "method")}
+    note = {kind: max(statistics.median(rank["noted"][kind]) for rank in ranks) for kind in KINDS}
     lines = [
-        f"A collective that is noted takes {note['dispatcher']:.0f} µs longer where the dispatcher is asked, "
-        f"{note['method']:.0f} µs where a method is.",
+        f"That it is noted makes an all-reduce {note['all_reduce']:.0f} µs longer, a gather of an FSDP unit "
+        f"{note['gather']:.0f} µs, a scatter {note['scatter']:.0f} µs.",
         "",
         "| strategy | collectives | comparison | cost of all | of 100 ms | step with | without | without, again |",
         "|---|---|---|---|---|---|---|---|",
@@ -182,13 +200,13 @@ def table(rounds: int) -> str:
         counts = ranks[0][strategy]["counts"]
         last = [min(times) for times in zip(*(rank[strategy]["compared"] for rank in ranks), strict=True)]
         compare = statistics.median(last) * 1e6
-        cost = (sum(note[name] * count for name, count in counts.items()) + compare) / 1e3
+        cost = (sum(note[kind] * count for kind, count in counts.items()) + compare) / 1e3
         medians = [
             max(statistics.median(rank[strategy]["times"][name]) for rank in ranks)
             for name in ("with", "without", "without, again")
         ]
         told = " | ".join(f"{value:.1f} ms" for value in medians)
-        made = f"{counts['dispatcher']:.0f} + {counts['method']:.0f}"
+        made = f"{counts['all_reduce']} + {counts['gather'] + counts['scatter']}"
         lines.append(f"| {strategy} | {made} | {compare:.0f} µs | {cost:.2f} ms | {cost:.2f} % | {told} |")
     told = f"torch {torch.__version__.partition('+')[0]}, {BLOCKS} blocks, medians of {rounds} rounds"
     return "\n".join([*lines, "", f"{told}; {time.strftime('%Y-%m-%d')}."])

@@ -31,9 +31,10 @@ FOLDER = "UNISONO_PULSE"  # names the folder of rings, where there is one
 
 _SLOT = 512  # bytes of a call
 _HEAD = struct.Struct("<8sIII")  # magic, rank, slots, bytes of a slot
-_MAGIC = b"calls-1\n"
-# Number, number in its group, fingerprint, digest of the group after it, length and checksum of what follows.
-_CALL = struct.Struct("<QQQQHI")
+_MAGIC = b"calls-2\n"
+# Number, number in its group, fingerprint, digest of the group after it, length of the text; text and checksum follow.
+_CALL = struct.Struct("<QQQQH")
+_CHECKSUM = 4  # bytes
 _MASK = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that no call is ever multiplied away
 
@@ -162,12 +163,11 @@ class Log:
             else:
                 turn = members.turn = members.turn + 1
                 members.digest = (members.digest * _FACTOR + fingerprint) & _MASK
-            head = _CALL.pack(made, turn, fingerprint, members.digest, len(text), 0)
+            call = _CALL.pack(made, turn, fingerprint, members.digest, len(text)) + text
             # A reader in another process may come in the middle: what does not fit its checksum was not whole.
-            checksum = zlib.crc32(text, zlib.crc32(head))
+            call += zlib.crc32(call).to_bytes(_CHECKSUM, "little")
             at = _HEAD.size + (made - 1) % LAST * _SLOT
-            whole = head[:-4] + checksum.to_bytes(4, "little") + text
-            self._ring[at : at + len(whole)] = whole
+            self._ring[at : at + len(call)] = call
 
     def check(self) -> int:
         """A number whose sum over all processes is 0 modulo 2**64, if in each group all members made the same calls.
@@ -213,7 +213,7 @@ def written(what: What) -> bytes:
     shape = what.shape if len(what.shape) <= 80 else what.shape[:79] + "…"
     about = [what.group[:64], what.ranks, what.operation[:40], what.reduce, what.root, what.dtype, shape, what.aside]
     site = what.site
-    while len(text := json.dumps([*about, site], ensure_ascii=False).encode()) > _SLOT - _CALL.size:
+    while len(text := json.dumps([*about, site], ensure_ascii=False).encode()) > _SLOT - _CALL.size - _CHECKSUM:
         site = "…" + site[len(site) // 4 + 1 :]
     return text
 
@@ -245,10 +245,11 @@ def _parsed(content: bytes) -> list[Call]:
     _, _, slots, size = _HEAD.unpack_from(content)
     found = []
     for at in range(_HEAD.size, min(len(content), _HEAD.size + slots * size), size):
-        number, turn, fingerprint, digest, length, checksum = _CALL.unpack_from(content, at)
-        text = content[at + _CALL.size : at + _CALL.size + length]
-        head = _CALL.pack(number, turn, fingerprint, digest, length, 0)
-        if number and zlib.crc32(text, zlib.crc32(head)) == checksum:
+        number, turn, fingerprint, digest, length = _CALL.unpack_from(content, at)
+        end = at + _CALL.size + length
+        checksum = int.from_bytes(content[end : end + _CHECKSUM], "little")
+        if number and zlib.crc32(content[at:end]) == checksum:
+            text = content[at + _CALL.size : end]
             group, ranks, operation, reduce, root, dtype, shape, aside, site = json.loads(text)
             what = What(group, ranks, operation, reduce, root, dtype, shape, site, aside=aside)
             found.append(Call(number, turn, fingerprint, digest, what))

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from unisono import calls
+from unisono.engines.torch import units
 from unisono.engines.torch.collective import TorchGroup, waiting
 from unisono.engines.torch.intercept import Interception
 from unisono.errors import DeadlineError, DesyncError, page
@@ -58,9 +60,19 @@ class Desync:
         self._log = calls.Log(self._place.rank, calls.folder())
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         assert isinstance(channel, dist.ProcessGroup)
-        self._group = TorchGroup(self._place, self._timeout, channel)
+        self._group, self._channel = TorchGroup(self._place, self._timeout, channel), channel
         self._seen = Interception(self._log, "gradient bucket" if self._ddp else "collective of the backward pass")
         self._members = self._seen.members(channel)
+
+    def watch(self, model: nn.Module) -> None:
+        """See what FSDP sends for the units of a model, by their names."""
+        if self._seen is not None:
+            units.name(model, self.note)
+
+    def note(self, *call: Any) -> None:
+        """Note a call that is made round the dispatcher; see `Interception.note`."""
+        if self._seen is not None:
+            self._seen.note(*call)
 
     def ask(self) -> None:
         """Begin to compare what was called until now, beside whatever is computed before `check`; collective."""
@@ -68,8 +80,10 @@ class Desync:
             return
         value = self._log.check()
         self._sum.fill_(value - 2**64 if value >= 2**63 else value)
-        with self._seen.at(calls.COMPARISON), waiting(self._place, calls.COMPARISON, self._timeout):
-            self._asked = dist.all_reduce(self._sum, group=self._group.channel, async_op=True)
+        self._seen.note("allreduce_", self._channel, self._sum, calls.COMPARISON)
+        with waiting(self._place, calls.COMPARISON, self._timeout):
+            backend: Any = self._channel._get_backend(self._sum.device)
+            self._asked = backend.allreduce([self._sum])
 
     def check(self, when: str) -> None:
         """What was asked, or is now asked, answered; collective.
@@ -114,7 +128,7 @@ class Desync:
             self._seen.close()
             self._log.close()
             self._seen = None
-            del self._group, self._members  # a process group must be free of its users before it is left
+            del self._group, self._channel, self._members  # a process group must be free of its users before it is left
 
     def _wait(self, work: dist.Work, when: str) -> None:
         """Wait, and look meanwhile whether somebody of this node cannot come, since it waits for this process."""

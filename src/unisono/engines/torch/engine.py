@@ -140,6 +140,7 @@ class TorchEngine:
         self._wrapped = wrap.wrap(
             self._step, self._layout, self._precision, self._device, self._place.world_size, self._config.launch.timeout
         )
+        self._desync.watch(self._wrapped)
         self._trainable = [parameter for parameter in self._step.parameters() if parameter.requires_grad]
         self._ordered = None
         if self._layout.reduction == "ordered":

@@ -3,8 +3,8 @@
 All of them, whoever makes them, pass torch's dispatcher as operators `c10d::…`: those of a task, functional ones, those
 of compiled code, of DTensor, and of DDP, whose reducer calls from C++. A kernel at `BackendSelect`, which is in every
 call's way on every device and below autograd and fake tensors, notes the call and passes it on. The conversion of the
-arguments to Python and back costs more than the note (`benchmarks/desync.py`). FSDP2 makes three calls for every block
-of a model, so what it calls is seen at the methods of `ProcessGroup` instead, where Python calls them.
+arguments to Python and back costs more than the note (`benchmarks/desync.py`); what this package sends itself at every
+step, and FSDP's three calls for every unit of a model (`units`), are noted where they are made instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.library import Library
 
 from unisono import calls
@@ -68,13 +67,6 @@ _BETWEEN_TWO = {"send", "recv_", "recv_any_source_"}
 _ANY_SITE = {"broadcast_", "reduce_", "gather_", "scatter_", *_SHAPELESS}
 _REDUCE = {value.value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
 
-# Operators that Python alone calls, by these methods: the names of torch >= 2.13, and those before. The exception, of
-# code that the inductor has compiled, is `_c10d_functional::all_gather_into_tensor_out`.
-_METHODS = {
-    "_allgather_base_": ("all_gather_single", "_allgather_base"),
-    "_reduce_scatter_base_": ("reduce_scatter_single", "_reduce_scatter_base"),
-}
-
 _KINDS = 4096  # of calls whose fingerprints are kept; shapes that always change make more
 
 
@@ -93,34 +85,19 @@ class Interception:
         self._sites = _Sites()
         self._bucket = 0
         self._named = ""
-        self._libraries = Library("c10d", "IMPL"), Library("_c10d_functional", "IMPL")
+        self._library = Library("c10d", "IMPL")
         self._below = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
         for name in sorted(torch._C._dispatch_get_all_op_names()):
             space, _, name = name.partition("::")
-            if space == "c10d" and name not in _METHODS:
+            if space == "c10d":
                 operator = getattr(torch.ops.c10d, name).default
                 arguments = [argument.name for argument in operator._schema.arguments]
                 if "process_group" in arguments:
-                    kernel = self._kernel(operator, arguments)
-                    self._libraries[0].impl(name, kernel, "BackendSelect", with_keyset=True)
-        gather = self._compiled_gather(torch.ops._c10d_functional.all_gather_into_tensor_out.default)
-        self._libraries[1].impl("all_gather_into_tensor_out", gather, "BackendSelect", with_keyset=True)
-        self._methods = {
-            name: vars(dist.ProcessGroup)[name]
-            for names in _METHODS.values()
-            for name in names
-            if name in vars(dist.ProcessGroup)
-        }
-        for operator, names in _METHODS.items():
-            for name in self._methods.keys() & names:
-                setattr(dist.ProcessGroup, name, self._method(operator, self._methods[name]))
+                    self._library.impl(name, self._kernel(operator, arguments), "BackendSelect", with_keyset=True)
 
     def close(self) -> None:
         """Let calls go their way unseen again."""
-        for library in self._libraries:
-            library._destroy()
-        for name, method in self._methods.items():
-            setattr(dist.ProcessGroup, name, method)
+        self._library._destroy()
 
     @contextmanager
     def at(self, site: str) -> Iterator[None]:
@@ -155,54 +132,49 @@ class Interception:
             reduce = -1 if reduce_at is None else given[reduce_at].op()
             root = -1 if root_at is None else given[root_at]
             members = self.members(unbox(given[group_at]))
-            self._note(name, members, reduce, root, shape_of(given[tensors_at]), sys._getframe(1))
+            site = self._named
+            code, line = (None, 0) if site else self._sites.caller(sys._getframe(1))
+            self._add(name, members, reduce, root, shape_of(given[tensors_at]), code, line, site)
             return redispatch(keyset & below, *given)
 
         return kernel
 
-    def _compiled_gather(self, operator: Any) -> Callable[..., Any]:
-        """What takes the place of the functional operator that gathers into a given tensor."""
-        redispatch, below = operator._handle.redispatch_boxed, self._below
+    def note(self, name: str, group: dist.ProcessGroup, tensor: Tensor, site: str, reduce: int = -1) -> None:
+        """Write a call into the log that is about to be made round the dispatcher.
 
-        def kernel(keyset: Any, given: Any, size: int, group: Any, *, out: Any) -> Any:
-            members = self.members(_resolve_process_group(group))
-            self._note("_allgather_base_", members, -1, -1, _shape(out), sys._getframe(1))
-            return redispatch(keyset & below, given, size, group, out=out)
+        Args:
+            name: of the operator that it would be there, without `c10d::`.
+            group: in which it is made.
+            tensor: whose dtype and shape have to be the same on all members.
+            site: where it comes from, the same on all members.
+            reduce: value of the ReduceOp.
+        """
+        shape = (tensor.dtype,), (tensor.shape,)
+        self._add(name, self.members(group), reduce, -1, shape, None, 0, site)
 
-        return kernel
-
-    def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of a method of `ProcessGroup`: note the call of the operator, then make it."""
-        scatters = name in _ALIKE
-        at, keyword = (1, "inputTensor") if scatters else (0, "output")
-
-        def noting(group: dist.ProcessGroup, *given: Any, **named: Any) -> Any:
-            tensor = given[at] if len(given) > at else named[keyword]
-            reduce = -1
-            if scatters:
-                options = given[2] if len(given) > 2 else named.get("opts")
-                reduce = dist.ReduceOp.SUM.value if options is None else options.reduceOp.op.value
-            self._note(name, self.members(group), reduce, -1, _shape(tensor), sys._getframe(1))
-            return method(group, *given, **named)
-
-        return noting
-
-    def _note(
-        self, name: str, members: calls.Members, reduce: int, root: int, shape: Any, frame: FrameType | None
+    def _add(
+        self,
+        name: str,
+        members: calls.Members,
+        reduce: int,
+        root: int,
+        shape: Any,
+        code: CodeType | None,
+        line: int,
+        site: str,
     ) -> None:
-        """Write a call into the log, before it is made from a frame."""
-        code, line = self._sites.caller(frame)
-        path = None if code is None else code.co_filename  # code is dear to hash
-        if path is None:
+        """Write a call into the log, from a line of code, from C++ (no code and no site), or from what a site names."""
+        if code is None and not site:
             self._bucket += 1
             line = self._bucket
         else:
             self._bucket = 0
         aside = name in _BETWEEN_TWO or not self._in_order()
-        key = (name, members.name, reduce, root, shape, path, line, self._named, aside)
+        path = None if code is None else code.co_filename  # code is dear to hash
+        key = (name, members.name, reduce, root, shape, path, line, site, aside)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kind(members, name, reduce, root, shape, code, line, aside)
+            kind = self._kind(members, name, reduce, root, shape, code, line, site, aside)
             if len(self._kinds) >= _KINDS:
                 self._kinds.clear()
             self._kinds[key] = kind
@@ -225,12 +197,11 @@ class Interception:
         shape: Any,
         code: CodeType | None,
         line: int,
+        site: str,
         aside: bool,
     ) -> tuple[int, bytes]:
-        site, key = f"{self._buckets} {line - 1}", f"{self._buckets} {line - 1}"
-        if self._named:
-            site = key = self._named
-        elif code is not None:
+        key = site = site or f"{self._buckets} {line - 1}"
+        if code is not None:
             site, key = f"{told(code.co_filename)}:{line}", f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
         dtypes, shapes = shape
         what = calls.What(

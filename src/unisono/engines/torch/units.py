@@ -1,0 +1,78 @@
+"""What FSDP sends for one unit of a model: noted under the unit's name, and handed to the backend.
+
+The dispatcher, where all other collectives are seen, asks Python for each of them, and FSDP2 makes three for every
+unit. At the place that FSDP has for communication of one's own they cost next to nothing. The name tells more than a
+line could: of two equal units that ranks call in another order, each rank would be given pieces of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+Note = Callable[[str, dist.ProcessGroup, Tensor, str, int], None]  # see `Interception.note`
+
+
+def name(model: nn.Module, note: Note) -> None:
+    """Have all units of a model that FSDP has wrapped noted before they are sent.
+
+    Args:
+        model: the outermost module.
+        note: is told of each.
+    """
+    for path, module in reversed(list(model.named_modules())):  # modules that share a unit: the first names it
+        if isinstance(module, FSDPModule):
+            site = f"FSDP unit {path.removeprefix('model.')}" if path else "the outermost FSDP unit"
+            module.set_custom_all_gather(Gather(site, note))
+            module.set_custom_reduce_scatter(Scatter(site, note))
+
+
+class _Unit:
+    def __init__(self, site: str, note: Note) -> None:
+        self._site, self._note = site, note
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Unit, AllGather):
+    """How the parameters of a unit are gathered."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """See torch's `all_gather_into_tensor`."""
+        self._note("_allgather_base_", group, output_tensor, self._site, -1)
+        options: Any = AllgatherOptions()
+        options.asyncOp = async_op
+        backend: Any = group._get_backend(output_tensor.device)
+        return _made(backend._allgather_base(output_tensor, input_tensor, options), async_op)
+
+
+class Scatter(_Unit, ReduceScatter):
+    """How the gradients of a unit are reduced."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """See torch's `reduce_scatter_tensor`."""
+        options: Any = ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = op, async_op
+        self._note("_reduce_scatter_base_", group, input_tensor, self._site, options.reduceOp.op.value)
+        backend: Any = group._get_backend(input_tensor.device)
+        return _made(backend._reduce_scatter_base(output_tensor, input_tensor, options), async_op)
+
+
+def _made(work: dist.Work, async_op: bool) -> dist.Work | None:
+    """What torch's own functions return."""
+    if async_op:
+        return work
+    work.wait()
+    return None
