@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.place import Alone, Json, Party, while_first
+from unisono.launch import network
+from unisono.place import Alone, Json, Party, while_first, written
 
 PATIENCE = 2.0
 
@@ -78,3 +79,9 @@ def test_whoever_is_gone_holds_up_nothing(both: list[Party]) -> None:
 def test_alone_it_is_a_call() -> None:
     threads = threading.active_count()
     assert while_first(Alone(), threading.active_count, "the work") == threads
+
+
+@pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")])
+def test_an_address_is_written_as_it_is_read(host: str, text: str):
+    assert written(host, 29400) == text
+    assert network.rendezvous(text) == (host, 29400)

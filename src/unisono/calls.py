@@ -218,6 +218,18 @@ def written(what: What) -> bytes:
     return text
 
 
+def shortened(content: bytes, calls: int) -> bytes:
+    """A ring's file with its last calls alone."""
+    magic, rank, slots, size = _HEAD.unpack_from(content)
+    made = [content[at : at + size] for at in range(_HEAD.size, _HEAD.size + slots * size, size)]
+    kept = sorted((one for one in made if _number(one)), key=_number)[-calls:]
+    return bytes(_HEAD.pack(magic, rank, len(kept), size) + b"".join(kept))
+
+
+def _number(slot: bytes) -> int:
+    return int(_CALL.unpack_from(slot)[0])
+
+
 def read(path: Path) -> list[Call]:
     """The calls of a ring's file, in their order; a call that is just being written is left out.
 

@@ -7,6 +7,7 @@ small JSON messages, named so that a wait that ends in an error can say what it 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,17 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 _PATIENCE = 10.0  # seconds for others to hear that something is over
+SHARES_PORT = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)  # on the sockets of a launcher and its rank 0 alone
 Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
+
+
+def written(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets.
+
+    >>> written("10.0.0.1", 29400), written("fd00::1", 29400)
+    ('10.0.0.1:29400', '[fd00::1]:29400')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True)

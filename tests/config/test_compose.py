@@ -94,6 +94,8 @@ def test_a_value_counts_more_than_the_group_chosen_after_it():
         ("'/data/ä-ö.txt'", "/data/ä-ö.txt"),
         (r"'C:\data\new'", r"C:\data\new"),
         ("*.embed_tokens.*", "*.embed_tokens.*"),
+        ("10.0.0.1:29400", "10.0.0.1:29400"),
+        ("[fd00::1]:29400", "[fd00::1]:29400"),
     ],
 )
 def test_a_value_is_read_as_it_is_written(text: str, value: object):

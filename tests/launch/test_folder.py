@@ -207,6 +207,32 @@ def test_allowing_one_change_allows_no_other():
     assert "optim.lr" not in told
 
 
+def test_a_run_whose_name_differs_in_large_and_small_letters_alone_is_another_where_the_disk_takes_both_for_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make()
+    (here / "runs" / "A").symlink_to("a")
+    monkeypatch.setattr(folder, "folds", lambda path: path.name in ("a", "A"))
+    assert refusal(config(name="A")) == (
+        "runs/A already holds the run 'a': this file system does not tell large letters from small ones. "
+        "Choose another run.name, or go on with that run by run.name=a"
+    )
+    assert folder.check(config()).run.name == "a"
+
+
+def test_large_and_small_letters_are_told_apart_where_both_names_are_listed_or_one_is_not_there(here: Path):
+    make()
+    assert not folder.folds(here / "runs" / "a")
+    make(name="A")
+    assert not folder.folds(here / "runs" / "a")
+    assert not folder.folds(here / "runs" / "1")
+
+
+def test_a_run_whose_folder_was_renamed_goes_on_under_its_new_name(here: Path):
+    make().rename(here / "runs" / "A")
+    assert folder.check(config(name="A")).run.name == "A"
+
+
 def test_a_run_that_must_not_be_resumed_is_refused():
     make()
     assert refusal(config("run.resume=never")).startswith("runs/a already holds a run, and run.resume=never;")

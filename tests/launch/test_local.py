@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.launcher import api
 
 from tests import tasks
 from unisono.config import resolve
-from unisono.launch import local
+from unisono.launch import local, network
 from unisono.launch.environment import OURS
 from unisono.place import Node
 
@@ -48,6 +49,21 @@ def test_a_launch_leaves_the_environment_as_it_was(
         ("3", f"unisono-{os.getpid()}"), ("2", f"unisono-{os.getpid()}"),
     ]  # fmt: skip
     assert dict(os.environ) == before
+
+
+def test_a_launch_keeps_the_port_at_which_its_processes_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken: list[tuple[str, int]] = []
+
+    def starts(settings: api.LaunchConfig, _: str) -> Any:
+        place = network.rendezvous(settings.rdzv_endpoint)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        return lambda *words: taken.append(place)
+
+    monkeypatch.setattr(api, "elastic_launch", starts)
+    launch(tmp_path, 1)
+    with socket.socket() as other:
+        other.bind(*taken)
 
 
 def test_a_launch_leaves_signals_to_whom_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -81,3 +81,37 @@ def test_no_way_to_a_host_is_told_with_the_interfaces(monkeypatch: pytest.Monkey
     monkeypatch.setattr(network.socket, "socket", NoWay)
     with pytest.raises(ConfigError, match=r"no route to 10.0.0.1 \(Network is unreachable\); its interfaces: "):
         network.towards("10.0.0.1", 1)
+
+
+# where the processes of one host meet ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "found"), [(("127.0.0.1", "::1"), "127.0.0.1"), (("127.0.0.1",), "127.0.0.1"), (("::1",), "::1")]
+)
+def test_processes_of_one_host_meet_at_the_loopback_of_either_kind(
+    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], found: str
+):
+    def reserved(address: str) -> socket.socket:
+        if address not in there:
+            raise OSError(99, "Cannot assign requested address")
+        return socket.socket()
+
+    monkeypatch.setattr(network, "reserved", reserved)
+    assert network.loopback() == found
+
+
+def test_a_host_whose_loopback_is_down_is_told_how_to_mend_it(host: None, monkeypatch: pytest.MonkeyPatch):
+    def reserved(address: str) -> socket.socket:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(network, "reserved", reserved)
+    with pytest.raises(ConfigError, match=r"neither 127\.0\.0\.1 nor ::1.* eth0 10\.0\.0\.5.*`ip link set lo up`"):
+        network.loopback()
+
+
+def test_a_port_that_is_kept_is_nobody_else_s():
+    with network.reserved("127.0.0.1") as kept, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(kept.getsockname())

@@ -39,3 +39,36 @@ def test_the_two_that_differ_are_named_and_a_ring_that_cannot_be_read_is_left_ou
         "rank 2 did all_gather(float32, [4]) at task.py:30"
     )
     assert desync.last(tmp_path)[2] == "all_gather(float32, [4]) at task.py:30"
+
+
+def test_nodes_that_see_each_others_rings_name_two_ranks_of_two_of_them(tmp_path: Path) -> None:
+    shared, nodes = tmp_path / "shared", [tmp_path / f"node-{number}" for number in range(2)]
+    for folder in (shared, *nodes):
+        folder.mkdir()
+    for rank, last in enumerate((SUM, OTHER)):
+        log, members = Log(rank, nodes[rank]), Members("0", range(3), rank)
+        for what in [SUM] * 2000 + [last]:
+            log.add(members, what.fingerprint, written(what))
+    assert desync.explain(nodes[0]) is desync.explain(nodes[1]) is None
+    assert desync.explain_across(nodes[0], shared, 2, patience=0.01) is None  # the other has left nothing yet
+    told = desync.explain_across(nodes[1], shared, 2)
+    assert told == (
+        "ranks made different collectives. call 2001: rank 0 did all_reduce(SUM, float32, [4]) at task.py:12, "
+        "rank 1 did all_gather(float32, [4]) at task.py:30"
+    )
+    assert desync.explain_across(nodes[0], shared) == told
+    left = sorted(shared.iterdir())
+    assert [path.name for path in left] == ["rank-00000.calls", "rank-00001.calls"]
+    assert max(path.stat().st_size for path in left) < 40_000  # their last calls alone
+
+
+def test_a_rank_of_another_node_that_is_only_behind_is_not_called_desynchronised(tmp_path: Path) -> None:
+    shared, nodes = tmp_path / "shared", [tmp_path / f"node-{number}" for number in range(2)]
+    for folder in (shared, *nodes):
+        folder.mkdir()
+    for rank, calls in enumerate((70, 3)):
+        log, members = Log(rank, nodes[rank]), Members("0", range(3), rank)
+        for _ in range(calls):
+            log.add(members, SUM.fingerprint, written(SUM))
+    assert desync.explain_across(nodes[0], shared, patience=0.0) is None
+    assert desync.explain_across(nodes[1], shared, patience=0.0) is None

@@ -240,8 +240,10 @@ def _read(override: str, folders: list[Path]) -> _Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
 
+    # An IPv6 address and a port, `[fd00::1]:29400`, is a text: Hydra begins to read a list, and fails at its end.
+    quoted = re.sub(r"=(\[[^\[\],]+\]:\d+)$", r"='\1'", override)
     try:
-        parsed = OverridesParser.create().parse_override(override)
+        parsed = OverridesParser.create().parse_override(quoted)
     except Exception as error:
         raise ConfigError(
             f"override '{override}' cannot be read: {_first_lines(str(error))}. Quote values with special signs: "

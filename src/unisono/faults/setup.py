@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from unisono.faults.death import DIED, in_full_run, kill
 from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 
-REFUSED, UNREACHED, PREEMPTED = 2, 5, 75
+REFUSED, PREEMPTED = 2, 75
 
 
 def by_hand(
@@ -78,6 +77,17 @@ def _code(ground: Ground) -> Outcome:
     assert "0.2 * rng" in own
     command = [*job.verb("train", "mine.py:Small"), *job.WORDS, f"run.dir={ground.own}/runs"]
     return _refused(Outcome(), by_hand(folders, [command] * 2), "mine.py")
+
+
+@fault("E37b", "another version of a library on one rank")
+def _library(ground: Ground) -> Outcome:
+    """What an installer leaves of a version, first on the path of rank 1, is what Python says is installed there."""
+    metadata = ground.own / "other" / "numpy-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9.9\n")
+    path = [str(metadata.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ends = by_hand([ground.own] * 2, [job.train()] * 2, [{}, {"PYTHONPATH": os.pathsep.join(path)}])
+    return _refused(Outcome(), ends, f"numpy is '{version('numpy')}' on rank 0 and '9.9.9' on rank 1")
 
 
 @fault("E38", "other data than the commit was made from")
@@ -145,27 +155,6 @@ def _another_format(ground: Ground) -> Outcome:
             done = run.finish()
         outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1000:]}")
         outcome.said = done.sentence
-    return outcome
-
-
-@fault("F42", "an address where nobody is, a port that is taken")
-def _port(ground: Ground) -> Outcome:
-    outcome = Outcome()
-    began = time.monotonic()
-    command, two = job.train("launch.start_timeout=10"), {"WORLD_SIZE": "2"}
-    (done,) = by_hand([ground.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}])
-    outcome.seconds = round(time.monotonic() - began, 1)
-    outcome.said = done.sentence or done.said.strip().splitlines()[-1]
-    outcome.promise(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
-    outcome.promise("192.0.2.1:" in done.said, f"the address is not named: {done.said[-1000:]}")
-    outcome.promise(outcome.seconds < 40, f"it took {outcome.seconds} s")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        number = str(taken.getsockname()[1])
-        (done,) = by_hand([ground.own], [command], [{**two, "MASTER_PORT": number}])
-        outcome.promise(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
-        outcome.promise(number in done.said, f"the port is not named: {done.said[-1000:]}")
     return outcome
 
 
@@ -317,84 +306,3 @@ def _preempted(ground: Ground, number: int, times: int, rank: int | None = None)
 @fault("F45", "a device falls off the bus")
 def _device(ground: Ground) -> Outcome:
     raise Abstain("needs several accelerators, one of which can be taken away")
-
-
-@fault("A8", "a node is cut off from the network, with launch.timeout=8")
-def _cut(ground: Ground) -> Outcome:
-    if not shutil.which("ip") or os.geteuid() != 0:
-        raise Abstain("hosts are made of network namespaces, which needs root and iproute2")
-    words = (
-        "launch.timeout=8",
-        "task.sleep=0.05",
-        "train.steps=200",
-        "layout.world_size=2",
-        "launch.nodes=2",
-        f"launch.rendezvous=10.97.0.1:{free_port()}",
-    )
-    before = ground.unharmed("task.sleep=0.05", "train.steps=200")
-    with _hosts() as names, ExitStack() as stack:
-        jobs = [
-            stack.enter_context(
-                Job(
-                    ground.own, output=f"host-{number}.txt",
-                    command=["ip", "netns", "exec", name, *job.train(*words, f"launch.node_rank={number}")],
-                )
-            )
-            for number, name in enumerate(names)
-        ]  # fmt: skip
-        jobs[0].reaches(5)
-        began = time.monotonic()
-        subprocess.run(["ip", "-n", names[1], "link", "set", "v1", "down"], check=True)
-        ends = [each.finish(120) for each in jobs]
-        outcome = Outcome(said=ends[0].sentence, seconds=round(max(done.ended for done in ends) - began, 1))
-        outcome.promise(
-            all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.said[-800:]) for d in ends]}"
-        )
-        told = all("(launch.timeout)" in done.said or "node" in done.sentence for done in ends)
-        outcome.promise(told, f"no sentence on both nodes: {[done.said[-800:] for done in ends]}")
-        outcome.promise((outcome.seconds or 0) <= 30, f"it took {outcome.seconds} s")
-        outcome.promise(not ends[0].orphans, f"{ends[0].orphans} are left")
-        outcome.lost = jobs[0].step() - max(job.newest(jobs[0].run), 0)
-    ground.go_on(outcome, before, "task.sleep=0.05", "train.steps=200")
-    return outcome
-
-
-class _hosts:  # noqa: N801
-    """Two network namespaces with a cable between them."""
-
-    def __enter__(self) -> list[str]:
-        tag = os.getpid() % 100000
-        self.names = [f"ufa{tag}", f"ufb{tag}"]
-        try:
-            for name in self.names:
-                _ip("netns", "add", name)
-            _ip(
-                "link",
-                "add",
-                "v0",
-                "netns",
-                self.names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "v1",
-                "netns",
-                self.names[1],
-            )
-            for number, name in enumerate(self.names):
-                _ip("-n", name, "addr", "add", f"10.97.0.{number + 1}/24", "dev", f"v{number}")
-                for link in ("lo", f"v{number}"):
-                    _ip("-n", name, "link", "set", link, "up")
-        except subprocess.CalledProcessError as error:
-            self.__exit__()
-            raise Abstain(f"network namespaces cannot be made here: {error.stderr}") from error
-        return self.names
-
-    def __exit__(self, *error: object) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

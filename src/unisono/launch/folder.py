@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from unisono.checkpoint import about, commit, owner, restore, resume
-from unisono.config import fingerprint, resolve, surroundings
+from unisono.config import fingerprint, plain_yaml, resolve, surroundings
 from unisono.config.schema import RunConfig
 from unisono.errors import CheckpointError, RunError
 from unisono.files import TEMPORARY, write_kept, write_whole
@@ -69,6 +69,7 @@ def check(config: RunConfig) -> RunConfig:
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
         )
+    _refuse_another_s_name(config)
     newest, damaged = resume.newest_readable(folder / "checkpoints")
     if newest is not None:
         space.check(folder, config, space.of_newest(folder), 1)
@@ -109,6 +110,32 @@ def check(config: RunConfig) -> RunConfig:
             "go on with this change by run.allow_change=[layout.micro_batch]"
         )
     return config
+
+
+def _refuse_another_s_name(config: RunConfig) -> None:
+    """Refuse the folder of `Run` for `run`, where the file system takes both names for one.
+
+    Raises:
+        RunError: naming the run that lies there.
+    """
+    folder = path_of(config)
+    if not (folder / "config.yaml").is_file() or not folds(folder):
+        return
+    there = plain_yaml.read(folder / "config.yaml")["run"]["name"]
+    if there != config.run.name and there.casefold() == str(config.run.name).casefold():
+        raise RunError(
+            f"{folder} already holds the run {there!r}: this file system does not tell large letters from small ones. "
+            f"Choose another run.name, or go on with that run by run.name={there}"
+        )
+
+
+def folds(path: Path) -> bool:
+    """Whether the file system knows a path by another name too, which differs in large and small letters alone.
+
+    Where it does, what is there is listed once. The number of a file says nothing: FUSE gives one to each of its names.
+    """
+    other = path.with_name(path.name.swapcase())
+    return other.exists() and other.name not in {name.name for name in path.parent.iterdir()}
 
 
 def claim(config: RunConfig) -> RunConfig:

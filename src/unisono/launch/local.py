@@ -28,7 +28,7 @@ from unisono.errors import DesyncError, LostError, Preempted, StuckError, Unison
 from unisono.launch import arenas, environment, network
 from unisono.launch.environment import OURS
 from unisono.launch.watch import Watch, watching
-from unisono.place import Node
+from unisono.place import Node, written
 from unisono.supervise import desync, preemption
 from unisono.supervise.judge import death
 
@@ -160,24 +160,25 @@ def processes(
         variables |= {pulse.VARIABLE: str(watch.directory)}
     logs = folder / "logs"
     first = node.rank * count if node else 0
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=run_id,
-        rdzv_backend=rendezvous.known(),
-        max_restarts=0,
-        local_addr="127.0.0.1",
-        shutdown_timeout=_GRACE,
-        signals_to_handle=signals,
-    )
+    address = network.loopback()
     try:
-        with variables_set(variables), _handlers_kept():
+        with network.reserved(address) as held, variables_set(variables), _handlers_kept():
+            settings = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=count,
+                run_id=run_id,
+                rdzv_backend=rendezvous.known(),
+                rdzv_endpoint=written(address, held.getsockname()[1]),
+                max_restarts=0,
+                shutdown_timeout=_GRACE,
+                signals_to_handle=signals,
+            )
             elastic_launch(settings, sys.executable)("-m", module, str(folder))
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
-        raise _headline(logs, error, first, watch) from None
+        raise _headline(logs, error, first, watch, node) from None
     if watch is not None and (untold := watch.untold()):
         raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
 
@@ -185,7 +186,7 @@ def processes(
 def forget(folder: Path) -> None:
     """Remove what the faults of an earlier start have left in a run's folder."""
     (folder / "logs").mkdir(exist_ok=True)
-    for pattern in ("*.fault.json", "monitor-node-*.json"):
+    for pattern in ("*.fault.json", "monitor-node-*.json", "*.calls"):
         for old in (folder / "logs").glob(pattern):
             old.unlink()
 
@@ -228,7 +229,9 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None) -> WorkerError:
+def _headline(
+    logs: Path, error: Any, first: int = 0, watch: Watch | None = None, node: Node | None = None
+) -> WorkerError:
     """The fault to show: a process that died or was stuck, or the first fault that is not a wait in vain for another.
 
     Args:
@@ -236,6 +239,7 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
         error: torch's, whose ranks are those of this node.
         first: rank of this node's first process.
         watch: the monitor of this node.
+        node: which one this is, where there are several.
     """
     ended = time.time()
     folders = [logs] if watch is None else [logs, watch.directory]
@@ -255,7 +259,7 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in told]
     # Where a rank has died, one that has made no step yet takes the launcher's SIGTERM for a preemption.
     if not faults or faults[0]["kind"] == "DeadlineError" or (faults[0]["kind"] == "Preempted" and deaths):
-        if watch is not None and (differ := desync.explain(watch.directory)):
+        if watch is not None and (differ := _explained(logs, watch, node)):
             return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
         if found is not None and found["kind"] == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
@@ -282,6 +286,13 @@ def _headline(logs: Path, error: Any, first: int = 0, watch: Watch | None = None
     stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
     return WorkerError(text, fault["code"], fault["fault"], memory=bool(fault.get("memory")))
+
+
+def _explained(logs: Path, watch: Watch, node: Node | None) -> str | None:
+    """Whether ranks made different collectives, of this node or of two."""
+    if node is None:
+        return desync.explain(watch.directory)
+    return desync.explain_across(watch.directory, logs, watch.count * node.count)
 
 
 def _found(logs: Path, watch: Watch | None) -> dict[str, Any] | None:

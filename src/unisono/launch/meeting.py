@@ -24,7 +24,7 @@ from typing import Any
 
 from unisono.errors import ConfigError, DeadlineError, RunError, UnisonoError
 from unisono.launch import network
-from unisono.place import Json
+from unisono.place import Json, written
 
 TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes, if the user has set it; it is never sent
 _GREETING = 5.0  # seconds for whoever connects to say who it is
@@ -194,7 +194,7 @@ def _received(size: int, host: str, port: int, deadline: float, start_timeout: f
             except TimeoutError:
                 absent = ", ".join(str(rank) for rank in range(1, size) if rank not in lines)
                 text = (
-                    f"of {size} nodes, node {absent} did not come to {host}:{port} within {start_timeout:g} s "
+                    f"of {size} nodes, node {absent} did not come to {written(host, port)} within {start_timeout:g} s "
                     "(launch.start_timeout). Start the same command there, with its own launch.node_rank, and look at "
                     "what it says"
                 )
@@ -257,12 +257,12 @@ def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_t
             why = error.strerror or "no answer"
         if time.monotonic() >= deadline:
             raise DeadlineError(
-                f"node {rank} could not meet node 0 at {host}:{port} within {start_timeout:g} s "
+                f"node {rank} could not meet node 0 at {written(host, port)} within {start_timeout:g} s "
                 f"(launch.start_timeout): {why}. Is node 0 started, is this its address, and does "
                 "a firewall let the port pass?"
             )
         time.sleep(0.1)
-    line = _Line(link, f"node 0 at {host}:{port}")
+    line = _Line(link, f"node 0 at {written(host, port)}")
     nonce = str(line.receive(max(deadline, time.monotonic() + _PATIENCE), "its greeting").get("nonce"))
     me = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid(), "proof": _proof(nonce, rank)}
     told = line.exchange(me, max(0.0, deadline - time.monotonic()) + _PATIENCE, "all nodes to come")
@@ -285,16 +285,15 @@ def _listening(host: str, port: int, size: int) -> socket.socket:
         listener.listen(size)
     except OSError as error:
         listener.close()
+        asked = f"launch.rendezvous={written(host, port)}"
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"launch.rendezvous={host}:{port}: port {port} of this node is in use; choose another, on all nodes"
-            ) from error
+            raise ConfigError(f"{asked}: port {port} of this node is in use; choose another, on all nodes") from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"launch.rendezvous={host}:{port} must be an address of node 0, and this node, which was started with "
+                f"{asked} must be an address of node 0, and this node, which was started with "
                 f"launch.node_rank=0, has others: {network.described(network.interfaces())}"
             ) from error
-        raise ConfigError(f"launch.rendezvous={host}:{port} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"{asked} cannot be used: {error.strerror}") from error
     return listener
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
 from unisono.errors import ConfigError, nearest
+from unisono.place import SHARES_PORT
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -69,6 +71,36 @@ def rendezvous(text: str) -> tuple[str, int]:
             "(an IPv6 address in brackets)"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def loopback() -> str:
+    """The address at which this host's own processes meet: 127.0.0.1, or ::1 where the loopback has no other.
+
+    Raises:
+        ConfigError: if it has neither, as where the loopback is down.
+    """
+    for address in ("127.0.0.1", "::1"):
+        with suppress(OSError), reserved(address):
+            return address
+    raise ConfigError(
+        "this host has no address of its own, neither 127.0.0.1 nor ::1, at which its processes could meet: "
+        f"{described(interfaces())}. `ip link set lo up` gives it both"
+    )
+
+
+def reserved(address: str) -> socket.socket:
+    """A socket that keeps a free port for rank 0 of the processes that are started next, which alone shares it.
+
+    Nobody else gets the port while the socket is open, however long these take until they listen there.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+        held.bind((address, 0))
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:

@@ -29,12 +29,13 @@ _PATIENCE = 10.0  # seconds in which a network file system shows what another ho
 _REACH = 5.0  # seconds for a connection between two nodes
 
 
-def agree(meeting: Meeting, config: RunConfig) -> Node:
+def agree(meeting: Meeting, config: RunConfig, opened: ExitStack) -> Node:
     """Compare what the nodes were given, choose interfaces, and see that every node reaches every other.
 
     Args:
         meeting: of all nodes.
         config: concrete, of this node; its task has been imported.
+        opened: what this node holds while the processes run: the port of the address, for rank 0.
 
     Returns:
         This node, with the address at which all processes will meet.
@@ -43,10 +44,10 @@ def agree(meeting: Meeting, config: RunConfig) -> Node:
         RunError: naming two nodes and what they differ in, or two that cannot reach each other.
     """
     about.agree(meeting, about.given(config, _OWN), "node")
-    return _connected(meeting, config)
+    return _connected(meeting, config, opened)
 
 
-def _connected(meeting: Meeting, config: RunConfig) -> Node:
+def _connected(meeting: Meeting, config: RunConfig, opened: ExitStack) -> Node:
     """This node with its interface, after every node has reached every other by theirs."""
     assert config.launch.rendezvous is not None
     asked, (host, port) = config.launch.interface, network.rendezvous(config.launch.rendezvous)
@@ -55,16 +56,17 @@ def _connected(meeting: Meeting, config: RunConfig) -> Node:
         return network.choose(asked, host, port) if meeting.rank else None
 
     others = meeting.everywhere(choose, "the interfaces of all nodes")
-    with ExitStack() as opened:
+    with ExitStack() as listeners:
 
         def listen() -> dict[str, Any]:
             name, address = others[meeting.rank] or network.choose(asked, others[1][1], port)
-            listeners = [opened.enter_context(_listener(address, meeting.size)) for _ in range(2)]
-            return {"interface": name, "address": address, "ports": [each.getsockname()[1] for each in listeners]}
+            listener = listeners.enter_context(_listener(address, meeting.size))
+            kept = opened.enter_context(network.reserved(address))
+            ports = [each.getsockname()[1] for each in (listener, kept)]
+            return {"interface": name, "address": address, "ports": ports}
 
         nodes = meeting.everywhere(listen, "the addresses of all nodes")
         meeting.everywhere(lambda: _reach(nodes, meeting.rank), "all nodes to reach each other")
-    # The second port was free a moment ago, and nothing was ever connected to it.
     return Node(meeting.rank, meeting.size, nodes[0]["address"], nodes[0]["ports"][1], nodes[meeting.rank]["interface"])
 
 

@@ -11,6 +11,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from unisono.launch import network
+
 NAME = "unisono"
 
 
@@ -25,9 +27,9 @@ class OfOne(RendezvousHandler):
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """All are here at once. The address is where the processes will meet, on a port that is free now."""
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._told.local_addr))
+        """All are here at once. The processes will meet where the launcher has kept a port for them."""
+        meet_at = RendezvousStoreInfo(*network.rendezvous(self._told.endpoint))
+        return RendezvousInfo(dist.HashStore(), 0, 1, meet_at)  # type: ignore[attr-defined]
 
     def is_closed(self) -> bool:
         """Never: nobody else could come."""

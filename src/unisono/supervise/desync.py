@@ -1,4 +1,4 @@
-"""What the rings of a node's processes say once these stand still or are gone: whether they made different collectives.
+"""What the rings of processes say once these stand still or are gone: whether they made different collectives.
 
 Read from outside: a process that waits in a collective cannot say so, and one that gloo has ended in C++, as it does
 when sizes differ, has left nothing but its ring.
@@ -6,9 +6,15 @@ when sizes differ, has left nothing but its ring.
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from unisono import calls
+from unisono.files import whole
+
+_LAST = 64  # calls of a ring that other nodes are shown
+_EVERY = 0.05  # seconds between two looks for the rings of other nodes
 
 
 def explain(folder: Path) -> str | None:
@@ -20,7 +26,30 @@ def explain(folder: Path) -> str | None:
     Args:
         folder: of the rings, `$UNISONO_PULSE` of the processes.
     """
-    found = calls.explained(calls.read_all(folder))
+    return _told(calls.explained(calls.read_all(folder)))
+
+
+def explain_across(folder: Path, shared: Path, ranks: int = 0, patience: float = 3.0) -> str | None:
+    """The same of all nodes: each leaves its rings where the others see them, and waits a little for theirs.
+
+    Args:
+        folder: of this node's rings.
+        shared: a folder that all nodes see, where none of an earlier start are.
+        ranks: of the job, for whose rings to wait.
+        patience: seconds to wait for them at most; a node may not have failed at all.
+    """
+    own = calls.read_all(folder)
+    for rank in own:
+        name = f"rank-{rank:05d}.calls"
+        with suppress(OSError), whole(shared / name) as temporary:
+            temporary.write_bytes(calls.shortened((folder / name).read_bytes(), _LAST))
+    deadline = time.monotonic() + patience
+    while len(rings := calls.read_all(shared) | own) < ranks and time.monotonic() < deadline:
+        time.sleep(_EVERY)
+    return _told(calls.explained(rings))
+
+
+def _told(found: calls.Difference | None) -> str | None:
     return None if found is None else f"ranks made different collectives. {found}"
 
 

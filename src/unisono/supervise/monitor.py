@@ -43,6 +43,7 @@ _GRACE_LOST = 1.0  # seconds for the others to end after one has died, before th
 _GRACE_FAULT = 8.0  # the same after one has told why it leaves
 _PATIENCE = 5.0  # seconds for a file system to take what is written
 _GAP = 5.0  # seconds between two looks that say that this host slept
+_STILL = 5.0  # seconds without a sign of any rank of this node until nodes compare their rings, and between two times
 _QUIET = (0, 75, 130)  # exit codes of a rank whose leaving ends nobody else: finished, preempted, interrupted
 
 
@@ -88,7 +89,7 @@ class Monitor:
         self._troubled: dict[int, float] = {}  # since when a rank is known to be lost or to have failed
         self._agent = procs.look(told.agent) if told.agent else None
         self._survivors: dict[int, Seen] = {}  # what all were at when the first one died
-        self._looked = time.monotonic()
+        self._looked = self._compared = time.monotonic()
         self._forgiven = 0.0  # what was still before then was so because this host slept
 
     def run(self) -> int:
@@ -179,7 +180,22 @@ class Monitor:
             judge.frozen(seen, self._limits) or judge.stalled(seen, self._limits, self._told.nodes > 1)
         ):
             return self._stuck(seen)
+        here = [one.still for one in seen.values() if one.here]
+        if self._told.nodes > 1 and here and min(here) > _STILL and now - self._compared > _STILL:
+            self._compared = now
+            if differ := self._differs_from_another_node():
+                return self._conclude(Finding(DesyncError.__name__, DesyncError.exit_code, differ))
         return None
+
+    def _differs_from_another_node(self) -> str | None:
+        """Whether a rank of this node and one of another made different collectives.
+
+        A rank sees by itself, in its comparison, what others of its node do instead of coming to it; of those of other
+        nodes it knows nothing. What rings say together is true whenever they were written, so nothing waits here.
+        """
+        told: list[str | None] = []
+        _soon(lambda: told.append(desync.explain_across(self._directory, self._folder / "logs", patience=0.0)))
+        return told[0] if told else None
 
     def _stuck(self, seen: Mapping[int, Seen]) -> int | None:
         """Ask for all stacks, and see whether nobody has gone on meanwhile; one that is stopped answers once it may."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests import processes
 from unisono.engines.torch import collective
 from unisono.errors import DeadlineError
+from unisono.launch import network
 from unisono.place import Alone, Group, Place
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def test_ranks_that_do_not_appear_are_named(address: str, world: int, missing: s
     with pytest.raises(DeadlineError) as late:
         collective.start(Place(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
     assert str(late.value).startswith(f"rank 0: {missing}")
-    assert "within 0.3 s (launch.start_timeout)" in str(late.value)
+    assert str(late.value).endswith(f"or found no way to {address}, within 0.3 s (launch.start_timeout)")
 
 
 def test_the_store_listens_at_the_address_of_the_meeting_point_alone(address: str) -> None:
@@ -78,6 +79,16 @@ def test_a_port_in_use_is_named_at_once(address: str) -> None:
         other.listen()
         with pytest.raises(DeadlineError, match=f"at {address}: port .* is in use; choose another MASTER_PORT"):
             collective.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=60)
+
+
+def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with network.reserved("127.0.0.1") as kept:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(kept.getsockname()[1]))
+        with pytest.raises(DeadlineError, match="is in use; choose another MASTER_PORT"):
+            collective.start(Place(0, 1, 0, 1, "torchrun"), CPU, timeout=5, start_timeout=5)
+        collective.start(Place(0, 1, 0, 1, "unisono"), CPU, timeout=5, start_timeout=5)
+        collective.stop()
 
 
 def test_a_process_that_meets_nobody_says_where_it_was(address: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono import pulse
 from unisono.errors import DeadlineError
-from unisono.place import Json, Place
+from unisono.place import SHARES_PORT, Json, Place, written
 
 # As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
 _PEER_FAULT = re.compile(
@@ -50,21 +50,22 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     """
     own = dist.get_default_backend_for_device(device)
     deadline = time.monotonic() + start_timeout
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
         hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _known(host, port)
         # Whoever hosts the store finds it at once, unless the address is not this host's.
         until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
-        whole = _meeting_point(host, port, place.world_size, hosts, until)
+        whole = _meeting_point(host, port, place, hosts, until)
         whole.set_timeout(timedelta(seconds=start_timeout))
     except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         if isinstance(error, dist.DistNetworkError) and not hosts:
             reason = f"nobody answered within {start_timeout:g} s (launch.start_timeout)"
-        raise DeadlineError(f"rank {place.rank} could not meet the other processes at {address}: {reason}") from error
+        raise DeadlineError(
+            f"rank {place.rank} could not meet the other processes at {written(host, port)}: {reason}"
+        ) from error
     # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
@@ -74,7 +75,8 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     if absent:
         raise DeadlineError(
             f"rank {place.rank}: of {place.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
-            f"{', '.join(map(str, absent))} did not start within {start_timeout:g} s (launch.start_timeout)"
+            f"{', '.join(map(str, absent))} did not start, or found no way to {written(host, port)}, within "
+            f"{start_timeout:g} s (launch.start_timeout)"
         )
     store.set_timeout(timedelta(seconds=timeout))
     with waiting(place, "the processes to connect", timeout):
@@ -89,17 +91,17 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     return TorchGroup(place, timeout)
 
 
-def _meeting_point(host: str, port: int, world_size: int, hosts: bool, deadline: float) -> Store:
+def _meeting_point(host: str, port: int, place: Place, hosts: bool, deadline: float) -> Store:
     """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
     if (host, port) in _stores:
         return _stores[host, port]
-    listener = _listening(host, port) if hosts else None
+    listener = _listening(host, port, place.launcher == "unisono") if hosts else None
     while True:
         try:
             _stores[host, port] = dist.TCPStore(  # type: ignore[attr-defined]
                 host,
                 port,
-                world_size,
+                place.world_size,
                 is_master=hosts,
                 timeout=timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 2)),  # torch tries twice
                 wait_for_workers=False,
@@ -112,10 +114,11 @@ def _meeting_point(host: str, port: int, world_size: int, hosts: bool, deadline:
                 raise
 
 
-def _listening(host: str, port: int) -> socket.socket | None:
+def _listening(host: str, port: int, kept: bool) -> socket.socket | None:
     """A socket at the address of the store alone; None where others may know this host by another address.
 
-    Torch would listen on all interfaces, and whoever reaches the store can take part in the job.
+    Torch would listen on all interfaces, and whoever reaches the store can take part in the job. A port that is `kept`
+    for this process, by our launcher, is shared with it; with any other, a port in use must be told.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
@@ -123,6 +126,8 @@ def _listening(host: str, port: int) -> socket.socket | None:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if kept:
+            listener.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
         listener.bind((address[0], port))
         listener.listen(1024)
     except OSError as error:

@@ -132,15 +132,15 @@ class Desync:
 
     def _wait(self, work: dist.Work, when: str) -> None:
         """Wait, and look meanwhile whether somebody of this node cannot come, since it waits for this process."""
-        while True:
-            try:
-                with waiting(self._place, f"{calls.COMPARISON} in {when}", self._timeout):
+        with waiting(self._place, f"{calls.COMPARISON} in {when}", self._timeout):
+            while True:
+                try:
                     work.wait(timedelta(seconds=_LOOK))
-                return
-            except RuntimeError as error:  # the group's own deadline is another error
-                if "Operation timed out" not in str(error):
-                    raise
-            self._look(when)
+                    return
+                except RuntimeError as error:  # the group's own deadline is another error
+                    if "Operation timed out" not in str(error):
+                        raise
+                self._look(when)
 
     def _look(self, when: str) -> None:
         """Whether a rank of this node has made a call that this one has not, in place of coming to the comparison."""
