@@ -101,6 +101,8 @@ class Ending(Augmented):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.how == "segfault":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            elif self.how == "bus":
+                os.kill(os.getpid(), signal.SIGBUS)
             elif self.how == "_exit":
                 os._exit(7)
             elif self.how == "exit":

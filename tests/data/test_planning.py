@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from unisono.data.blocks import CachedBlocks
 from unisono.data.mixture import Joined
 from unisono.data.order import Order
 from unisono.data.plan import Plan, StreamPlan
-from unisono.data.planning import facts_of, plan_of, source_of
+from unisono.data.planning import facts_of, plan_of, source_of, watched
+from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError
 from unisono.task import Task
 
@@ -302,3 +304,11 @@ def test_a_large_source_and_a_small_one_of_a_single_block_can_be_mixed() -> None
     plan = planned(given, shuffle="blocks", mixture={"weights": {"large": 9, "small": 1}, "block": 10})
     rows = np.concatenate([plan.taken(step, range(48)).rows for step in range(10)])
     assert (rows == 240).sum() == 48
+
+
+def test_sources_that_have_files_are_watched_and_others_are_not(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    files = open_source(tmp_path, "text")
+    assert watched(files) == [files]
+    assert watched(Joined({"a": [1, 2], "b": files})) == [files]
+    assert watched([1, 2]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -201,6 +202,30 @@ def test_one_changed_bit_is_found_by_reading_every_byte(made: Shards):
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"^{path} is damaged \\(its bytes are not those"):
         Shards(made.folder).verify()
+
+
+def test_a_shard_that_changes_while_it_is_open_is_named(made: Shards):
+    assert len(made.manifest["shards"]) > 1
+    paths = [made.folder / entry["file"] for entry in made.manifest["shards"]]
+    content = paths[1].read_bytes()
+    os.utime(paths[1], ns=(1, 1))
+    made.check_files()  # written again as it was
+    paths[1].unlink()
+    made.check_files()  # nothing else is read in its place
+    for changed, length in ((content + b"x", f": it had {len(content)} bytes and has {len(content) + 1}"),
+                            (content[:-1] + b"x", "")):  # fmt: skip
+        paths[1].write_bytes(changed)
+        made.check_files(0, len(paths))  # another process looks at it
+        with pytest.raises(DataError, match=f"{paths[1]} has changed since it was opened{length}; bring it back"):
+            made.check_files(1, len(paths))
+
+
+def test_where_a_row_is_names_its_file_and_its_number_there(made: Shards):
+    entries = made.manifest["shards"]
+    assert made.where(0) == f"{made.folder / entries[0]['file']}, row 0 (from 0)"
+    first = entries[0]["rows"]
+    assert made.where(first - 1).endswith(f"{entries[0]['file']}, row {first - 1} (from 0)")
+    assert made.where(first + 2).endswith(f"{entries[1]['file']}, row 2 (from 0)")
 
 
 def test_a_shard_of_another_preparation_is_noticed_by_its_rows(tmp_path: Path, made: Shards):

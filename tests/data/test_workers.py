@@ -186,6 +186,7 @@ def test_an_error_in_a_worker_names_the_row_and_the_line_of_the_user(kind: str) 
     [
         ("kill", r"while it made row 17 of the source a sample \(killed by signal 9; out of memory\?\)"),
         ("segfault", r"while it made row 17 of the source a sample \(killed by signal 11\)"),
+        ("bus", r"row 17 of the source a sample \(killed by signal 7; has a file that it read become shorter\?\)"),
         ("_exit", r"while it made row 17 of the source a sample \(exit code 7\)"),
         ("collate", r"while it made rows .*17.* a batch \(exit code 9\)"),
     ],

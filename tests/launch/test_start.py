@@ -19,6 +19,7 @@ from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config import resolve
 from unisono.config.schema import RunConfig
+from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.launch import folder, local, reload, start
 from unisono.launch.environment import OURS
@@ -495,3 +496,18 @@ def test_another_run_in_the_same_folder_is_refused_from_python_too():
     unisono.train(LinearTask, {**SHORT, "run.name": "a"})
     with pytest.raises(RunError, match=r"runs/a already holds another run:\n  optim\.lr: 0\.0003 there, 0\.5 here"):
         unisono.train(LinearTask, {**SHORT, "run.name": "a", "optim.lr": 0.5})
+
+
+def test_a_process_that_died_over_a_file_that_changed_leaves_its_name_to_the_launcher(here: Path) -> None:
+    path = here / "a.jsonl"
+    path.write_text('{"text": "a"}\n' * 9)
+    watched = [open_source(path, "text")]
+    with pytest.raises(local.LostWorkerError, match=r"^rank 1 died$"), start._naming_what_changed(watched):
+        raise local.LostWorkerError("rank 1 died", 9)
+    path.write_text("")
+    with pytest.raises(local.LostWorkerError) as lost, start._naming_what_changed(watched):
+        raise local.LostWorkerError("rank 1 died", 9)
+    assert f"rank 1 died {path} has changed since it was opened: it had 126 bytes and has 0;" in str(lost.value)
+    assert lost.value.exit_code == 9
+    with pytest.raises(RunError, match=r"^another reason$"), start._naming_what_changed(watched):
+        raise RunError("another reason")

@@ -179,6 +179,7 @@ def test_ranks_that_wait_for_the_same_blame_what_is_between_them():
         (-9, True, "out of memory"),
         (137, True, "out of memory"),
         (-11, True, "killed by signal 11 (SIGSEGV)"),
+        (-7, False, "killed by signal 7 (SIGBUS), as one is that reads behind the end of a file that has become"),
         (0, False, "exit code 0, before the run was over"),
         (3, False, "exit code 3"),
         (None, False, "its launcher knows how"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -109,6 +109,24 @@ def files_of(source: Source) -> dict[str, list[dict[str, Any]]]:
     sources = source.sources if isinstance(source, Joined) else {"": source}
     manifests = {name: getattr(one, "manifest", None) for name, one in sources.items()}
     return {name: list(m["files"]) for name, m in manifests.items() if isinstance(m, Mapping) and "files" in m}
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A source that can say whether its files are still what they were."""
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened, every `shares`-th of them from number `share` on.
+
+        Raises:
+            DataError: naming one.
+        """
+
+
+def watched(source: Source) -> list[Watched]:
+    """The sources whose files can be looked at while they are trained on."""
+    sources = source.sources.values() if isinstance(source, Joined) else [source]
+    return [one for one in sources if isinstance(one, Watched)]
 
 
 def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from unisono.data.sources.storage import File, reading
 from unisono.errors import DataError
 from unisono.files import write_whole
 from unisono.keys import key
@@ -47,12 +49,15 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
+        self._files: list[File] = []  # as they were when they were opened
         offsets: list[Lengths] = []
         self._values: list[Units] = []
         for entry in self.manifest["shards"]:
-            for begin, values in _opened(folder / entry["file"], entry, self.manifest):
+            path = folder / entry["file"]
+            for begin, values in _opened(path, entry, self.manifest):
                 offsets.append(begin)
                 self._values.append(values)
+            self._files.append(File.of(path, "arrow", entry["file"]))
         counts = [len(begin) - 1 for begin in offsets]
         self.blocks: Lengths = np.asarray([count for count in counts if count], dtype=np.int64)
         self._ends: Lengths = np.cumsum(counts, dtype=np.int64)  # rows up to the end of each record batch
@@ -73,6 +78,13 @@ class Shards:
         """Units `first..last-1` of a row, fewer at its end, (length,)."""
         values, begin, end = self._place(row)
         return values[begin + first : min(begin + last, end)]
+
+    def where(self, row: int) -> str:
+        """The file that holds a row, and the row's number in it, for sentences."""
+        ends = np.cumsum([entry["rows"] for entry in self.manifest["shards"]])
+        shard = int(np.searchsorted(ends, row, side="right"))
+        entry = self.manifest["shards"][shard]
+        return f"{self.folder / entry['file']}, row {row - int(ends[shard]) + entry['rows']} (from 0)"
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -98,6 +110,23 @@ class Shards:
         for entry in self.manifest["shards"]:
             if file_hash(self.folder / entry["file"]) != entry["sha256"]:
                 raise damaged(self.folder / entry["file"], "its bytes are not those that the manifest has the hash of")
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse shards that have changed since they were opened, as far as they are those of this share of them.
+
+        One that was written again and has the bytes that it had is read on, and so is one that is gone, since what is
+        open of it is what it was.
+
+        Raises:
+            DataError: naming the first that has changed.
+        """
+        for number in range(share, len(self._files), shares):
+            file = self._files[number]
+            with reading(file), suppress(FileNotFoundError):
+                now = file.now()
+                if now != file and file_hash(Path(file.path)) != self.manifest["shards"][number]["sha256"]:
+                    raise file.changed(now)
+                self._files[number] = now
 
     def _place(self, row: int) -> tuple[Units, int, int]:
         if not 0 <= row < len(self):

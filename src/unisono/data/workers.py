@@ -313,7 +313,7 @@ class _Process:
         else:
             where = "before it had made anything" if not self._ready else "between two micro-batches"
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        more = "; out of memory?" if code == -9 else ""
+        more = {-9: "; out of memory?", -7: "; has a file that it read become shorter?"}.get(code, "")
         return f"a worker process died {where} ({how}{more}). Its standard error says more, if it could"
 
 

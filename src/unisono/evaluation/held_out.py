@@ -58,7 +58,7 @@ class HeldOut:
             average for average, one in ((False, "model"), (True, "ema"))
             if config.eval.weights in ("both", one) and (config.ema.decay is not None or not average)
         ]  # fmt: skip
-        self.rows, self._task = rows, task
+        self.rows, self.source, self._task = rows, source, task
 
     def batches(self) -> Generator[list[MicroBatch]]:
         """This process's micro-batches of one evaluation."""

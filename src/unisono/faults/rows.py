@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from unisono.data.shards import MANIFEST, Shards, Writer, manifest_of, write_json
 from unisono.faults import job
+from unisono.faults.death import DIED
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 
-REFUSED = 2
+REFUSED, NOT_FINITE = 2, 3
 
 
 def _texts(folder: Path, files: int = 3) -> Path:
@@ -43,6 +50,11 @@ def _segfault(ground: Ground) -> Outcome:
     return ground.harmed("kill@data:-1:20", *words, code=REFUSED, says=("worker",), goes_on=False)
 
 
+@fault("G46c", "a row that holds numbers that are not finite")
+def _not_finite(ground: Ground) -> Outcome:
+    return ground.harmed("nan@data:-1:20", code=NOT_FINITE, says=("source rows [20]", "left as they were"))
+
+
 @fault("G47", "texts with every oddity: empty, a megabyte, right to left, emoji, NUL, half a surrogate")
 def _odd_texts(ground: Ground) -> Outcome:
     folder = _texts(ground.own / "texts", 1)
@@ -55,6 +67,77 @@ def _odd_texts(ground: Ground) -> Outcome:
     outcome.promise(done.code in (0, REFUSED), f"{done.code}: {done.said[-1500:]}")
     outcome.promise("Traceback" not in done.said, done.said[-1500:])
     outcome.promise(done.code == 0 or "part-0.jsonl" in done.said, f"the file is not named: {done.said[-1500:]}")
+    return outcome
+
+
+@fault("G47b", "prepared documents with a token that the vocabulary does not have: too large, or negative")
+def _token(ground: Ground) -> Outcome:
+    """Told by file and row, when tokens are counted before the start, or, where they have been, when it is read."""
+    folder, ready = _texts(ground.own / "texts"), ground.own / "ready"
+    words = ("data=corpus", f"data.path={folder}", "data.vocab_size=300", f"out={ready}", "worker_kind=threads")
+    with job.Job(ground.own, command=job.verb("data", "prepare", "language", *words)) as run:
+        done = run.finish()
+        assert done.code == 0, done.said
+    outcome, good = Outcome(), shutil.copytree(ready, ground.own / "good")
+    for name, token, dtype in (("too_large", 300, "<u2"), ("negative", -1, "<i4"), ("counted", 60_000, "<u2")):
+        if name == "counted":  # as this run does it, and keeps it beside the documents
+            with _language(ground, folder, "data=prepared", f"data.path={good}") as run:
+                done = run.finish()
+                assert done.code == 0, done.said
+        _with_token(good, ready, token, dtype)
+        own = ("data=prepared", f"data.path={ready}", f"run.name={name}")
+        with _language(ground, folder, *own, steps=40) as run:  # more than an epoch
+            done = run.finish()
+            made = job.last_step(ground.own / "runs" / name)
+        outcome.said = done.sentence
+        outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
+        outcome.promise(name == "counted" or made == 0, f"{name}: {made} steps were made")
+        for word in (".arrow, row 8 ", f"token {token} "):
+            outcome.promise(word in done.sentence, f"{name}: '{word}' is not said: {done.said[-1500:]}")
+        outcome.promise("Traceback" not in done.said, f"{name}: {done.said[-1500:]}")
+    return outcome
+
+
+def _with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
+    """Write prepared documents once more with one token of row 8 changed, as if it were meant: hashes fit."""
+    shards = Shards(good)
+    rows = [shards[number].astype(np.int64) for number in range(len(shards))]
+    rows[8][3] = token
+    (entry,), column = shards.manifest["shards"], shards.manifest["column"]
+    shutil.rmtree(ready)
+    shutil.copytree(good, ready)
+    with Writer(ready / entry["file"], column, dtype) as writer:
+        writer.add(np.concatenate(rows), np.array([len(row) for row in rows]))
+        made = manifest_of(column, dtype, shards.manifest["of"], [{**entry, **writer.close()}])
+    write_json(ready / MANIFEST, made)
+
+
+@fault("G47c", "a label that is none of the classes")
+def _label(ground: Ground) -> Outcome:
+    taxa, samples = ["ACGTACGT", "ACGTTTGT", "CCGTACGA"], [f"s{number}" for number in range(8)]
+    table = {
+        "id": None, "format": "Biological Observation Matrix 1.0.0", "format_url": "http://biom-format.org",
+        "type": "OTU table", "generated_by": "unisono faults", "date": "2026-01-01T00:00:00",
+        "matrix_type": "dense", "matrix_element_type": "int", "shape": [len(taxa), len(samples)],
+        "rows": [{"id": taxon, "metadata": None} for taxon in taxa],
+        "columns": [{"id": sample, "metadata": None} for sample in samples],
+        "data": [[taxon + number + 1 for number in range(len(samples))] for taxon in range(len(taxa))],
+    }  # fmt: skip
+    (ground.own / "table.biom").write_text(json.dumps(table))
+    states = ["ill", "well", "well", "dead", "ill", "well", "ill", "ill"]
+    rows = ["sample\tstate", *(f"{sample}\t{state}" for sample, state in zip(samples, states, strict=True))]
+    (ground.own / "samples.tsv").write_text("\n".join(rows) + "\n")
+    words = (
+        "data=study", "data.table=table.biom", "data.metadata=samples.tsv", "data.target=state", "task=target",
+        "layout.world_size=2", "train.global_batch=2", "train.steps=2", "run.name=a", "observe.progress=false",
+        "data.classes=[ill,well]",
+    )  # fmt: skip
+    with job.Job(ground.own, command=job.verb("train", "microbiome", *words)) as run:
+        done = run.finish()
+        outcome = Outcome(said=done.sentence)
+        outcome.promise(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
+        outcome.promise("dead of s3" in done.sentence, f"sample and label are not named: {done.said[-1500:]}")
+        outcome.promise(run.step() == 0, "a step was made")
     return outcome
 
 
@@ -74,6 +157,73 @@ def _changed(ground: Ground) -> Outcome:
     return outcome
 
 
+_MANY = 40  # steps of a run whose data change after a few of them
+
+
+def _on_the_fly(ground: Ground, folder: Path, name: str, *words: str) -> job.Job:
+    """A run that reads documents as it needs them."""
+    own = ("data.tokenise=on_the_fly", "data.vocab_size=300", f"run.name={name}")
+    return _language(ground, folder, *own, *words, steps=_MANY)
+
+
+@fault(
+    "G48d", "a file of the data that changes while a run is training: longer, replaced, overwritten, or only touched"
+)
+def _changing(ground: Ground) -> Outcome:
+    """What was made since the newest checkpoint is not saved; with the file as it was, the run goes on from there."""
+    folder = _texts(ground.own / "texts")
+    path, runs = folder / "part-1.jsonl", ground.own / "runs"
+    good, other = path.read_bytes(), path.read_bytes().replace(b"file 1", b"file 9")
+    (ground.own / "new.jsonl").write_bytes(other)
+    changes: dict[str, Callable[[], object]] = {
+        "touched": lambda: os.utime(path),
+        "longer": lambda: path.write_bytes(good + good),
+        "replaced": lambda: (ground.own / "new.jsonl").replace(path),
+        "overwritten": lambda: path.write_bytes(other),
+    }
+    outcome = Outcome()
+    with _on_the_fly(ground, folder, "unharmed") as run:
+        done = run.finish()
+        assert done.code == 0, done.said
+    wanted = job.state(runs / "unharmed")
+    for name, change in changes.items():
+        path.write_bytes(good)
+        with _on_the_fly(ground, folder, name) as run:
+            job.wait_for(lambda: job.newest(runs / name) > 4, 120.0, "a checkpoint")  # noqa: B023
+            change()
+            began = time.time()
+            done = run.finish()
+        if name != "touched":
+            outcome.said = done.sentence
+            outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
+            outcome.promise(f"{path} has changed" in done.sentence, f"{name}: not named: {done.said[-1500:]}")
+            saved = [step for step in (runs / name / "checkpoints").glob("step-*") if step.stat().st_mtime > began]
+            outcome.promise(len(saved) <= 1, f"{name}: saved after it: {saved}")  # one was on its way, perhaps
+            outcome.promise(job.newest(runs / name) < _MANY, f"{name}: it was trained to its end")
+        if name == "longer":
+            path.write_bytes(good)
+            with _on_the_fly(ground, folder, name) as run:
+                done = run.finish()
+        if name in ("touched", "longer"):
+            outcome.promise(done.code == 0, f"{name}, at last: {done.code}: {done.said[-1500:]}")
+            outcome.exact = job.state(runs / name) == wanted
+            outcome.promise(outcome.exact, f"{name}: it ended otherwise than the run whose data stayed as they were")
+    return outcome
+
+
+@fault("G48e", "a file of the data that is cut short while a run reads it")
+def _cut_short(ground: Ground) -> Outcome:
+    """Reading what a map has lost ends a process by a signal, before it can say anything; its launcher does."""
+    folder = _texts(ground.own / "texts")
+    path = folder / "part-1.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(4000)))
+    with _on_the_fly(ground, folder, "a", "checkpoint.every=1000", "train.steps=2000") as run:
+        run.reaches(5)
+        os.truncate(path, 4096)
+        began = time.monotonic()
+        return ground.judge(run, run.finish(), began, DIED, ("SIGBUS", f"{path} has changed", "has 4096"), 10.0)
+
+
 @fault("G48b", "a file system that lists files in another order")
 def _order(ground: Ground) -> Outcome:
     folders = [ground.own / name / "texts" for name in ("a", "b")]
@@ -89,6 +239,23 @@ def _order(ground: Ground) -> Outcome:
             states.append(job.state(run.run))
     outcome = Outcome(exact=states[0] == states[1], said="files are sorted by name")
     outcome.promise(bool(outcome.exact), "the runs differ")
+    return outcome
+
+
+@fault("G48c", "a file of the data that is there twice, under two names")
+def _twice(ground: Ground) -> Outcome:
+    folder = _texts(ground.own / "texts")
+    shutil.copy(folder / "part-1.jsonl", folder / "part-7.jsonl")
+    with _language(ground, folder) as run:
+        done = run.finish()
+    outcome = Outcome(said=done.sentence)
+    outcome.promise(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
+    for name in ("part-1.jsonl", "part-7.jsonl"):
+        outcome.promise(name in done.sentence, f"{name} is not named: {done.said[-1500:]}")
+    (folder / "part-7.jsonl").unlink()
+    with _language(ground, folder) as run:
+        done = run.finish()
+        outcome.promise(done.code == 0, f"without it: {done.code}: {done.said[-1500:]}")
     return outcome
 
 

@@ -40,7 +40,9 @@ class Fault:
     """What is to go wrong, where and when.
 
     Attributes:
-        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, `pause`, `eio`, or one of the task's own.
+        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, `pause`, `eio` (once), `away` (the
+            same from then on, for checkpoints), or one of the task's own; `nan` is there as often as it is looked at,
+            since what finds its rows computes them again.
         where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
             system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
         rank: of the process; -1 for whichever comes there first.
@@ -66,7 +68,7 @@ class Fault:
         """Whether it is this fault's place and time, in this process, and it has not been before."""
         if self.where != where or self.rank not in (ANY, _rank()):
             return False
-        if self.act == "slow":
+        if self.act in ("slow", "away"):
             return step >= self.step
         return step == self.step and (self.act == "nan" or not MARK.exists())
 
@@ -92,7 +94,7 @@ class Fault:
                 os._exit(0)
             case "slow":
                 time.sleep(0.1)
-            case "eio":
+            case "eio" | "away":
                 raise OSError(errno.EIO, "Input/output error")
             case "pause":
                 time.sleep(2.0)
@@ -148,6 +150,8 @@ class Small(Task):
         row, values = record
         if self.fault is not None and self.fault.here("data", row):
             self.fault.happen()
+            if self.fault.act == "nan":
+                values = values * float("nan")
         return row, values + 0.1 * rng.normal(size=values.shape).astype(np.float32)
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -238,7 +242,7 @@ def _harm_calls(fault: Fault) -> None:
     @functools.wraps(call)
     def harmed(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
-        due = fault.here(fault.where, made)
+        due = fault.here(fault.where, made) and (fault.act != "away" or _of_a_checkpoint(args[0]))
         made += 1
         result = call(*args, **kwargs) if after or not due else None
         if due:
@@ -246,6 +250,10 @@ def _harm_calls(fault: Fault) -> None:
         return result if after or not due else call(*args, **kwargs)
 
     setattr(module, name, harmed)
+
+
+def _of_a_checkpoint(descriptor: int) -> bool:
+    return "/checkpoints/" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
 _CALLS: dict[str, tuple[Any, str, bool]] = {

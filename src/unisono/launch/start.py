@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint import about
 from unisono.checkpoint.restore import Restore
@@ -22,11 +22,14 @@ from unisono.config.compose import Composed, compose, literal
 from unisono.config.schema import RunConfig
 from unisono.config.split import Split
 from unisono.data.worker import MARK
-from unisono.errors import ConfigError, RunError, UnisonoError
+from unisono.errors import ConfigError, DataError, LostError, RunError, UnisonoError
 from unisono.launch import arenas, environment, folder, host, local, meeting, nodes, restart, watch, worker
 from unisono.place import Group, Place, cores, while_first
 from unisono.supervise import inject, preemption
 from unisono.task import Task
+
+if TYPE_CHECKING:
+    from unisono.data.planning import Watched
 
 # Refuses a run: asked before anything is read, and again once the facts of its data are known.
 Allow = Callable[[RunConfig, Mapping[str, Any] | None], None]
@@ -123,16 +126,18 @@ class Checked:
     Attributes:
         facts: for the console and for the run's directory.
         files: of each source that tells them.
+        watched: the sources that can say which of their files has changed since.
     """
 
     facts: dict[str, Any]
     files: dict[str, Any]
+    watched: Sequence[Watched] = ()
 
 
 def preflight(task: Task, config: RunConfig) -> Checked:
     """Refuse everything about this host, numbers and data that can be refused before processes start."""
     from unisono import trainer
-    from unisono.data.planning import facts_of, files_of, plan_of, source_of
+    from unisono.data.planning import facts_of, files_of, plan_of, source_of, watched
     from unisono.engines.torch import adapter
     from unisono.observe import trackers
     from unisono.optim import ema
@@ -149,7 +154,7 @@ def preflight(task: Task, config: RunConfig) -> Checked:
     ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
     rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
-    return Checked(secrets.hidden({**rows, **task.facts()}), secrets.hidden(files_of(source)))
+    return Checked(secrets.hidden({**rows, **task.facts()}), secrets.hidden(files_of(source)), watched(source))
 
 
 def concrete(config: RunConfig, place: Place | None) -> RunConfig:
@@ -301,7 +306,7 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
         all_nodes = opened.enter_context(
             meeting.meet(launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout)
         )
-        node = nodes.agree(all_nodes, config)
+        node = nodes.agree(all_nodes, config, opened)
         if allow is not None:
             all_nodes.everywhere(lambda: allow(config, None), "all nodes to be allowed to start")
 
@@ -365,7 +370,22 @@ def _opened(config: RunConfig, task: Task, job: str | None, allow: Allow | None)
         config = folder.check(config)  # another start may have been here since
         path = folder.make(_with_micro_batch(config), found.facts, task, found.files)
         restore.claim()
-        yield path
+        with _naming_what_changed(found.watched):
+            yield path
+
+
+@contextmanager
+def _naming_what_changed(sources: Sequence[Watched]) -> Iterator[None]:
+    """Name the file that has changed where a process died by reading it, and so could not: a shorter one kills."""
+    try:
+        yield
+    except LostError as error:
+        try:
+            for source in sources:
+                source.check_files()
+        except DataError as changed:
+            error.args = (f"{error} {changed}",)
+        raise
 
 
 def _job(place: Place | None) -> str | None:

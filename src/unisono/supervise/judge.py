@@ -226,7 +226,9 @@ def death(code: int | None, memory: bool = False) -> str:
         return "exit code 0, before the run was over, as by os._exit in the task's code"
     if code == -9:
         return "killed by signal 9, as one that is out of memory may be"
-    names = {-6: "SIGABRT", -7: "SIGBUS", -8: "SIGFPE", -11: "SIGSEGV", -15: "SIGTERM"}
+    if code == -7:
+        return "killed by signal 7 (SIGBUS), as one is that reads behind the end of a file that has become shorter"
+    names = {-6: "SIGABRT", -8: "SIGFPE", -11: "SIGSEGV", -15: "SIGTERM"}
     if code < 0:
         return f"killed by signal {-code}" + (f" ({names[code]})" if code in names else "")
     return f"exit code {code}"

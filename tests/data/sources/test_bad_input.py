@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,49 @@ def test_a_file_that_changes_under_a_running_source_is_named(tmp_path: Path, end
     source._fresh()  # as in a worker that opens it only now
     with pytest.raises(DataError, match=rf"a\.{ending} has changed since it was opened"):
         source[0]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_that_has_changed_is_found_without_reading_it(tmp_path: Path, ending: str) -> None:
+    paths = [put(tmp_path / f"{name}.{ending}", {"id": [number, 2, 3]}) for number, name in enumerate("abc")]
+    source = open_source(tmp_path, "id")
+    source.check_files()
+    content = paths[1].read_bytes()
+    put(paths[1], {"id": [5, 6, 7, 8]})
+    source.check_files(0, 2)  # those of another process: the first and the third
+    size = paths[1].stat().st_size
+    lengths = f": it had {len(content)} bytes and has {size}" if size != len(content) else ""
+    with pytest.raises(DataError, match=rf"b\.{ending} has changed since it was opened{lengths}; bring it back"):
+        source.check_files(1, 2)
+    paths[1].unlink()
+    source.check_files()  # nothing else is read in its place
+    paths[1].write_bytes(content)
+    source.check_files()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_file_that_was_written_again_as_it_was_is_read_on(
+    tmp_path: Path, ending: str, checked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = put(tmp_path / f"a.{ending}", {"id": [1, 2, 3]})
+    source = open_source(tmp_path, "id", cache_mb=0)
+    before = source.fingerprint
+    os.utime(path, ns=(1, 1))
+    if checked:
+        source.check_files()
+    copy = pickle.loads(pickle.dumps(source))
+    for one in (source, copy):
+        one._fresh()  # as in a worker that opens it only now
+        assert list(one) == [1, 2, 3]
+        assert one[1] == 2
+    assert f"a.{ending} was written again; size, ends and index are what they were" in caplog.text
+    assert source.fingerprint == before
+    other = bytearray(path.read_bytes())
+    other[-1] ^= 1
+    path.write_bytes(other)
+    with pytest.raises(DataError, match=rf"a\.{ending}"):
+        source.check_files()
 
 
 def test_the_same_file_twice_is_refused_unless_allowed(tmp_path: Path) -> None:

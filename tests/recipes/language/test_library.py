@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Engine
 from tests.data.numbers import content
 from tests.recipes.language.corpora import DIFFICULT, corpus, model, sentences, tokenised, write_jsonl
 from tests.runs import configuration
-from unisono.data.planning import plan_of, source_of
+from unisono.data.planning import plan_of, source_of, watched
 from unisono.data.prepare import prepare
 from unisono.data.reshard import reshard
 from unisono.data.shares import Share, merge
@@ -303,6 +303,29 @@ def test_a_changed_byte_is_found_before_the_start_where_content_is_verified(tmp_
     else:
         with pytest.raises(DataError, match=f"{path} is damaged .*; remove this file and prepare the data again"):
             task.check()
+
+
+@pytest.mark.parametrize("kind", ["prepared", "ahead", "on_the_fly"])
+def test_a_file_that_changes_under_a_run_is_named_where_the_run_reads_it(tmp_path: Path, kind: str) -> None:
+    path = write_jsonl(tmp_path / "corpus" / "a.jsonl", sentences(40))
+    data: Any = corpus(tmp_path / "corpus", cache=tmp_path / "cache")
+    if kind == "prepared":
+        out = prepared(data, tmp_path / "out")
+        data, path = Prepared(kind="prepared", path=out), out / "shard-00000-of-00001.arrow"
+    elif kind == "on_the_fly":
+        data = data.model_copy(update={"tokenise": "on_the_fly"})
+    task = language(data, sequence=64)
+    sources = [*watched(source_of(task)), *watched(task.held_out())]  # type: ignore[arg-type]
+    assert len(sources) == 2
+    with path.open("ab") as file:
+        file.write(b"{}\n")
+    for source in sources:
+        source.check_files(1, 2)  # another process looks at the only file
+        if kind == "ahead":
+            source.check_files()  # its tokens lie elsewhere, and are what they were
+            continue
+        with pytest.raises(DataError, match=f"{path} has changed since it was opened: it had"):
+            source.check_files()
 
 
 def test_corpora_of_different_tokenizers_are_not_mixed(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.recipes.language.corpora import DIFFICULT, corpus, real, sentences, store_of, tokenised, write_jsonl
+from unisono.data.shards import Shards, Writer, manifest_of
 from unisono.errors import DataError
 from unisono.recipes.language import tokenise, tokens
 from unisono.recipes.language.settings import Corpus, Embedded
@@ -54,6 +55,19 @@ def word_level(path: Path, vocabulary: dict[str, int], **beside: Any) -> Path:
     if beside:
         (path / "tokenizer_config.json").write_text(json.dumps(beside))
     return path
+
+
+def with_token(folder: Path, document: int, token: int, dtype: str) -> None:
+    """Write a store once more with another second token of one document; sizes and hashes fit, as if it were meant."""
+    old = Shards(folder)
+    rows = [old[number].astype(np.int64) for number in range(len(old))]
+    rows[document][1] = token
+    (entry,) = old.manifest["shards"]
+    with Writer(folder / entry["file"], old.manifest["column"], dtype) as writer:
+        writer.add(np.concatenate(rows), np.array([len(row) for row in rows]))
+        made = {**entry, **writer.close()}
+    manifest = manifest_of(old.manifest["column"], dtype, old.manifest["of"], [made])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture
@@ -560,3 +574,19 @@ def test_the_token_frequencies_are_those_of_the_targets(small: Corpus) -> None:
     counted = Counter(int(token) for number in range(len(rows)) for token in rows[number][1:])
     assert store.unigram.tolist() == [counted[token] for token in range(store.tokenizer.size)]
     assert store.unigram.sum() == rows.targets
+
+
+@pytest.mark.parametrize(("dtype", "token"), [("<u2", 65535), ("<u4", 300), ("<i4", -1)])
+def test_a_token_outside_of_the_vocabulary_is_told_by_its_file_and_row(small: Corpus, dtype: str, token: int) -> None:
+    folder = tokenised(small).folder
+    (folder / "unigram.npy").unlink(missing_ok=True)
+    with_token(folder, 13, token, dtype)
+    store = TokenStore(folder)
+    assert store.tokenizer.size == 300
+    told = rf"{folder}/shard-\S+\.arrow, row 13 \(from 0\): token {token} is none .* 0 to 299; prepare"
+    with pytest.raises(DataError, match=told):
+        store.unigram  # noqa: B018
+    rows = Rows(store, np.arange(store.documents), None)
+    with pytest.raises(DataError, match=told):
+        rows[13]
+    assert (rows[12] < 300).all()

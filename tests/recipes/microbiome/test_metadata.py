@@ -116,6 +116,18 @@ def test_classes_keep_the_numbers_they_are_given() -> None:
     assert one.values.tolist() == [1, 1]
 
 
+def test_a_label_is_found_among_a_million_classes_and_a_wrong_one_is_told_in_a_line() -> None:
+    """To look for each through a list would take hours."""
+    classes = [f"class {number}" for number in range(10**6)]
+    names = [f"s{number}" for number in range(10**6)]
+    assert target_of("kind", classes, names, classes=classes).values.tolist() == list(range(10**6))
+    with pytest.raises(
+        DataError, match=r"1 of 1000000 values \('-1 of s7'\) are none of .*classes \('class 0', "
+    ) as told:
+        target_of("kind", [*classes[:7], "-1", *classes[8:]], names, classes=classes)
+    assert len(str(told.value)) < 300
+
+
 @pytest.mark.parametrize(
     ("values", "settings", "told"),
     [
@@ -130,7 +142,11 @@ def test_classes_keep_the_numbers_they_are_given() -> None:
         (["1", "inf", "3"], {}, r"1 of 3 values \('inf of s2'\)"),
         (["2.0", "2", "2"], {}, r"is '2\.0' in all 3 samples: there is nothing to predict"),
         (["a", "a", "a"], {}, r"is 'a' in all 3 samples"),
-        (["a", "b", "c"], {"classes": ["a", "b"]}, r"1 of 3 values \('c of s3'\) are none of data\.classes \(a, b\)"),
+        (
+            ["a", "b", "c"],
+            {"classes": ["a", "b"]},
+            r"1 of 3 values \('c of s3'\) are none of data\.classes \('a', 'b'\)",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(values: list[str], settings: dict, told: str) -> None:

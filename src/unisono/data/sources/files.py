@@ -7,7 +7,9 @@ takes nothing along but names and sizes, and opens what it needs when it needs i
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,9 +25,10 @@ from unisono.data.sources import arrow, copies, index, lines, npy, parquet
 from unisono.data.sources.changes import what_changed
 from unisono.data.sources.expect import Type, Wanted, alike, is_list, is_number, plain
 from unisono.data.sources.search import Found, Place, find
-from unisono.data.sources.storage import DEADLINE, File, Where, options
+from unisono.data.sources.storage import DEADLINE, File, Where, options, reading
 from unisono.errors import ConfigError, DataError, nearest
 
+log = logging.getLogger(__name__)
 Duplicates = Literal["refuse", "allow"]
 _OPEN = 256e6  # bytes of files that stay open: their maps, footers and indices, no handles
 _EACH = 16384.0  # bytes of one at least, so that there are no more maps than a system allows
@@ -242,6 +245,35 @@ class Files:
                 "were, or begin another run"
             )
 
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened, as far as they are those of this share of them.
+
+        One that was written again and holds what it held is told in the log, and read on. One that is gone is an error
+        only when it is read: what is open of it is what it was.
+
+        Raises:
+            DataError: naming the first that has changed.
+        """
+        numbers = range(share, len(self.shards), shares)
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="unisono-source") as pool:
+            for _ in pool.map(self._check_file, numbers):
+                pass
+
+    def _check_file(self, number: int) -> None:
+        shard = self.shards[number]
+        with reading(shard.file):
+            try:
+                now = shard.file.now()
+            except FileNotFoundError:
+                return
+        if now == shard.file:
+            return
+        if now.size != shard.file.size or (again := self._look(now)[0]).digest != shard.digest:
+            raise shard.file.changed(now)
+        log.warning("%s was written again; size, ends and index are what they were, so it is read on", now.path)
+        with self._lock:
+            self.shards = (*self.shards[:number], again, *self.shards[number + 1 :])
+
     def _length_column(self) -> str | None:
         types = dict(self._wanted.types)
         kinds = {field.name: plain(field.type) for field in self.schema}
@@ -260,13 +292,20 @@ class Files:
         number = block - int(self._first_block[shard])
         if self._process != os.getpid():  # after a fork: a thread that is not here may have held a lock
             self._fresh()
-        return self._blocks.get(block, lambda: self._reader(shard).block(number))
+        file = self.shards[shard].file
+        try:
+            return self._blocks.get(block, lambda: self._reader(shard).block(number))
+        except DataError:
+            self._check_file(shard)
+            if self.shards[shard].file == file:
+                raise
+        return self._blocks.get(block, lambda: self._reader(shard).block(number))  # written again, as it was
 
     def _reader(self, shard: int) -> Reader:
         return self._opened(self.shards[shard].file)
 
     def _opened(self, file: File) -> Reader:
-        return self._readers.get(file.path, lambda: _READERS[file.format](file, self._wanted))
+        return self._readers.get((file.path, file.stamp), lambda: _READERS[file.format](file, self._wanted))
 
     def _look(self, file: File) -> tuple[Shard, Any]:
         reader = self._opened(file)
@@ -275,16 +314,19 @@ class Files:
         return Shard(file, reader.rows, digest.hexdigest()), reader.schema
 
     def _fresh(self) -> None:
-        self._process = os.getpid()
+        self._process, self._lock = os.getpid(), threading.Lock()
         self._blocks: Cache[Block] = Cache(self._budget, self._least, weigh=lambda block: block.weight + 1024.0)
         self._readers: Cache[Reader] = Cache(_OPEN, weigh=lambda reader: reader.weight + _EACH)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_blocks", "_readers")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_A_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._fresh()
+
+
+_OF_A_PROCESS = ("_blocks", "_readers", "_lock")  # parts of a source
 
 
 def _check_alike(schemas: Sequence[tuple[File, Any]], wanted: Wanted) -> None:

@@ -106,14 +106,22 @@ class File:
             source.seek(first)
             return bytes(source.read(last - first))
 
+    def now(self) -> File:
+        """The same file as it is now; a remote one is held to its size as it is read."""
+        return self if is_remote(self.path) else File.of(Path(self.path), self.format, self.name, self.where)
+
     def check(self) -> None:
-        """Refuse a local file that is another one than was found; a remote one is held to its size as it is read."""
-        if not is_remote(self.path):
-            status = Path(self.path).stat()
-            if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.stamp):
-                raise DataError(
-                    f"{self.path} has changed since it was opened; start again with the data as they are now"
-                )
+        """Refuse a local file that is another one than was found."""
+        if (now := self.now()) != self:
+            raise self.changed(now)
+
+    def changed(self, now: File) -> DataError:
+        """The error of a file that is another one now than was found."""
+        size = f": it had {self.size} bytes and has {now.size}" if now.size != self.size else ""
+        return DataError(
+            f"{self.path} has changed since it was opened{size}; bring it back as it was, or begin another run with "
+            "the data as they are now"
+        )
 
 
 @contextmanager

@@ -255,6 +255,10 @@ class Chosen:
         """The files of the corpus; see `unisono.data.sources`."""
         return self._texts.manifest
 
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened; see `unisono.data.sources`."""
+        self._texts.check_files(share, shares)
+
     @cached_property
     def fingerprint(self) -> str:
         """What the samples are, in hex."""

@@ -92,6 +92,10 @@ class Texts:
         """The files, with rows and digests of each; see `unisono.data.sources`."""
         return self._rows.manifest
 
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened; see `unisono.data.sources`."""
+        self._rows.check_files(share, shares)
+
     @cached_property
     def stamp(self) -> str:
         """Changes whenever a file is written again; nothing is opened for it."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,15 +64,22 @@ class TokenStore:
 
     @cached_property
     def unigram(self) -> NDArray[np.int64]:
-        """How often each token is a target, (vocabulary,); counted once and kept in the folder, if it can be."""
+        """How often each token is a target, (vocabulary,); counted once and kept in the folder, if it can be.
+
+        Raises:
+            DataError: for an id that the tokenizer does not have.
+        """
         path, size = self.folder / _UNIGRAM, self.tokenizer.size
         targets = int(self.manifest["units"]) - int((self.lengths > 0).sum())
         with contextlib.suppress(OSError, ValueError, EOFError):
             kept: NDArray[np.int64] = np.load(path)
             if kept.shape == (size,) and int(kept.sum()) == targets:
                 return kept
-        counted = np.zeros(size, dtype=np.int64)
+        counted, documents = np.zeros(size, dtype=np.int64), 0
         for values, lengths in self.shards.batches():
+            if (at := _outside(values, size)) is not None:
+                self._refuse(documents + int(np.searchsorted(np.cumsum(lengths), at, side="right")), values[at])
+            documents += len(lengths)
             begins = (np.cumsum(lengths) - lengths)[lengths > 0]
             counted += np.bincount(values, minlength=size) - np.bincount(values[begins], minlength=size)
         with contextlib.suppress(OSError), whole(path) as temporary, temporary.open("wb") as file:
@@ -80,8 +87,28 @@ class TokenStore:
         return counted
 
     def slice(self, document: int, first: int, last: int) -> NDArray[np.int64]:
-        """Tokens `first..last-1` of a document, fewer at its end."""
-        return self.shards.slice(document, first, last).astype(np.int64)
+        """Tokens `first..last-1` of a document, fewer at its end.
+
+        Raises:
+            DataError: for an id that the tokenizer does not have; a device that looks it up may take its process down.
+        """
+        tokens = self.shards.slice(document, first, last)
+        if (at := _outside(tokens, self.tokenizer.size)) is not None:
+            self._refuse(document, tokens[at])
+        return tokens.astype(np.int64)
+
+    def _refuse(self, document: int, token: int) -> NoReturn:
+        raise DataError(
+            f"{self.shards.where(document)}: token {token} is none of the tokenizer's, whose ids are 0 to "
+            f"{self.tokenizer.size - 1}; prepare the documents again, with the tokenizer that lies beside them"
+        )
+
+
+def _outside(tokens: NDArray[Any], size: int) -> int | None:
+    """The place of the first token that is none of a vocabulary of this size; None where all are of it."""
+    if not len(tokens) or (tokens.min() >= 0 and tokens.max() < size):
+        return None
+    return int(np.argmax((tokens < 0) | (tokens >= size)))
 
 
 class Rows:
@@ -131,6 +158,10 @@ class Rows:
     def manifest(self) -> dict[str, Any]:
         """The files that the documents come from; see `unisono.data.sources`."""
         return {"fingerprint": self._store.shards.fingerprint, "files": self._store.files}
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse shards that have changed since they were opened; see `unisono.data.sources`."""
+        self._store.shards.check_files(share, shares)
 
     @cached_property
     def fingerprint(self) -> str:

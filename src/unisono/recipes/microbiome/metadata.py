@@ -186,17 +186,17 @@ def target_of(
         known = None
     else:
         known = sorted(set(values)) if classes is None else list(classes)
-        if strange := [f"{v} of {s}" for v, s in zip(values, samples, strict=True) if v not in known]:
+        number_of = {name: number for number, name in enumerate(known)}
+        if strange := [f"{v} of {s}" for v, s in zip(values, samples, strict=True) if v not in number_of]:
             raise DataError(
                 f"data.target={name}: {how_many(strange, len(values), 'values')} are none of data.classes "
-                f"({', '.join(known)}); add them, or leave data.classes out"
+                f"({examples(known)}); add them, or leave data.classes out"
             )
         if classes is None and len(known) == len(values) > 1:
             raise DataError(
                 f"data.target={name}: the classes of all {len(values)} samples are different ({examples(values)}); "
                 "choose a column of classes"
             )
-        number_of = {name: number for number, name in enumerate(known)}
         found = np.array([number_of[value] for value in values], dtype=np.int64)
     if len(np.unique(found)) < 2 and (classes is None or len(classes) < 2):
         raise DataError(
