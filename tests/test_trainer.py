@@ -236,6 +236,29 @@ def test_a_run_that_is_complete_makes_no_step_and_gives_its_evaluation_again(
     assert "all 2 steps were made before\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("stop_after", [2, 3])
+def test_a_start_that_ends_early_saves_and_a_later_one_goes_on(
+    tmp_path: Path, whole: tuple[Path, Result], capsys: pytest.CaptureFixture[str], stop_after: int
+) -> None:
+    groups = {"eval": {"every": 2}, "checkpoint": {"every": 2, "keep": 10}, "observe": {"progress": True}}
+    name = {"name": "test", "stop_after": stop_after}
+    for _ in range(2):  # the second time there is nothing to do
+        first = run(tmp_path, config(run=name, **groups))
+        assert (steps(tmp_path), checkpoints(tmp_path)[-1]) == ([*range(1, stop_after + 1)], stop_after)
+        assert f"stopped after step {stop_after} of 5 (run.stop_after)" in capsys.readouterr().out
+    assert first.step == stop_after
+    result = run(tmp_path, config(**groups))
+    assert (steps(tmp_path), result.loss, result.evaluation) == ([1, 2, 3, 4, 5], whole[1].loss, whole[1].evaluation)
+    assert evaluations(tmp_path) == [2, 4, 5]
+
+
+def test_an_early_end_after_the_last_step_is_no_early_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = config(2, run={"name": "test", "stop_after": 7}, observe={"progress": True}, checkpoint={"at_end": False})
+    assert run(tmp_path, how).step == 2
+    assert checkpoints(tmp_path) == []
+    assert "stop_after" not in capsys.readouterr().out
+
+
 def test_a_run_that_was_longer_before_is_told_with_the_updates_it_has(tmp_path: Path) -> None:
     longer = run(tmp_path, config(3))
     shorter = config(2, run={"name": "test", "allow_change": ["train.steps"]})

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.runs import configuration
-from tests.tasks import TransformerTask
+from tests.tasks import TransformerTask, Words
 from unisono import trainer
 from unisono.checkpoint import arrays, commit, staging
 from unisono.checkpoint.saver import Saver
 from unisono.config.schema import RunConfig
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import ConfigError, NonFiniteError, SaveError
+from unisono.errors import ConfigError, DataError, NonFiniteError, SaveError
 from unisono.observe import events
 from unisono.place import Alone, Place
 from unisono.state import Shard
@@ -229,3 +229,28 @@ def test_looking_for_the_names_of_metrics_changes_no_bit(tmp_path: Path) -> None
     run(tmp_path / "b", config(6, **plain), TransformerTask(task))
     one, other = (content(commit.find(tmp_path / name / "checkpoints")[-1]) for name in "ab")
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+class Watched(Words):
+    """Rows whose files change before the second time that they are looked at."""
+
+    looked = 0
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        self.looked += 1
+        assert (share, shares) == (0, 1)
+        if self.looked == 2:
+            raise DataError("a.jsonl has changed")
+
+
+@pytest.mark.parametrize("which", ["data", "held_out"])
+def test_nothing_is_saved_of_data_that_change(tmp_path: Path, which: str, told_at_once: None) -> None:
+    class Changing(TransformerTask):
+        pass
+
+    rows = Watched(27)
+    setattr(Changing, which, lambda _: rows)
+    with pytest.raises(DataError, match=r"^a\.jsonl has changed\. What was made .* is not saved$"):
+        run(tmp_path, config(checkpoint={"every": 2}), Changing())
+    assert checkpoints(tmp_path) == [2]
+    assert events.steps(events.read(tmp_path / "events.jsonl"))[-1]["step"] == 4

@@ -145,6 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--kills", type=int, metavar="N", help="random instants at which runs are killed (default 200)")
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the matrix into a page, e.g. docs/faults.md")
     verb.set_defaults(run=_faults)
+    text = "make steps of a run again, from a checkpoint to a later one, and say whether they come out as they did"
+    verb = verbs.add_parser("replay", help=text, description=f"{text}; exit code 1 if they do not")
+    cli_words.run(verb)
+    verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: the last but one)")
+    verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
+    verb.set_defaults(run=_replay)
     text = "explain from a run's files how it ended, what is saved and what to do"
     verb = verbs.add_parser("diagnose", help=text, description=text)
     cli_words.run(verb)
@@ -349,6 +355,14 @@ def _diagnose(parsed: argparse.Namespace) -> int:
 
     print("\n".join(explained(parsed.folder)))
     return 0
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from unisono.launch.replay import replay
+
+    replayed = replay(parsed.folder, parsed.first, parsed.last)
+    print("\n".join(replayed.lines(parsed.folder)))
+    return int(not replayed.same)
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

@@ -48,9 +48,14 @@ class CheckpointError(UnisonoError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written. Those before it are as they were."""
+    """A checkpoint that could not be written. Those before it are as they were.
+
+    Attributes:
+        passing: whether what the system said may be over soon, as where a server is away or a quota is used up.
+    """
 
     exit_code = 7
+    passing = False
 
 
 class RecordError(SaveError):

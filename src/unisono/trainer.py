@@ -26,9 +26,9 @@ from unisono.config.schema import Layout, RunConfig
 from unisono.config.split import Split, divisors
 from unisono.data.ledger import Ledger
 from unisono.data.loader import Loader, MicroBatch
-from unisono.data.planning import facts_of, plan_of, source_of
+from unisono.data.planning import facts_of, plan_of, source_of, watched
 from unisono.engines.base import Engine, StepResult
-from unisono.errors import GuardError, MemoryExhaustedError, RunError, page
+from unisono.errors import DataError, GuardError, MemoryExhaustedError, RunError, page
 from unisono.evaluation.best import Best
 from unisono.evaluation.held_out import HeldOut
 from unisono.files import write_kept
@@ -179,6 +179,7 @@ class Training:
         """Make every step that is left: data, update, record, evaluation, checkpoint."""
         config, engine, record, total = self._config, self._engine, self.record, self.plan.steps
         boundary = self._boundary
+        until = min(total, config.run.stop_after or total)
         boundary.open()
         if self.first and self._evaluates(self.first) and not self._was_evaluated(self.first):
             self.evaluate(self.first)  # a preempted run had no time for it
@@ -187,7 +188,7 @@ class Training:
         watch = Stopwatch()
         made_ready = self._batches(watch, self.first)
         batches = engine.incoming(made_ready)
-        for step in range(self.first, total):
+        for step in range(self.first, until):
             with self._profile.step(), pulse.unchanged():
                 while True:
                     micro_batches = next(batches)
@@ -218,7 +219,8 @@ class Training:
             if self._evaluates(made) and not decision.preempted:
                 self.evaluate(made)
                 decision |= boundary.decide(self._saver.seconds)
-            due = _due(made, config.checkpoint.every) or (made == total and config.checkpoint.at_end)
+            at_end = made == until and (until < total or config.checkpoint.at_end)
+            due = _due(made, config.checkpoint.every) or at_end
             if decision.save or (due and not decision.preempted):
                 self._save(made, at_once=decision.preempted)
                 decision |= boundary.decide(self._saver.seconds)
@@ -233,6 +235,8 @@ class Training:
                 return
             watch.lap()  # evaluation, saving and the caller are no part of a step's time
         self._saver.finish()
+        if until < total:
+            record.say(f"stopped after step {self.made} of {total} (run.stop_after); a start without it goes on")
         if self.first >= total:
             record.say(f"all {total} steps were made before")
             self.evaluated = events.last_evaluation(events.read(self._folder / "events.jsonl"))
@@ -377,10 +381,29 @@ class Training:
 
     def _save(self, made: int, at_once: bool) -> None:
         self._boundary.owned()
+        self._check_files()
+        if at_once:
+            self._saver.hurry()
         with pulse.phase("save"), self._boundary.saving():
             self._commit(made)
             if at_once:
                 self._saver.finish()
+
+    def _check_files(self) -> None:
+        """Refuse, on all ranks together, to save what was made of data that change; each looks at its share of files.
+
+        Raises:
+            DataError: on every rank, naming a file.
+        """
+        told, place = None, self._place
+        sources = [self._source, *([self.held_out.source] if self.held_out is not None else [])]
+        try:
+            for one in (one for source in sources for one in watched(source)):
+                one.check_files(place.local_rank, place.local_world_size)
+        except DataError as error:
+            told = str(error)
+        if found := [text for text in self._engine.group.gather(told, "whether the data are what they were") if text]:
+            raise DataError(f"{found[0]}. What was made since the newest checkpoint is not saved")
 
     def _commit(self, made: int) -> None:
         self._engine.agree(made)  # of copies a checkpoint has one piece from this rank and one from that

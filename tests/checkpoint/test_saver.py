@@ -17,6 +17,7 @@ import torch
 
 from tests import processes
 from unisono.checkpoint import arrays, commit
+from unisono.checkpoint import saver as saver_module
 from unisono.checkpoint.saver import Saver
 from unisono.config.schema import Checkpoint as Settings
 from unisono.errors import NonFiniteError, SaveError, UnisonoError
@@ -24,6 +25,7 @@ from unisono.place import Alone, Group, Place
 from unisono.state import Shard
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+AWAY = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def state(value: float, rank: int = 0, size: int = 1) -> list[Shard]:
@@ -140,6 +142,78 @@ def test_without_a_background_a_failure_is_told_at_once(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2]
 
 
+@contextmanager
+def away(times: int, error: OSError = AWAY, *, what: str = "write") -> Iterator[list[int]]:
+    """So many writes fail, or flushes of the folder of checkpoints; the pauses between two tries are short."""
+    real = {"write": arrays.write, "sync": commit.sync}[what]
+    made: list[int] = []
+
+    def failing(*arguments: Any) -> Any:
+        if what == "sync" and arguments[0].name.startswith((".writing", "manifest")):
+            return real(*arguments)
+        made.append(len(made))
+        if len(made) <= times:
+            raise error
+        return real(*arguments)
+
+    owner = {"write": arrays, "sync": commit}[what]
+    with mock.patch.object(owner, what, failing), mock.patch.object(saver_module, "_FIRST_PAUSE", 0.01):
+        yield made
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("what", ["write", "sync"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EDQUOT])
+def test_what_may_pass_is_tried_again_from_the_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool, what: str, code: int
+) -> None:
+    shards = state(1.0)
+    with away(3, OSError(code, os.strerror(code)), what=what) as made:
+        saver = Saver(tmp_path, Alone(), Settings(background=background))
+        saver.save(3, shards, {"step": 3})
+        if background:
+            shards[0].data.fill_(2.0)
+        saver.finish()
+    assert len(made) == 4
+    assert of(tmp_path / "step-00000003") == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert sum("tried again in" in record.message for record in caplog.records) == 3
+
+
+def test_what_does_not_pass_ends_after_the_time_that_is_set_for_it(tmp_path: Path) -> None:
+    with away(10**6) as made:
+        saver = Saver(tmp_path, Alone(), Settings(retry_for=0.1))
+        saver.save(3, state(1.0), {})
+        with pytest.raises(SaveError, match=r"tried \d+ times in 0 s \(checkpoint.retry_for\)"):
+            saver.finish()
+    assert len(made) > 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("settings", "error"), [({"retry_for": 0.0}, AWAY), ({}, FULL)])
+def test_what_is_not_to_be_tried_again_is_not(tmp_path: Path, settings: dict[str, Any], error: OSError) -> None:
+    with away(1, error) as made:
+        saver = Saver(tmp_path, Alone(), Settings(**settings))
+        saver.save(3, state(1.0), {})
+        with pytest.raises(SaveError) as caught:
+            saver.finish()
+    assert "retry_for" not in str(caught.value)
+    assert len(made) == 1
+
+
+def test_a_run_that_has_to_go_tries_nothing_again(tmp_path: Path) -> None:
+    with away(10**6) as made, mock.patch.object(saver_module, "_FIRST_PAUSE", 3600.0):
+        saver = Saver(tmp_path, Alone(), Settings(retry_for=1e6))
+        saver.save(3, state(1.0), {})
+        deadline = time.monotonic() + 30
+        while not made and time.monotonic() < deadline:
+            time.sleep(0.01)
+        saver.hurry()
+        with pytest.raises(SaveError, match="tried 2 times"):
+            saver.finish()
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_a_run_that_may_go_on_is_told_until_a_later_save_succeeds(tmp_path: Path, background: bool) -> None:
     said: list[str] = []
@@ -248,6 +322,20 @@ def _stories(place: Place, group: Group, folder: Path) -> dict[str, Any]:
     saver.save(9, state(9.0, place.rank, 2), {})
     saver.finish()
     told["goes on: saved"] = [saver.unsaved_since, steps(folder / "goes on")]
+
+    # What passes on one rank is waited for by both; what one of them could not get over is not tried again by any.
+    with away(2 if place.rank == 1 else 0) as made:
+        saver = Saver(folder / "away", group, Settings())
+        saver.save(1, state(1.0, place.rank, 2), {})
+        saver.finish()
+    told["away: tries"] = len(made)
+    with away(1, AWAY if place.is_first else FULL) as made, Saver(folder / "away", group, Settings(), first=1) as saver:
+        saver.save(2, state(1.0, place.rank, 2), {})
+        with pytest.raises(SaveError, match=r"rank 0 could not .*; rank 1 could not .*no space left"):
+            saver.finish()
+        saver._failed = None
+    told["away: tries, full"] = len(made)
+    told["away: steps"] = steps(folder / "away")
     return told
 
 
@@ -275,6 +363,12 @@ def test_a_failure_on_one_rank_is_told_on_all_after_the_same_step(
     assert f"rank {rank} could not write its part of the checkpoint: no space left" in text
     assert first.get(f"{name}: step") == second.get(f"{name}: step")
     assert first[f"{name}: steps"] == second[f"{name}: steps"] == [1]
+
+
+def test_what_passes_on_one_rank_is_tried_again_by_all(stories: list[dict[str, Any]]) -> None:
+    assert [told["away: tries"] for told in stories] == [3, 3]
+    assert [told["away: tries, full"] for told in stories] == [1, 1]
+    assert [told["away: steps"] for told in stories] == [[1], [1]]
 
 
 def test_numbers_that_are_not_finite_on_one_rank_end_all(stories: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ DATA = ("rows", "sources", "fingerprint")  # the facts of the data that decide t
 AROUND = ("code", "versions", "environment", "machine")  # what may differ where a run need not be the same bit for bit
 _BITS = ("layout.", "optim.implementation")  # keys that change no mathematics, but the order of sums
 _OF_A_START = (
-    "run.name", "run.dir", "run.resume", "run.allow_change",
+    "run.name", "run.dir", "run.resume", "run.allow_change", "run.stop_after",
     "launch.node_rank", "launch.rendezvous", "launch.interface",
 )  # fmt: skip
 _TOLD = 8  # entries that a sentence names

@@ -40,6 +40,12 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".writing-"
+# What a file system says that is away for a while, or over a quota. A full disk is none of these: it was told how much
+# would come before the first step.
+_PASSING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EDQUOT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN,
+    errno.ECONNRESET, errno.EHOSTDOWN,
+}  # fmt: skip
 
 
 def save(
@@ -124,7 +130,11 @@ def save(
             if final.exists():
                 final.rename(aside(final))
             temporary.rename(final)
-            sync(folder)
+            try:
+                sync(folder)
+            except OSError:  # its name may not outlive a loss of power
+                final.rename(temporary)
+                raise
 
         _agree(group, "finish the checkpoint", finish)
     except SaveError:
@@ -211,19 +221,22 @@ def _write_pieces(folder: Path, shards: Sequence[Shard], rank: int, step: int) -
 
 def _agree(group: Group, what: str, act: Callable[[], Json]) -> list[Json]:
     """Let every rank act, and let all of them fail if one of them did."""
-    result, fault = None, None
+    result, fault, passing = None, None, False
     try:
         result = act()
     except OSError as error:
+        passing = error.errno in _PASSING
         fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     except Exception as error:  # whatever it is, the others must not wait for this rank
         fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
         log.exception("a checkpoint could not be written")
-    outcomes = group.gather([result, fault], f"all ranks to {what}")
-    faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
+    outcomes = group.gather([result, fault, passing], f"all ranks to {what}")
+    faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]
     if faults:
-        raise SaveError("; ".join(faults) + ". Older checkpoints are untouched.")
-    return [outcome for outcome, _ in outcomes]
+        failed = SaveError("; ".join(faults) + ". Older checkpoints are untouched.")
+        failed.passing = all(passing for _, why, passing in outcomes if why)
+        raise failed
+    return [outcome for outcome, _, _ in outcomes]
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 One save is in flight, and the next waits for it. It is written by a thread that talks to those of the other ranks over
 a group of its own. While one is in flight, every step ends with a small message of all ranks, so that all of them learn
 of its end at the same step. A failure ends the run there or, where the settings say so, is told until a later save
-succeeds: one that nobody asked for would make a run without checkpoints that ends with success.
+succeeds: one that nobody asked for would make a run without checkpoints that ends with success. What may be over soon,
+as a file server that is away, is tried again first, from the copies.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from unisono.state import Shard
 log = logging.getLogger(__name__)
 
 _LAST_WAIT = 10.0  # seconds that a run which fails gives the save in flight
+_FIRST_PAUSE, _PAUSE = 1.0, 10.0  # seconds before a save is tried again; each time twice as long
 
 
 @dataclass
@@ -36,6 +38,7 @@ class _Flight:
 
     made: int
     began: float = field(default_factory=time.monotonic)
+    tried: float = field(default_factory=time.monotonic)  # for the last time
     thread: threading.Thread | None = None
     path: Path | None = None
     error: BaseException | None = None
@@ -61,7 +64,8 @@ class Saver:
 
     Attributes:
         saved: updates made in the newest checkpoint; 0 if there is none.
-        seconds: that the last save took, from its beginning until all ranks knew of its end; 0 if there was none.
+        seconds: that the last save took, from when it was tried last until all ranks knew of its end; 0 if there was
+            none.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Saver:
         self.seconds = 0.0
         self._failed: SaveError | None = None
         self._finished, self._say, self._allowed = finished, say, allowed
+        self._hurried = threading.Event()
 
     @property
     def unsaved_since(self) -> int | None:
@@ -131,13 +136,16 @@ class Saver:
         copies = self._staging.copy(shards) if self._settings.background else shards
         parent = commit.name_of(self.saved) if self.saved else None
 
+        def attempt() -> Path:
+            return commit.save(
+                self._folder, made, copies, state, self._own, self._retention,
+                about=about, metric=metric, parent=parent, holds=holds, allowed=self._allowed,
+            )  # fmt: skip
+
         def write() -> None:
             try:
                 self._staging.wait()
-                flight.path = commit.save(
-                    self._folder, made, copies, state, self._own, self._retention,
-                    about=about, metric=metric, parent=parent, holds=holds, allowed=self._allowed,
-                )  # fmt: skip
+                flight.path = self._tried_again(flight, attempt)
             except BaseException as error:  # told by `_resolve`, on every rank
                 flight.error = error
 
@@ -147,6 +155,10 @@ class Saver:
         else:
             write()
             self._settle()
+
+    def hurry(self) -> None:
+        """From now on, try nothing again: this run has to go; every rank calls this before the same save."""
+        self._hurried.set()
 
     def check(self) -> None:
         """See, after a step, what came of the save in flight, if it is over on all ranks.
@@ -176,11 +188,31 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._staging.prepared()
+        self._hurried.set()
         if kind is None:
             self.finish()
         elif self._flight is not None and self._flight.thread is not None:
             # Others may be gone, so nothing is asked of them. What is cut off is absent, and swept by a later save.
             self._flight.thread.join(_LAST_WAIT)
+
+    def _tried_again(self, flight: _Flight, attempt: Callable[[], Path]) -> Path:
+        """A commit, tried again as long as the settings say while what all ranks hear from their disks may pass."""
+        pause, tries = _FIRST_PAUSE, 1
+        while True:
+            try:
+                return attempt()
+            except SaveError as error:
+                if not error.passing:
+                    raise
+                spent = time.monotonic() - flight.began
+                over = self._hurried.is_set() or spent + pause > self._settings.retry_for
+                if self._own.highest([int(over)], "whether a save is tried again")[0]:
+                    more = f" It was tried {tries} times in {spent:.0f} s (checkpoint.retry_for)." if tries > 1 else ""
+                    raise SaveError(f"{error}{more}") from error
+                log.warning("the checkpoint of step %d: %s It is tried again in %g s", flight.made, error, pause)
+            self._hurried.wait(pause)
+            flight.tried = time.monotonic()
+            pause, tries = min(2 * pause, _PAUSE), tries + 1
 
     def _settle(self) -> None:
         """Wait for the save in flight, and for what came of it on all ranks."""
@@ -212,7 +244,7 @@ class Saver:
         faults = [(kind, text) for _, kind, text, _ in told if kind]
         if not faults:
             self.saved, self._failed = flight.made, None
-            self.seconds = time.monotonic() - flight.began
+            self.seconds = time.monotonic() - flight.tried
             if self._finished is not None and self._group.rank == 0:
                 assert flight.path is not None
                 self._finished(flight.path)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.base import Positive, Settings
+from unisono.config.base import NonNegative, Positive, Settings
 from unisono.config.optimizers import Muon, Optimizer
 from unisono.config.schedules import Schedule
 
@@ -47,6 +47,9 @@ class Run(Settings):
         "auto",
         description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew; exact: "
         "as must, on the same layout, versions and environment, from the newest checkpoint and no other",
+    )
+    stop_after: PositiveInt | None = Field(
+        None, description="updates after which this start ends, saved, short of train.steps; a later start goes on"
     )
     allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
 
@@ -273,6 +276,9 @@ class Checkpoint(Settings):
     at_end: bool = True
     final: Literal["everything", "model"] = Field(
         "everything", description="what the checkpoint of the end holds; model: weights alone, which cannot be resumed"
+    )
+    retry_for: NonNegative = Field(
+        60.0, description="seconds for which a save is tried again that fails by an error of the disk that may pass"
     )
     background: bool = Field(True, description="write while training goes on; takes memory for one copy of the state")
     on_failure: Literal["stop", "continue"] = Field(

@@ -119,9 +119,25 @@ def _for_a_while(ground: Ground) -> Outcome:
     return outcome
 
 
-@fault("C22b", "an error of the disk when a shard is flushed")
+@fault("C22b", "an error of the disk when a shard is flushed: tried again, and nobody would know")
 def _broken(ground: Ground) -> Outcome:
-    return ground.harmed("eio@fsync:0:5", code=UNSAVED, says=("rank 0", "Input/output error"))
+    before = ground.unharmed()
+    with ground.job(misbehave="eio@fsync:0:5") as run:
+        done = run.finish()
+        outcome = Outcome(said=next((line for line in done.said.splitlines() if "tried again" in line), ""))
+        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.promise("Input/output error" in outcome.said, f"not told: {done.said[-1500:]}")
+        outcome.lost = 0
+        outcome.exact = done.code == 0 and job.state(run.run) == before
+        outcome.promise(outcome.exact, "it ended otherwise")
+    return outcome
+
+
+@fault("C22c", "errors of the disk that do not go away")
+def _away(ground: Ground) -> Outcome:
+    """From the second checkpoint on; it is tried again for three seconds."""
+    says = ("rank 0", "Input/output error", "tried 3 times")
+    return ground.harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
 
 
 def _said(run: job.Job) -> str:
@@ -310,7 +326,77 @@ def _names(ground: Ground) -> Outcome:
     return outcome
 
 
-@fault("C31", "a clock that is an hour off, or jumps back")
+@fault("C29b", "a disk that takes large and small letters for the same: `Run` and `run`")
+def _folded(ground: Ground) -> Outcome:
+    """Such disks are FAT, exFAT and NTFS, which know neither links nor permissions as others do."""
+    before, outcome = ground.unharmed(), Outcome()
+    disk = ground.for_("disk").own / "runs"  # not in the folder of the jobs, as a process may serve it
+    with folding(disk) as kind:
+        first, where = disk / "Run", f"run.dir={disk}"
+        with ground.job("run.name=Run", where) as run:
+            done = run.finish()
+            outcome.exact = done.code == 0 and job.state(first) == before
+            outcome.promise(bool(outcome.exact), f"it did not train: {done.code}: {done.said[-1500:]}")
+        kept = _contents(first)
+        for words in ((), ("optim.lr=2e-2",), ("run.resume=never",)):
+            with ground.job("run.name=run", where, *words) as run:
+                done = run.finish()
+            outcome.said = outcome.said or done.sentence
+            outcome.promise(done.code == REFUSED, f"run {words}: {done.code}: {done.said[-1500:]}")
+            outcome.promise(_contents(first) == kept, f"run {words} changed what is in the folder of Run")
+        outcome.promise("'Run'" in outcome.said, f"the other run is not named: {outcome.said}")
+        with ground.job("run.name=Run", where, "train.steps=15", "run.allow_change=[train.steps]") as run:
+            done = run.finish()
+            outcome.promise(done.code == 0 and job.newest(first) == 15, f"Run: {done.code}: {done.said[-1500:]}")
+    outcome.said = f"{kind}: {outcome.said}"
+    return outcome
+
+
+@contextmanager
+def folding(folder: Path) -> Iterator[str]:
+    """A file system in a folder that does not tell large letters from small ones, and its kind."""
+    ways = (
+        (("mkfs.vfat",), ("mount",)),
+        (("mkfs.exfat",), ("mount",)),
+        (("mkfs.exfat",), ("mount.exfat-fuse",)),
+        (("mkfs.ntfs", "-q", "-F", "-f"), ("lowntfs-3g", "-o", "ignore_case")),
+    )
+    folder.mkdir()
+    image = folder.with_name("disk.img")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for make, mount in ways:
+        if not all(shutil.which(program) for program in ("losetup", make[0], mount[0])):
+            continue
+        if subprocess.run([*make, str(image)], capture_output=True).returncode:
+            continue
+        found = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
+        if found.returncode:
+            raise Abstain(f"no loop device can be had here: {found.stderr.strip()}")
+        device = found.stdout.strip()
+        try:
+            if subprocess.run([*mount, device, str(folder)], capture_output=True).returncode:
+                continue
+            try:
+                (folder / "Probe").mkdir()
+                assert (folder / "pROBE").exists(), f"{make[0]} tells large letters from small ones"
+                (folder / "Probe").rmdir()
+                yield make[0].removeprefix("mkfs.")
+            finally:
+                subprocess.run(["umount", "-l", str(folder)], check=True)
+            return
+        finally:
+            subprocess.run(["losetup", "--detach", device], check=True)
+    raise Abstain("no such file system can be mounted here: it takes root, and dosfstools, exfatprogs or ntfs-3g")
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """All files of a run but its lease, which belongs to whoever starts there."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@fault("C31", "a clock that is an hour off, jumps back, or is beyond 2038, where 32 bits do not count seconds any more")
 def _clock(ground: Ground) -> Outcome:
     """The wall clock of every process jumps at random; commits are ordered by their steps, leases by counters."""
     before = ground.unharmed()
@@ -318,7 +404,7 @@ def _clock(ground: Ground) -> Outcome:
     (folder / "sitecustomize.py").write_text(
         "import os, random, time\n"
         "_real, _random = time.time, random.Random(os.getpid())\n"
-        "time.time = lambda: _real() + _random.choice((-3600.0, 0.0, 3600.0, 4.0e8))\n"
+        "time.time = lambda: _real() + _random.choice((-3600.0, 0.0, 3600.0, 4.0e8))\n"  # 2038-01-19 is 2**31
         "time.time_ns = lambda: int(time.time() * 1e9)\n"
     )
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,162 @@
+"""Steps made again: the same where nothing has happened, and what differs by its name where something has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono import cli
+from unisono.checkpoint import commit, manifest
+from unisono.errors import CheckpointError, ConfigError, RunError
+from unisono.launch import environment
+from unisono.launch.replay import FOLDER, replay
+from unisono.place import Place
+from unisono.state import Shard
+
+WORDS = (
+    "run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "train.global_batch=4",
+    "layout.world_size=1", "layout.device=cpu", "layout.threads=1", "observe.progress=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    assert cli.main(["train", "language", *WORDS, f"run.dir={folder}", "checkpoint.final=model"]) == 0
+    return folder / "a"
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "a"))
+
+
+def inside(run: Path) -> dict[str, str]:
+    """Everything in a run's folder, but for who held it."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and "lease" not in path.parts]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [((None, None), [5, 6]), ((2, None), [3, 4]), ((0, None), [1, 2]), ((2, 6), [3, 4, 5, 6]), ((None, 4), [3, 4])],
+)
+def test_what_nothing_has_disturbed_comes_out_as_it_was(
+    run: Path, asked: tuple[int | None, int | None], steps: list[int]
+) -> None:
+    before = inside(run)
+    replayed = replay(run, *asked)
+    assert replayed.same
+    assert replayed.steps == steps
+    assert replayed.compared > 10
+    assert inside(run) == before
+    assert not (run / FOLDER).exists()
+
+
+def changed(run: Path, step: int, name: str) -> None:
+    """Change one number of an array of a checkpoint, as a run would have written it that computed it wrong."""
+    path = run / "checkpoints" / f"step-{step:08d}"
+    checkpoint = commit.open_(path)
+    reader = checkpoint.reader()
+    shards = []
+    for each, shape in reader.shapes.items():
+        data = reader.read(each, (0,) * len(shape), shape).clone()
+        if each == name:
+            data.view(-1)[0] += 1e-6
+        shards.append(Shard(each, tuple(shape), (0,) * len(shape), data))
+    shutil.rmtree(path)
+    commit.save(
+        path.parent, step, shards, checkpoint.state, commit.Alone(), 9, about=checkpoint.about, holds=checkpoint.holds
+    )
+
+
+def test_a_number_that_is_not_what_it_was_is_told_by_the_name_of_its_array(run: Path) -> None:
+    name = weight(run)
+    changed(run, 4, name)
+    replayed = replay(run, 2, 4)
+    assert not replayed.same
+    assert (replayed.arrays, replayed.step, replayed.state) == ([name], None, [])
+    told = "\n".join(replayed.lines(run))
+    assert f"steps 3 to 4 of {run} do not come out as they were" in told
+    assert f"'{name}'" in told
+    assert replayed.folder is not None
+    assert commit.find(replayed.folder / "checkpoints")
+    again = replay(run, 4, 6)  # what follows from the wrong number is not what was made from the right one
+    assert not again.same
+    assert again.step in (5, 6)
+
+
+def test_a_step_that_is_not_what_it_was_is_told_by_its_number_and_what_it_came_to(run: Path) -> None:
+    events = run / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    loss = next(line for line in lines if line["step"] == 4)["loss"]
+    for line in lines:
+        if line["step"] == 4 and not line.get("eval"):
+            line["loss"] = loss + 1e-9
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replayed = replay(run, 2, 6)
+    assert (replayed.step, dict(replayed.apart)) == (4, {"loss": (loss + 1e-9, loss)})
+    assert "step 4: loss was" in "\n".join(replayed.lines(run))
+    assert not replayed.arrays
+
+
+def test_the_verb_says_by_its_exit_code_whether_they_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(run), "--from", "2", "--to", "4"]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    changed(run, 4, weight(run))
+    assert cli.main(["replay", str(run), "--from", "2"]) == 1
+
+
+def weight(run: Path) -> str:
+    """A name of the model's."""
+    return next(name for name in commit.read(run / "checkpoints" / "step-00000004").arrays if name.startswith("model/"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [((3, None), "of step 3; there are those of steps 2, 4, 6"), ((None, 5), "of step 5"), ((6, None), "after step 6"),
+     ((4, 2), "after step 4")],
+)  # fmt: skip
+def test_steps_that_cannot_be_made_again_are_refused(run: Path, asked: tuple[int | None, int | None], why: str) -> None:
+    with pytest.raises(RunError, match=why):
+        replay(run, *asked)
+    assert not (run / FOLDER).exists()
+
+
+def test_a_checkpoint_of_the_model_alone_is_no_beginning(run: Path) -> None:
+    path = run / "checkpoints" / "step-00000004" / manifest.NAME
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_bytes(manifest.dumps({**content, "holds": "model"}))
+    with pytest.raises(RunError, match="holds the model only"):
+        replay(run, 4, 6)
+
+
+def test_a_damaged_checkpoint_is_told_before_anything_starts(run: Path) -> None:
+    file = run / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"):
+        replay(run, 2)
+    assert not (run / FOLDER).exists()
+
+
+def test_it_is_one_command_and_about_a_run(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is not a run"):
+        replay(tmp_path)
+    monkeypatch.setattr(environment, "place", lambda: Place(world_size=2, launcher="torchrun"))
+    with pytest.raises(ConfigError, match="without torchrun"):
+        replay(run)
+
+
+def test_the_numbers_of_the_tests_are_not_those_of_nothing(made: Path) -> None:
+    reader = [commit.open_(path).reader() for path in commit.find(made / "checkpoints")]
+    name = next(name for name, shape in reader[0].shapes.items() if name.startswith("model/") and len(shape) == 2)
+    values = [each.read(name, (0, 0), each.shapes[name]) for each in reader]
+    assert not torch.equal(values[0], values[1])
+    assert not torch.equal(values[1], values[2])
