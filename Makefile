@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Of the modules with slow tests a run takes one part of six, another with another commit; SHARD=all takes them all.
+# Of the modules with slow tests a run takes one part of seven, another with another commit; SHARD=all takes them all.
 COMMIT := $(shell git rev-parse --short=4 HEAD 2>/dev/null || echo 0)
-SHARD ?= $(shell echo $$((0x$(COMMIT) % 6 + 1)))/6
+SHARD ?= $(shell echo $$((0x$(COMMIT) % 7 + 1)))/7
 
 .PHONY: demo test quick lint types tests clean
 

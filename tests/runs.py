@@ -19,9 +19,9 @@ from unisono.config.split import Split
 from unisono.data.loader import Loader
 from unisono.data.planning import plan_of
 from unisono.engines.torch.engine import TorchEngine
+from unisono.optim.schedules import Scalars
 from unisono.place import Group, Place
 from unisono.task import Task
-from unisono.trainer import Scalars
 
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"kind": "adamw", "lr": 1e-2}

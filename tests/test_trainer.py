@@ -25,9 +25,10 @@ from unisono.engines.torch.engine import TorchEngine
 from unisono.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.observe import events
 from unisono.observe.record import Record
+from unisono.optim.schedules import Scalars
 from unisono.place import Alone, Place
 from unisono.task import Context, Loss, Task
-from unisono.trainer import Result, Scalars
+from unisono.trainer import Result
 
 
 def config(steps: int = 5, **groups: Any) -> RunConfig:

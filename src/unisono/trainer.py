@@ -37,7 +37,7 @@ from unisono.observe.peaks import peak_flops
 from unisono.observe.profile import Profile
 from unisono.observe.progress import Speed, Stopwatch, short
 from unisono.observe.record import Record
-from unisono.optim import schedules
+from unisono.optim.schedules import Scalars
 from unisono.place import Group, Place
 from unisono.supervise import lease, space
 from unisono.supervise.boundary import Boundary, Decision
@@ -479,25 +479,6 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
         more = f"`unisono prove {shlex.quote(recipe)}`, with the settings of this run, shows where it begins"
         error.args = (f"{error}\n  likely: {error.fault}\n  page: {page(error.fault)}\n  {more}",)
         raise
-
-
-class Scalars:
-    """Every scheduled value of a step: `lr` and `clip_norm` always, and whatever else `schedules` names."""
-
-    def __init__(self, config: RunConfig, total: int) -> None:
-        schedules.check(config.schedules, total)
-        self._config, self._total = config, total
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """The values by name; a pure function of the step."""
-        config = self._config
-        peaks = {"lr": config.optim.lr, "weight_decay": config.optim.weight_decay, "clip_norm": config.train.clip_norm}
-        values = {name: peak for name in ("lr", "clip_norm") if (peak := peaks[name]) is not None}
-        for name, schedule in config.schedules.items():
-            peak = peaks.get(name, schedule.peak)
-            assert peak is not None
-            values[name] = schedules.value(schedule, peak, step, self._total)
-        return values
 
 
 def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: Split) -> Engine:

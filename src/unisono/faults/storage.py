@@ -287,6 +287,7 @@ def _fenced(ground: Ground) -> Outcome:
         outcome.promise(other.returncode == 0, f"the other: {other.returncode}: {other.stderr[-1500:]}")
         outcome.exact = other.returncode == 0 and job.state(run.run) == before
         kept = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        events = (run.run / "events.jsonl").read_bytes()
         began = time.monotonic()
         for pid in first:
             os.kill(pid, signal.SIGCONT)
@@ -296,6 +297,7 @@ def _fenced(ground: Ground) -> Outcome:
         outcome.promise("taken over" in done.said, f"it is not said: {done.said[-1500:]}")
         left = sorted(path.name for path in (run.run / "checkpoints").iterdir())
         outcome.promise(left == kept, f"it wrote {set(left) ^ set(kept)}")
+        outcome.promise((run.run / "events.jsonl").read_bytes() == events, "it wrote into the events")
         after = job.state(run.run)
         outcome.exact = outcome.exact and after == before
         differing = [name for name in after | before if after.get(name) != before.get(name)]

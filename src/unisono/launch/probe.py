@@ -21,6 +21,7 @@ from unisono.data.loader import Loader
 from unisono.data.planning import plan_of, source_of
 from unisono.files import write_whole
 from unisono.launch import environment, memory, worker
+from unisono.optim import schedules
 from unisono.place import Group, Place
 from unisono.task import Task
 
@@ -52,7 +53,7 @@ class Probe:
         passes = min(2, config.train.global_batch // (world * size))
         split = Split(world * size * passes, world, size)
         plan = plan_of(self._task, self._source, config, world)
-        scalars = trainer.Scalars(config, plan.steps)
+        scalars = schedules.Scalars(config, plan.steps)
         loader = Loader.of(self._task, self._source, plan, split, self._place, config)
         engine = trainer.engine_of(self._task, config, self._place, self._group, split)
         try:

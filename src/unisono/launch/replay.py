@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,22 +108,25 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
         raise RunError(f"{run} is not a run: it has no config.yaml")
     before, after = _chosen(run, first, last)
     made = before.step if before else 0
-    with _folder(run, before, after) as (folder, config):
-        start.start(config)
-        again = commit.open_(folder / "checkpoints" / after.path.name)
-        then, now = _steps(run, made, after.step), _steps(folder, made, after.step)
-        common = sorted(then.keys() & now.keys())
-        step = next((n for n in common if then[n] != now[n]), None)
-        apart = {} if step is None else {
-            name: (then[step][name], now[step][name]) for name in _COMPARED if then[step][name] != now[step][name]
-        }  # fmt: skip
-        arrays = [name for name, array in after.arrays.items() if _content(array) != _content(again.arrays.get(name))]
-        state = [name for name in _KEPT if after.state[name] != again.state[name]]
-        consumed = [(one.state["ledger"] or {}).get("consumed") for one in (after, again)]
-        state += [] if consumed[0] == consumed[1] else ["samples"]
-        result = Replayed(made, after.step, common, apart, step, arrays, len(after.arrays), state, folder)
-        if not result.same:
-            return result
+    try:
+        folder, config = _prepared(run, before, after)
+    except OSError as error:
+        raise RunError(f"{run}: no folder can be made there to make steps in: {error.strerror}") from error
+    start.start(config)
+    again = commit.open_(folder / "checkpoints" / after.path.name)
+    then, now = _steps(run, made, after.step), _steps(folder, made, after.step)
+    common = sorted(then.keys() & now.keys())
+    step = next((n for n in common if then[n] != now[n]), None)
+    apart = {} if step is None else {
+        name: (then[step][name], now[step][name]) for name in _COMPARED if then[step][name] != now[step][name]
+    }  # fmt: skip
+    arrays = [name for name, array in after.arrays.items() if _content(array) != _content(again.arrays.get(name))]
+    state = [name for name in _KEPT if after.state[name] != again.state[name]]
+    consumed = [(one.state["ledger"] or {}).get("consumed") for one in (after, again)]
+    state += [] if consumed[0] == consumed[1] else ["samples"]
+    result = Replayed(made, after.step, common, apart, step, arrays, len(after.arrays), state, folder)
+    if not result.same:
+        return result
     shutil.rmtree(folder)
     with suppress(OSError):
         (run / FOLDER).rmdir()  # unless another one lies there
@@ -149,8 +152,7 @@ def _chosen(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint 
     return before, verify.content(commit.read(found[last]), Alone())
 
 
-@contextmanager
-def _folder(run: Path, before: Checkpoint | None, after: Checkpoint) -> Iterator[tuple[Path, RunConfig]]:
+def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:
     """A run of its own that is as far as the first checkpoint, and its configuration."""
     made = before.step if before else 0
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
@@ -161,17 +163,13 @@ def _folder(run: Path, before: Checkpoint | None, after: Checkpoint) -> Iterator
         "layout": type(config.layout).model_validate(layout),
         "run": {"name": name, "dir": folder.parent, "resume": "must" if before else "never", "stop_after": after.step},
         "checkpoint": {
-            "every": None,
-            "keep_every": None,
-            "keep_best": None,
-            "at_end": True,
-            "final": after.holds,
+            "every": None, "keep_every": None, "keep_best": None, "at_end": True, "final": after.holds,
             "upload": Upload(),
         },
         "eval": {"every": None, "at_end": False},
         "observe": {"trackers": [], "profile": None},
         "launch": {"nodes": 1, "node_rank": None, "rendezvous": None, "max_restarts": 0},
-    }
+    }  # fmt: skip
     groups = {
         group: getattr(config, group).model_copy(update=change) if isinstance(change, dict) else change
         for group, change in changes.items()
@@ -186,7 +184,7 @@ def _folder(run: Path, before: Checkpoint | None, after: Checkpoint) -> Iterator
                 shutil.copy(run / file, folder / file)
         values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
         (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    yield folder, config
+    return folder, config
 
 
 def _linked(source: Path, target: Path) -> None:

@@ -140,7 +140,7 @@ def preflight(task: Task, config: RunConfig) -> Checked:
     from unisono.data.planning import facts_of, files_of, plan_of, source_of, watched
     from unisono.engines.torch import adapter
     from unisono.observe import trackers
-    from unisono.optim import ema
+    from unisono.optim import ema, schedules
 
     assert isinstance(config.layout.world_size, int)
     host.check(config)
@@ -150,7 +150,7 @@ def preflight(task: Task, config: RunConfig) -> Checked:
     adapter.check(config.adapter)
     source = source_of(task, config, config.layout.world_size)
     plan = plan_of(task, source, config)
-    trainer.Scalars(config, plan.steps)
+    schedules.Scalars(config, plan.steps)
     ema.check(config.ema, plan.steps)
     held_out = trainer.held_out_of(task, config, Place(world_size=config.layout.world_size), split)
     rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from unisono.config.schedules import Constant, Cosine, InverseSqrt, Linear, ScheduleGroup, Wsd
+from unisono.config.schema import RunConfig
 from unisono.errors import ConfigError
 
 
@@ -85,3 +86,22 @@ def _shape(schedule: ScheduleGroup, step: int, warmup: int, total: int) -> float
                 "sqrt": 1.0 - math.sqrt(fallen),
             }[schedule.shape]
     raise AssertionError(schedule)
+
+
+class Scalars:
+    """Every scheduled value of a step: `lr` and `clip_norm` always, and whatever else `schedules` names."""
+
+    def __init__(self, config: RunConfig, total: int) -> None:
+        check(config.schedules, total)
+        self._config, self._total = config, total
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The values by name; a pure function of the step."""
+        config = self._config
+        peaks = {"lr": config.optim.lr, "weight_decay": config.optim.weight_decay, "clip_norm": config.train.clip_norm}
+        values = {name: peak for name in ("lr", "clip_norm") if (peak := peaks[name]) is not None}
+        for name, schedule in config.schedules.items():
+            peak = peaks.get(name, schedule.peak)
+            assert peak is not None
+            values[name] = value(schedule, peak, step, self._total)
+        return values

@@ -30,6 +30,7 @@ from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.transfer import leaves
 from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.evaluation.held_out import HeldOut
+from unisono.optim import schedules
 from unisono.place import Group, Place
 from unisono.proof.cases import Case, Proof
 from unisono.proof.lower import Lower
@@ -219,7 +220,7 @@ class _Run:
         plan = plan_of(task, self.source, proved, place.world_size)
         self.plan: Plan = replace(plan, length=proof.rows) if isinstance(plan, StreamPlan) else plan
         whole = config.train.steps or plan_of(task, self.source, config, world_size=1).steps
-        self.scalars = trainer.Scalars(config, max(self.plan.steps, whole))
+        self.scalars = schedules.Scalars(config, max(self.plan.steps, whole))
         self.split = Split.of(proof.global_batch, place.world_size, case.micro_batch)
         # Which rows a process has, by the number of the rank that usually has them.
         self.slot = replace(place, rank=place.world_size - 1 - place.rank) if case.reversed else place

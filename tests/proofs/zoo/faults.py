@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.pairs import Paired
 from tests.tasks import LinearTask, TransformerTask
-from unisono import trainer
 from unisono.data import making
 from unisono.data.loader import Loader
 from unisono.data.order import Order
@@ -32,7 +31,7 @@ from unisono.engines.torch.crossing import Crossing
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.randomness import Randomness
 from unisono.engines.torch.sums import Sums
-from unisono.optim import optimizers
+from unisono.optim import optimizers, schedules
 from unisono.task import Task
 
 # the tasks that they are made in --------------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ def norm_of_shards() -> Iterator[None]:
 
 @fault("schedule stepped × N", "The schedule is stepped once per process")
 def schedule_times_n() -> Iterator[None]:
-    with wrapping(trainer.Scalars, "__call__", lambda original, self, step: original(self, 2 * step)):
+    with wrapping(schedules.Scalars, "__call__", lambda original, self, step: original(self, 2 * step)):
         yield
 
 
@@ -292,7 +291,7 @@ def other_rate() -> Iterator[None]:
         values = original(self, step)
         return {**values, "lr": values["lr"] * (1.1 if dist.get_rank() else 1.0)}
 
-    with wrapping(trainer.Scalars, "__call__", scalars):
+    with wrapping(schedules.Scalars, "__call__", scalars):
         yield
 
 
