@@ -55,6 +55,23 @@ def test_a_step_is_recorded_with_loss_learning_rate_gradient_and_speed(tmp_path:
     }  # fmt: skip
 
 
+def test_the_first_steps_that_lack_samples_are_told_whoever_was_to_make_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with record(tmp_path) as recording:
+        for step in range(1, 7):
+            work = {"tokens": 1000.0, "rows": 8.0, "masked": float(step % 3)}
+            recording.step(step, StepResult(3.0, {"next": 3.0}, {}, work, grad_norm=1.5), SCALARS, SPEED)
+    told = [line for line in capsys.readouterr().out.splitlines() if "could not be made" in line]
+    assert [line.partition(" could")[0] for line in told] == [
+        "step 1: 1 sample",
+        "step 2: 2 samples",
+        "step 4: 1 sample",
+    ]
+    assert "events.jsonl" in told[-1]
+    assert [event.get("masked") for event in events.read(tmp_path / "events.jsonl")] == [1, 2, None, 1, 2, None]
+
+
 def test_metrics_and_scheduled_scalars_of_a_step_are_recorded_by_name(tmp_path: Path) -> None:
     event = step_event(tmp_path, result(accuracy=0.75), {**SCALARS, "exploration": 0.3, "weight_decay": 0.02})
     assert (event["accuracy"], event["exploration"], event["weight_decay"]) == (0.75, 0.3, 0.02)

@@ -40,7 +40,12 @@ def _record(ground: Ground) -> Outcome:
     outcome = ground.harmed("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), goes_on=False)
     with ground.for_("masked").job("data.on_error=mask", "observe.progress=true", misbehave="raise@data:-1:20") as run:
         done = run.finish()
-        outcome.promise(done.code == 0 and "20" in done.said, f"masked: {done.code}: {done.said[-1000:]}")
+        told = done.code == 0 and "1 sample could not be made" in done.said
+        outcome.promise(told, f"masked: {done.code}: {done.said[-1000:]}")
+        with job.Job(run.folder, command=job.verb("data", "audit", str(run.run)), output="audit.txt") as audit:
+            found = audit.finish()
+        left_out = found.code == 0 and "row 20 left out" in found.said
+        outcome.promise(left_out, f"the ledger: {found.code}: {found.said[-1000:]}")
     return outcome
 
 

@@ -41,8 +41,9 @@ class Fault:
 
     Attributes:
         act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, `pause`, `eio` (once), `away` (the
-            same from then on, for checkpoints), or one of the task's own; `nan` is there as often as it is looked at,
-            since what finds its rows computes them again.
+            same from then on, for checkpoints), or one of the task's own; `nan`, and a record that cannot be made a
+            sample, are there as often as they are looked at: what finds rows computes them again, and what measures how
+            long samples take makes some first.
         where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
             system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
         rank: of the process; -1 for whichever comes there first.
@@ -70,7 +71,8 @@ class Fault:
             return False
         if self.act in ("slow", "away"):
             return step >= self.step
-        return step == self.step and (self.act == "nan" or not MARK.exists())
+        again = self.act == "nan" or (self.act, self.where) == ("raise", "data")
+        return step == self.step and (again or not MARK.exists())
 
     def happen(self) -> None:
         """Do it, if it is something that a process does to itself."""

@@ -14,6 +14,8 @@ from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed
 from unisono.place import Place
 
+_MASKED = 3  # steps that lack samples of which the console tells
+
 
 class Record:
     """Where the results of steps go. On ranks other than 0 every method does nothing.
@@ -53,6 +55,7 @@ class Record:
                 config.tracker_timeout,
             )
         self._events = Events(folder / "events.jsonl", first_step) if mine else None
+        self._masked = 0
 
     def __enter__(self) -> Record:
         self._progress.__enter__()
@@ -94,8 +97,9 @@ class Record:
             values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
             rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")
             self.say(f"step {step}: update left out: {result.skipped}; source rows {rows}")
-        if result.work.get("masked"):
-            values["masked"] = int(result.work["masked"])
+        if masked := int(result.work.get("masked", 0)):
+            values["masked"] = masked
+            self._tell_of_masked(step, masked)
         if result.recompiled:
             values["recompiled"] = result.recompiled
         if unsaved_since is not None:
@@ -113,6 +117,14 @@ class Record:
         """Keep in `events.jsonl` alone what happened to a checkpoint, or how a run went on, after `step` updates."""
         if self._events is not None:
             self._events.note({"step": step, **values})
+
+    def _tell_of_masked(self, step: int, masked: int) -> None:
+        """Say of the first few steps how many samples they lack, whichever process was to make them."""
+        self._masked += 1
+        if self._masked <= _MASKED:
+            what = f"{masked} sample{'s' if masked > 1 else ''} could not be made, and left out"
+            more = "; of more such steps only events.jsonl says so" if self._masked == _MASKED else ""
+            self.say(f"step {step}: {what} (`unisono data audit` says which){more}")
 
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         if self._events is not None:
