@@ -209,9 +209,9 @@ def test_a_run_that_has_to_go_tries_nothing_again(tmp_path: Path) -> None:
         while not made and time.monotonic() < deadline:
             time.sleep(0.01)
         saver.hurry()
-        with pytest.raises(SaveError, match="tried 2 times"):
+        with pytest.raises(SaveError, match="Stale file handle"):
             saver.finish()
-    assert len(made) == 2
+    assert len(made) <= 2  # the second if it was in the pause before that, which it does not sit out
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -385,7 +385,8 @@ def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
     assert there(store) == ["step-00000004", "step-00000006"]
     assert [path.name for path in (folder / "uploading").iterdir()] == []
     notes = [(step, note["upload"]) for step, note in beside.notes]
-    assert (notes[0], notes[-1]) == ((4, "there"), (6, "there"))
+    assert [note for note in notes if note[0] == 4][-1] == (4, "there")  # a busy server may fail the first time
+    assert notes[-1] == (6, "there")
     assert (6, "failed") in notes
     assert json.loads(store.get(owner.ALIVE) or b"")["number"] is None, "it has said its last"
 
