@@ -111,6 +111,7 @@ def processes(
     node: Node | None = None,
     watch: Watch | None = None,
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    ours: bool = True,
 ) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
@@ -124,6 +125,8 @@ def processes(
         node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
         watch: the monitor to which the processes tell what they are at.
         signals: to this process, which end all of them.
+        ours: whether rank 0 listens by `collective.start`, which shares the port that is kept for it; whoever else
+            listens there would find it in use.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -174,6 +177,8 @@ def processes(
                 shutdown_timeout=_GRACE,
                 signals_to_handle=signals,
             )
+            if not ours:
+                held.close()
             elastic_launch(settings, sys.executable)("-m", module, str(folder))
     except SignalException as error:
         raise KeyboardInterrupt from error

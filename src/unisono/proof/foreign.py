@@ -178,7 +178,8 @@ def _ran(case: Case, run: Run, root: Path, threads: int) -> Trace:
     own = replace(run, trace=trace.name, perturbed=case.perturbed)
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
-        local.processes("unisono.proof.foreign_worker", root, case.world_size, threads, run.reference, loopback=True)
+        module, world = "unisono.proof.foreign_worker", case.world_size
+        local.processes(module, root, world, threads, run.reference, loopback=True, ours=False)
     except local.WorkerError as error:
         code = error.exit_code
         if code == ConfigError.exit_code:
