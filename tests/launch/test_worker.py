@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from unisono import pulse
 from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
-from unisono.launch import worker
+from unisono.launch import environment, worker
 from unisono.place import Place
 
 
@@ -93,3 +97,22 @@ def test_a_process_without_our_launcher_leaves_its_fault_for_whoever_explains_th
     told = json.loads((tmp_path / "logs" / "rank-00000.fault.json").read_text())
     assert (told["text"], told["code"]) == ("no space", 7)
     assert (tmp_path / "logs" / "rank-00000.log").read_text().splitlines()[-1].endswith("no space")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a process with its parent")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_process_whose_launcher_was_killed_before_it_came_to_itself_ends_at_once(killed: bool) -> None:
+    launcher = os.getpid() if not killed else os.getpid() + 1
+    run_id = f"unisono-{launcher}"
+    program = "from unisono.launch import worker; worker.die_with_parent(); print('goes on')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+        env={**os.environ, environment.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == ((-signal.SIGKILL, "") if killed else (0, "goes on\n"))
+
+
+def test_a_process_that_another_launcher_has_started_has_none_of_ours() -> None:
+    assert environment.launcher({}) is None
+    assert environment.launcher({environment.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "theirs"}) is None
+    assert environment.launcher({environment.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "unisono-7"}) == 7

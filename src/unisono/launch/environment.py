@@ -28,6 +28,14 @@ def across_nodes(environment: MutableMapping[str, str] = os.environ) -> None:
         )  # fmt: skip
 
 
+def launcher(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of the process that started this one, if that is a launcher of ours."""
+    run_id = environment.get(OURS)
+    if run_id is None or run_id != environment.get("TORCHELASTIC_RUN_ID"):
+        return None
+    return int(run_id.rpartition("-")[2])
+
+
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that a launcher gave this process, or None if nobody launched it.
 

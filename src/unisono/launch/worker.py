@@ -175,9 +175,15 @@ def _kind(error: BaseException) -> str:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent, so that a killed launcher leaves no orphan (on Linux)."""
+    """Ask the kernel to end this process with its parent, so that a killed launcher leaves no orphan (on Linux).
+
+    The kernel promises it from now on. A launcher that was killed since it started this process is looked for.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        launcher = environment.launcher()
+        if launcher is not None and os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(folder: Path) -> NoReturn:
