@@ -18,16 +18,16 @@ from typing import Any
 
 import yaml
 
-from unisono.checkpoint import commit, verify
+from unisono.checkpoint import commit
+from unisono.checkpoint.export import newest
 from unisono.checkpoint.manifest import Checkpoint
 from unisono.config import fingerprint, resolve
 from unisono.config.schema import RunConfig, Upload
 from unisono.data import ledger
-from unisono.errors import ConfigError, RunError
+from unisono.errors import ConfigError, RunError, ranges
 from unisono.launch import environment, start
 from unisono.launch.folder import FILES
 from unisono.observe import events
-from unisono.place import Alone
 
 FOLDER = "replays"  # in the run's
 _COMPARED = ("loss", "grad_norm")  # of each step
@@ -104,8 +104,6 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
     place = environment.place()
     if place is not None and place.world_size > 1:
         raise ConfigError(f"unisono replay starts the processes itself; give it without {place.launcher}")
-    if not (run / "config.yaml").is_file():
-        raise RunError(f"{run} is not a run: it has no config.yaml")
     before, after = _chosen(run, first, last)
     made = before.step if before else 0
     try:
@@ -135,21 +133,19 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
 
 def _chosen(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
     """The two checkpoints, of which every byte is what was written."""
-    found = {int(path.name.rpartition("-")[2]): path for path in commit.find(run / "checkpoints")}
-    there = f"there are those of steps {', '.join(map(str, sorted(found)))}" if found else "there is none"
-    for step in (first or None, last):
-        if step is not None and step not in found:
-            raise RunError(f"{run} has no checkpoint of step {step}; {there}")
+    newest(run)
+    steps = [int(path.name.rpartition("-")[2]) for path in commit.find(run / "checkpoints")]
     if last is None:
-        last = min((step for step in found if first is not None and step > first), default=max(found, default=0))
+        last = min((step for step in steps if first is not None and step > first), default=steps[-1])
     if first is None:
-        first = max((step for step in found if step < last), default=0)
+        first = max((step for step in steps if step < last), default=0)
+    begin, end = newest(run, first) if first else None, newest(run, last)
     if not first < last:
-        raise RunError(f"{run} has no checkpoint after step {first}; {there}")
-    before = verify.content(commit.read(found[first]), Alone()) if first else None
+        raise RunError(f"{run} has no checkpoint after step {first}; there are those of steps {ranges(steps)}")
+    before = commit.open_(begin) if begin else None
     if before is not None and before.holds != "everything":
-        raise RunError(f"{before.path} holds the {before.holds} only, so no step can be made from it; {there}")
-    return before, verify.content(commit.read(found[last]), Alone())
+        raise RunError(f"{before.path} holds the {before.holds} only, so no step can be made from it")
+    return before, commit.open_(end)
 
 
 def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:

@@ -67,6 +67,8 @@ _BETWEEN_TWO = {"send", "recv_", "recv_any_source_"}
 _ANY_SITE = {"broadcast_", "reduce_", "gather_", "scatter_", *_SHAPELESS}
 _REDUCE = {value.value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
 
+_Line = tuple[CodeType | None, int]  # where a call is made; no code where C++ makes it
+
 _KINDS = 4096  # of calls whose fingerprints are kept; shapes that always change make more
 
 
@@ -133,8 +135,8 @@ class Interception:
             root = -1 if root_at is None else given[root_at]
             members = self.members(unbox(given[group_at]))
             site = self._named
-            code, line = (None, 0) if site else self._sites.caller(sys._getframe(1))
-            self._add(name, members, reduce, root, shape_of(given[tensors_at]), code, line, site)
+            place = (None, 0) if site else self._sites.caller(sys._getframe(1))
+            self._add(name, members, reduce, root, shape_of(given[tensors_at]), place, site)
             return redispatch(keyset & below, *given)
 
         return kernel
@@ -150,20 +152,13 @@ class Interception:
             reduce: value of the ReduceOp.
         """
         shape = (tensor.dtype,), (tensor.shape,)
-        self._add(name, self.members(group), reduce, -1, shape, None, 0, site)
+        self._add(name, self.members(group), reduce, -1, shape, (None, 0), site)
 
     def _add(
-        self,
-        name: str,
-        members: calls.Members,
-        reduce: int,
-        root: int,
-        shape: Any,
-        code: CodeType | None,
-        line: int,
-        site: str,
+        self, name: str, members: calls.Members, reduce: int, root: int, shape: Any, place: _Line, site: str
     ) -> None:
         """Write a call into the log, from a line of code, from C++ (no code and no site), or from what a site names."""
+        code, line = place
         if code is None and not site:
             self._bucket += 1
             line = self._bucket
@@ -174,7 +169,7 @@ class Interception:
         key = (name, members.name, reduce, root, shape, path, line, site, aside)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kind(members, name, reduce, root, shape, code, line, site, aside)
+            kind = self._kind(members, name, reduce, root, shape, (code, line), site, aside)
             if len(self._kinds) >= _KINDS:
                 self._kinds.clear()
             self._kinds[key] = kind
@@ -195,11 +190,11 @@ class Interception:
         reduce: int,
         root: int,
         shape: Any,
-        code: CodeType | None,
-        line: int,
+        place: _Line,
         site: str,
         aside: bool,
     ) -> tuple[int, bytes]:
+        code, line = place
         key = site = site or f"{self._buckets} {line - 1}"
         if code is not None:
             site, key = f"{told(code.co_filename)}:{line}", f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
@@ -254,7 +249,7 @@ class _Sites:
     def __init__(self) -> None:
         self._kinds: dict[str, int] = {}
 
-    def caller(self, frame: FrameType | None) -> tuple[CodeType | None, int]:
+    def caller(self, frame: FrameType | None) -> _Line:
         """Code and line; no code where C++ called from a backward pass."""
         if frame is None or frame.f_code.co_name == "_engine_run_backward":
             return None, 0
