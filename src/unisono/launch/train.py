@@ -33,7 +33,8 @@ from unisono.launch import (
     run_directory,
 )
 from unisono.launch.nodes import agreement, tcp_rendezvous
-from unisono.runtime.communicator import Group, Place, cores, while_first
+from unisono.runtime.communicator import Group, Place, cores
+from unisono.runtime.consensus import run_on_first
 from unisono.runtime.errors import ConfigError, DataError, LostError, RunError, UnisonoError
 from unisono.supervise import fault_injection, preemption
 from unisono.task import Task
@@ -296,7 +297,7 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             local_processes.forget(path)
             return [None, str(path.resolve())]
 
-        told, path = group.gather(while_first(group, opens, what), what)[0]
+        told, path = group.gather(run_on_first(group, opens, what), what)[0]
         if told:
             rank_process.part()
             raise RunError(told)
@@ -330,7 +331,7 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
             return preflight(task, config).facts  # with the files and caches of this host
 
         what = "node 0 to check the run and prepare its data"
-        told, token = all_nodes.everywhere(lambda: while_first(all_nodes, opens, what), what)[0]
+        told, token = all_nodes.everywhere(lambda: run_on_first(all_nodes, opens, what), what)[0]
         path = Path(told)
         facts = all_nodes.everywhere(sees, "all nodes to prepare the data")
         provenance.agree(all_nodes, {"the data": facts[node.rank]}, "node")

@@ -17,10 +17,12 @@ class UnisonoError(ValueError):
     Attributes:
         exit_code: tells a script which class of fault ended the run.
         fault: the name of the likely fault, under which `docs/diagnoses.md` explains it; empty where it does not.
+        agreed: whether every rank raises the same, so that rank 0 alone has to report it.
     """
 
     exit_code = 2
     fault = ""
+    agreed = False
 
     def __init__(self, text: str = "", fault: str = "") -> None:
         super().__init__(text)
@@ -142,6 +144,16 @@ class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
     """A run that was asked to end before it was done; the same command goes on with it."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+def error_class(name: str) -> type[UnisonoError]:
+    """The class of this module with a name, for an error that another process describes; `RunError` for others.
+
+    >>> error_class("DataError").__name__, error_class("KeyError").__name__
+    ('DataError', 'RunError')
+    """
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, UnisonoError) else RunError
 
 
 def page(fault: str) -> str:

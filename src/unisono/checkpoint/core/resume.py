@@ -21,7 +21,8 @@ from unisono.data import ledger
 from unisono.data.order.plan import Plan
 from unisono.engines.protocol import Engine
 from unisono.engines.state import Shard
-from unisono.runtime.communicator import Group, Json, while_first
+from unisono.runtime.communicator import Group, Json
+from unisono.runtime.consensus import run_on_first
 from unisono.runtime.errors import CheckpointError, FormatError, RunError
 from unisono.runtime.files import sync
 
@@ -307,7 +308,7 @@ def _brought(path: Path, again: Callable[[Path], tuple[Path | None, str]], group
             return [None, f"{type(error).__name__}: {error}"]
         return [aside.name if aside else None, why]
 
-    aside_name, why = group.gather(while_first(group, bring, what), what)[0]
+    aside_name, why = group.gather(run_on_first(group, bring, what), what)[0]
     if aside_name is not None:
         log.warning("%s was damaged and was brought again; the damaged one is kept as %s", path, aside_name)
     return aside_name, why
