@@ -21,6 +21,7 @@ FLOORS = (
     ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
+    ("task_config",),
     ("task", "optim", "config"),
     ("runtime", "version"),
 )
@@ -87,7 +88,7 @@ def test_every_room_of_the_house_has_a_floor():
         ("unisono.optim.schedules", "import unisono", ["unisono"]),
         ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
         ("unisono.recipes.language.task", "from unisono.engines.torch import engine", ["unisono.engines.torch.engine"]),
-        ("unisono.recipes.language.task", "from unisono.config import resolve", ["unisono.config.resolve"]),
+        ("unisono.recipes.language.task", "from unisono.config import validate", ["unisono.config.validate"]),
         ("unisono.recipes.language.task", "import unisono.recipes.birdsong.task", ["unisono.recipes.birdsong.task"]),
         ("unisono.launch.train", "from unisono.training import loop\nfrom unisono.engines.torch import devices", []),
         ("unisono.recipes.language.task", "from unisono.task import Task\nfrom . import model", []),
@@ -107,7 +108,7 @@ def test_a_config_module_imports_neither_torch_nor_jax(module: str):
 def test_composing_and_validating_settings_loads_neither_torch_nor_jax():
     code = """
 import sys
-from unisono.config import batch_split, compose, fingerprint, resolve
+from unisono.config import batch_split, compose, fingerprint, validate
 from unisono.config.schema import run as schema
 composed = compose.compose("language")
 schema.RunConfig(recipe="x", train={"steps": 1}, optim={"kind": "sgd"})

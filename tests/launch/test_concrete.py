@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from tests import tasks
-from unisono.config import resolve
 from unisono.config.schema.run import RunConfig
 from unisono.launch import train
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import load_config
 
 TASK = f"{tasks.__file__}:LinearTask"
 
 
 def config(*overrides: str) -> RunConfig:
-    return resolve.load(TASK, overrides)[0]
+    return load_config(TASK, overrides)[0]
 
 
 def layout(*overrides: str, place: Place | None = None) -> tuple[int | str, str, str]:

@@ -15,11 +15,12 @@ import pytest
 from tests import tasks
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint
 from unisono.config.schema.run import RunConfig
 from unisono.launch import run_directory
 from unisono.runtime.communicator import Alone
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
+from unisono.task_config import load_config, read_config
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -32,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(*overrides: str, name: str | None = "a") -> RunConfig:
     given = [f"run.name={name}"] if name else []
-    return resolve.load(TASK, [*given, "layout.world_size=1", *overrides])[0]
+    return load_config(TASK, [*given, "layout.world_size=1", *overrides])[0]
 
 
 def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") -> Path:
@@ -42,7 +43,7 @@ def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") 
 def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
     """A checkpoint of nothing, by the run that lies there."""
     kept: dict[str, Any] = dict.fromkeys(resume.KEYS) | {"step": step, "random": random}
-    said = {**provenance.of(resolve.read(path / "config.yaml")), **told}
+    said = {**provenance.of(read_config(path / "config.yaml")), **told}
     commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9, about=said)
 
 
@@ -106,7 +107,7 @@ def test_a_folder_that_is_not_there_yet_is_not_made_by_the_check(here: Path):
 def test_a_run_is_written_down_so_that_it_can_be_read_back():
     told = config("task.rows=7", "optim=sgd")
     path = run_directory.make(told, {"rows": 7}, tasks.LinearTask())
-    assert resolve.read(path / "config.yaml") == told
+    assert read_config(path / "config.yaml") == told
 
 
 def test_a_run_is_described_with_its_mathematics_data_and_versions():
@@ -266,7 +267,7 @@ def test_a_configuration_of_the_run_that_cannot_be_read_is_named():
 
 def test_a_task_whose_file_was_moved_goes_on_with_its_run(here: Path):
     first = jobs.task_file(here)
-    told = resolve.load(f"{first}:Small", ["run.name=a", "layout.world_size=1"])[0]
+    told = load_config(f"{first}:Small", ["run.name=a", "layout.world_size=1"])[0]
     run_directory.make(told, {}, tasks.LinearTask())
     (here / "later").mkdir()
     moved = told.model_copy(update={"recipe": f"{first.rename(here / 'later' / 'small.py')}:Small"})
@@ -275,15 +276,15 @@ def test_a_task_whose_file_was_moved_goes_on_with_its_run(here: Path):
 
 def test_another_task_does_not_go_on_with_the_run():
     make()
-    other = resolve.load(f"{tasks.__file__}:TransformerTask", ["run.name=a", "layout.world_size=1"])[0]
+    other = load_config(f"{tasks.__file__}:TransformerTask", ["run.name=a", "layout.world_size=1"])[0]
     assert "  recipe: 'tasks.py:LinearTask' there, 'tasks.py:TransformerTask' here\n" in refusal(other)
 
 
 def test_the_place_of_a_task_is_written_down_for_other_working_directories(here: Path):
     jobs.task_file(here)
-    told = resolve.load("small.py:Small", ["run.name=a", "layout.world_size=1"])[0]
+    told = load_config("small.py:Small", ["run.name=a", "layout.world_size=1"])[0]
     path = run_directory.make(told, {}, tasks.LinearTask())
-    assert resolve.read(path / "config.yaml").recipe == f"{here.resolve()}/small.py:Small"
+    assert read_config(path / "config.yaml").recipe == f"{here.resolve()}/small.py:Small"
     assert run_directory.check(told).recipe == told.recipe
 
 
@@ -467,8 +468,8 @@ def test_a_configuration_that_is_replaced_is_kept():
     make("optim.lr=3")
     assert sorted(file.name for file in path.glob("config.0*")) == ["config.0001.yaml", "config.0002.yaml"]
     assert (path / "config.0001.yaml").read_text() == first
-    assert resolve.read(path / "config.0002.yaml").optim.lr == 2
-    assert resolve.read(path / "config.yaml").optim.lr == 3
+    assert read_config(path / "config.0002.yaml").optim.lr == 2
+    assert read_config(path / "config.yaml").optim.lr == 3
 
 
 def test_a_name_in_allow_change_that_is_no_key_is_refused_for_a_new_run_and_for_one_that_goes_on():

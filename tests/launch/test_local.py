@@ -16,11 +16,11 @@ import pytest
 from torch.distributed.launcher import api
 
 from tests import tasks
-from unisono.config import resolve
 from unisono.launch import local_processes
 from unisono.launch.cluster import OURS
 from unisono.launch.nodes import network
 from unisono.runtime.communicator import Node
+from unisono.task_config import load_config
 
 UNWATCHED = "launch.monitor=false"
 TASK = f"{tasks.__file__}:LinearTask"
@@ -36,7 +36,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 def launch(folder: Path, threads: int) -> None:
     local_processes.launch(
-        resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads
+        load_config(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads
     )
 
 
@@ -95,7 +95,7 @@ def test_a_node_starts_its_share_of_the_processes_and_tells_them_which_it_is(
     counts: list[int] = []
     monkeypatch.setattr(api, "LaunchConfig", lambda **words: counts.append(words["nproc_per_node"]))
     node = Node(1, 2, "10.0.0.1", 4000, "eth7")
-    config = resolve.load(TASK, ["layout.world_size=6", "layout.device=cpu", UNWATCHED])[0]
+    config = load_config(TASK, ["layout.world_size=6", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00000.fault.json").touch()  # node 0 has begun, and failed
     local_processes.launch(config, tmp_path, 1, node=node)
@@ -110,7 +110,7 @@ def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # launch.interface came before it
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
-    config = resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0]
+    config = load_config(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
     local_processes.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
     assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib")

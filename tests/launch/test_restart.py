@@ -10,17 +10,17 @@ import yaml
 
 from tests import tasks
 from tests.launch import jobs
-from unisono.config import resolve
 from unisono.config.schema.run import RunConfig
 from unisono.launch import local_processes, restart, train
 from unisono.observe.events import Events
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
 from unisono.supervise import preemption
+from unisono.task_config import load_config
 
 
 def config(*words: str) -> RunConfig:
-    return resolve.load(f"{tasks.__file__}:LinearTask", ["layout.world_size=2", "layout.device=cpu", *words])[0]
+    return load_config(f"{tasks.__file__}:LinearTask", ["layout.world_size=2", "layout.device=cpu", *words])[0]
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
     task = f"{tasks.__file__}:LinearTask"
     path = f"run.dir={tmp_path}"
     words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
-    train.start(resolve.load(task, words)[0])
+    train.start(load_config(task, words)[0])
     assert ("nothing starts it again" in capsys.readouterr().err) == warned
 
 

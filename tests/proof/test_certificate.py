@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch import jobs
 from unisono.cli import main
-from unisono.config import code_digest, resolve
+from unisono.config import code_digest
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
 from unisono.launch import local_processes, run_directory, train
@@ -23,6 +23,7 @@ from unisono.proof.comparison import Compared
 from unisono.proof.verdict import Verdict
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import RunError
+from unisono.task_config import load_config
 from unisono.training import loop
 
 TWO = ("train.steps=3", "train.global_batch=8", "layout.world_size=2", "layout.device=cpu")
@@ -40,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configured(*overrides: str) -> RunConfig:
-    return resolve.load("small.py:Small", [*TWO, *overrides])[0]
+    return load_config("small.py:Small", [*TWO, *overrides])[0]
 
 
 def certify(

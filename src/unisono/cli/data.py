@@ -71,13 +71,13 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import Prepare
     from unisono.data.prepare.partitions import Share
     from unisono.data.prepare.preparation import prepare
-    from unisono.launch import rank_process
     from unisono.runtime.errors import ConfigError
+    from unisono.task_config import build_task
 
     own = arguments.own(parsed, Prepare)
     share = Share.of(own.shard)
     config = load(parsed)
-    task = rank_process.task_of(config)
+    task = build_task(config)
     try:
         preparations = task.preparation()
     except NotImplementedError as error:
@@ -131,12 +131,13 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import Preview
     from unisono.data import preview
-    from unisono.launch import rank_process, train
+    from unisono.launch import train
+    from unisono.task_config import build_task
 
     own = arguments.own(parsed, Preview)
     config = train.concrete(load(parsed), None)
     assert isinstance(config.layout.world_size, int)
-    task = rank_process.task_of(config)
+    task = build_task(config)
     world = own.world_size or config.layout.world_size
     print("\n".join(preview.lines(preview.preview(task, config, own.position, own.count, world))))
     return 0

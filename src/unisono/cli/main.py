@@ -194,10 +194,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(parsed: argparse.Namespace) -> RunConfig:
     """The typed configuration of a command line, kept with its origins for whatever error may follow."""
-    from unisono.config import compose, resolve
+    from unisono.config import compose
+    from unisono.task_config import validate_config
 
     parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-    return resolve.validate(parsed.composed)
+    return validate_config(parsed.composed)
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -249,10 +250,11 @@ def _allow(parsed: argparse.Namespace) -> Allow | None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from unisono.launch import rank_process, run_directory, train
+    from unisono.launch import run_directory, train
+    from unisono.task_config import build_task
 
     config = run_directory.check(run_directory.named(train.concrete(_load(parsed), None)))
-    task = rank_process.task_of(config)
+    task = build_task(config)
     facts = train.preflight(task, config).facts
     facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
     layout = config.layout
@@ -266,12 +268,13 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _autobatch(parsed: argparse.Namespace) -> int:
-    from unisono.launch import rank_process, train
+    from unisono.launch import train
     from unisono.launch.autobatch import search
+    from unisono.task_config import build_task
 
     config = train.concrete(_load(parsed), None)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
-    train.preflight(rank_process.task_of(config), config)
+    train.preflight(build_task(config), config)
     found = search.find(config)
     print("\n".join(found.lines()))
     return 0
@@ -395,11 +398,12 @@ def _generate(parsed: argparse.Namespace) -> int:
 
 def _merged(folder: Path, ema: bool, step: int) -> nn.Module:
     """The model of a run with its adapters merged; that of the language recipe is made without its documents."""
-    from unisono.config import resolve
+    from unisono.config import references
     from unisono.launch import load
     from unisono.recipes.language import generate
+    from unisono.task_config import read_config
 
-    of_language = resolve.read(folder / "config.yaml").recipe in ("language", resolve.TASKS["language"])
+    of_language = read_config(folder / "config.yaml").recipe in ("language", references.TASKS["language"])
     merged = generate.merged if of_language else load.load_model
     return merged(folder, ema=ema, step=step)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from unisono.config import resolve
 from unisono.data import ledger
 from unisono.data.ledger import Line, Start
 from unisono.data.loading import checksum
@@ -23,6 +22,7 @@ from unisono.data.order.planning import plan_of, source_of
 from unisono.runtime.errors import RunError, UnisonoError, ranges
 from unisono.runtime.rng import key
 from unisono.task import Source, Task
+from unisono.task_config import build_task, read_config
 
 _SHOWN = 20  # faults that are listed
 
@@ -87,8 +87,8 @@ def audit(folder: Path, remake: int = 2) -> Report:
     files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
     if not files:
         raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
-    config = resolve.read(folder / "config.yaml")
-    task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    config = read_config(folder / "config.yaml")
+    task = build_task(config)
     source = source_of(task, config)
     plan = plan_of(task, source, config, world_size=1)  # of any number of processes: the order is the same
     report = Report(folder)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
-from unisono.config import resolve
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import RunError
+from unisono.task_config import build_task, read_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,22 +76,21 @@ def load_model(
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
     from unisono.engines.torch.init_model import built
-    from unisono.launch import rank_process
 
     newest(Path(folder))
-    config = resolve.read(Path(folder) / "config.yaml")
-    model = built(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
+    config = read_config(Path(folder) / "config.yaml")
+    model = built(partial(build, config) if build else build_task(config).build, config.run.seed)
     load_weights(folder, model, ema=ema, step=step)
     return model.eval()
 
 
 def evaluate(folder: Path) -> dict[str, float]:
     """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process."""
-    from unisono.launch import rank_process, train
+    from unisono.launch import train
     from unisono.training import loop
 
     newest(folder)
-    config = resolve.read(folder / "config.yaml")
+    config = read_config(folder / "config.yaml")
     alone = {
         "world_size": 1,
         "strategy": "single",
@@ -103,4 +102,4 @@ def evaluate(folder: Path) -> dict[str, float]:
     here = {"layout": config.layout.model_copy(update=alone), "launch": type(config.launch)()}
     config = config.model_copy(update=here)
     config = train.concrete(config, None)
-    return loop.evaluate(rank_process.task_of(config), config, Place(), Alone(), folder)
+    return loop.evaluate(build_task(config), config, Place(), Alone(), folder)

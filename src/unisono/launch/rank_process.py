@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono.checkpoint.core import provenance
-from unisono.config import resolve, secrets
+from unisono.config import secrets
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
 from unisono.observe import logs
@@ -34,7 +34,7 @@ from unisono.runtime.errors import (
 )
 from unisono.runtime.files import write_whole
 from unisono.supervise import fault_injection, preemption
-from unisono.task import Task
+from unisono.task_config import build_task, read_config
 
 _HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
 
@@ -60,11 +60,6 @@ def join(config: RunConfig, place: Place) -> Group:
     group = process_group.start(place, device, config.launch.timeout, config.launch.start_timeout)
     provenance.agree(group, provenance.given(config))
     return group
-
-
-def task_of(config: RunConfig) -> Task:
-    """The task that a configuration names, with its settings."""
-    return resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
 
 
 def leave(code: int) -> NoReturn:
@@ -201,9 +196,9 @@ def main(folder: Path) -> NoReturn:
         from unisono.training import loop
 
         with logged(folder, place):
-            config = resolve.read(folder / "config.yaml")
+            config = read_config(folder / "config.yaml")
             group = join(config, place)
-            loop.run(task_of(config), config, place, group, folder)
+            loop.run(build_task(config), config, place, group, folder)
 
     guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

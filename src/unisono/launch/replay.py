@@ -21,13 +21,14 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.checkpoint.exchange.export import newest
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, train
 from unisono.launch.run_directory import FILES
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, ranges
+from unisono.task_config import read_config
 
 FOLDER = "replays"  # in the run's
 _COMPARED = ("loss", "grad_norm")  # of each step
@@ -153,7 +154,7 @@ def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[
     made = before.step if before else 0
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
     folder = run / FOLDER / name
-    config = resolve.read(run / "config.yaml")
+    config = read_config(run / "config.yaml")
     layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was then
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),
@@ -178,7 +179,7 @@ def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[
         for file in ("fingerprint.json", FILES):
             if (run / file).is_file():
                 shutil.copy(run / file, folder / file)
-        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
         (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return folder, config
 

@@ -19,12 +19,13 @@ import yaml
 
 from unisono.checkpoint.core import commit, provenance, resume
 from unisono.checkpoint.remote import restore, store_lock
-from unisono.config import environment, fingerprint, resolve, safe_yaml
+from unisono.config import environment, fingerprint, references, safe_yaml
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import TEMPORARY, write_kept, write_whole
 from unisono.supervise import disk_space, run_lock
 from unisono.task import Task
+from unisono.task_config import read_config
 
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
@@ -90,12 +91,12 @@ def check(config: RunConfig) -> RunConfig:
         there, random = newest.about, bool(newest.state["random"])
     else:  # interrupted before its first checkpoint
         random = False
-        there = {"config": fingerprint.plain(resolve.read(folder / "config.yaml", moved=config.recipe))}
+        there = {"config": fingerprint.plain(read_config(folder / "config.yaml", moved=config.recipe))}
     provenance.check_names(config, there["config"])
     old = provenance.filled(there["config"], config)
     before = old["layout"]["micro_batch"]
     if newest is not None and not random:  # a start that ran out of memory since then has left a smaller one
-        since = resolve.read(folder / "config.yaml", moved=config.recipe).layout.micro_batch
+        since = read_config(folder / "config.yaml", moved=config.recipe).layout.micro_batch
         before = min(before, since) if isinstance(since, int) else before
     whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
     open_ = not isinstance(config.layout.micro_batch, int)
@@ -187,7 +188,7 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, 
     try:
         (folder / "assets").mkdir(parents=True, exist_ok=True)
         task.save_assets(folder / "assets")
-        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
         write_kept(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),

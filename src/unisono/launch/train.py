@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.core import provenance
 from unisono.checkpoint.remote.restore import Restore
-from unisono.config import resolve, secrets
+from unisono.config import references, secrets
 from unisono.config.batch_split import Split
 from unisono.config.compose import Composed, compose, literal
 from unisono.config.schema.run import RunConfig
@@ -38,6 +38,7 @@ from unisono.runtime.consensus import run_on_first
 from unisono.runtime.errors import ConfigError, DataError, LostError, RunError, UnisonoError
 from unisono.supervise import fault_injection, preemption
 from unisono.task import Task
+from unisono.task_config import build_task, read_config, validate_config
 
 if TYPE_CHECKING:
     from unisono.data.order.planning import Watched
@@ -83,7 +84,7 @@ def train(task: Task | type[Task] | str, config: RunConfig | Mapping[str, Any] |
             else list(config)
         )
         composed = compose(reference, overrides, settings=settings)
-    typed = resolve.validate(composed)
+    typed = validate_config(composed)
     if instance is not None and _settings(instance) != _settings(typed):
         _refuse_state(instance, "the configuration changes its settings, and it is made anew")
         instance = None  # here as in other processes
@@ -115,11 +116,11 @@ def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
         return _as_launched(config, place, task, allow)
     if task is not None and not alone:
         _refuse_state(task, "other processes make it anew")
-    task = task or rank_process.task_of(config)
+    task = task or build_task(config)
     if config.launch.nodes > 1:
         return _as_a_node(config, task, allow)
     with _opened(config, task, _job(place), allow) as path:
-        config = resolve.read(path / "config.yaml")
+        config = read_config(path / "config.yaml")
         if alone:
             fault_injection.install(0)
             local_processes.forget(path)
@@ -264,13 +265,13 @@ def reference_to(kind: type[Task] | Callable[..., Any]) -> str:
         raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
     known = f"{kind.__module__}:{kind.__name__}"
     file = f"{path}:{kind.__name__}"
-    packaged = next((name for name, place in resolve.TASKS.items() if place == known), None)
+    packaged = next((name for name, place in references.TASKS.items() if place == known), None)
     return packaged or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
 
 
 def _in_folder_without_init(module: str, path: Path) -> bool:
     """Whether a file is a part of a package that its place does not show, but that can be imported by name."""
-    if "." not in module or resolve.in_package(path.resolve())[1]:
+    if "." not in module or references.in_package(path.resolve())[1]:
         return False
     spec = find_spec(module)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()
@@ -290,7 +291,7 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
         def opens() -> list[str | None]:
             nonlocal task
             try:
-                task = task or rank_process.task_of(config)
+                task = task or build_task(config)
                 path = opened.enter_context(_opened(config, task, _job(place), allow))
             except (ConfigError, RunError, ValueError) as error:
                 return [str(error), None]
@@ -302,9 +303,9 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             rank_process.part()
             raise RunError(told)
         path = Path(path)
-        config = resolve.read(path / "config.yaml")
+        config = read_config(path / "config.yaml")
         with rank_process.recorded(path, place), monitor_client.joined(config, path, place, group):
-            result = loop.run(task or rank_process.task_of(config), config, place, group, path)
+            result = loop.run(task or build_task(config), config, place, group, path)
     rank_process.part()
     return result
 
@@ -337,7 +338,7 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
         provenance.agree(all_nodes, {"the data": facts[node.rank]}, "node")
         agreement.unmark(path, node)
         here = config.layout.world_size // node.count
-        config = resolve.read(path / "config.yaml")
+        config = read_config(path / "config.yaml")
         with all_nodes.watched():
             local_processes.launch(config, path, threads_per_process(here), node=node)
     return outcome(path)

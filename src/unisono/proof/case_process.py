@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from unisono.config import resolve
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, rank_process, train
 from unisono.proof.cases import Case, Proof
 from unisono.proof.recording.trace import Trace, folder_of
 from unisono.runtime.communicator import Place
+from unisono.task_config import build_task, read_config
 
 
 def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None) -> RunConfig:
@@ -70,7 +70,7 @@ def main(folder: Path) -> NoReturn:
     def work() -> None:
         from unisono.proof.recording import case_recorder
 
-        config = resolve.read(folder / "config.yaml")
+        config = read_config(folder / "config.yaml")
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         proof = Proof.model_validate(described["proof"])
         cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
@@ -80,7 +80,7 @@ def main(folder: Path) -> NoReturn:
                 continue
             began = time.perf_counter()
             settled = configured(config, case, proof, place)
-            case_recorder.record(rank_process.task_of(settled), settled, place, group, case, proof, folder)
+            case_recorder.record(build_task(settled), settled, place, group, case, proof, folder)
             if place.is_first:
                 print(f"  {case.name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 

@@ -21,6 +21,7 @@ from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import ConfigError, KernelError, RunError
+from unisono.task_config import build_task
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
@@ -44,7 +45,7 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
     every = cases(proof, config)
     layouts = {case.name: certificate.described(case_process.configured(config, case, proof, None)) for case in every}
     digests, asked = code_digest.digests(config.recipe), config
-    facts = train.preflight(_task(config), case_process.configured(config, every[0], proof, None)).facts
+    facts = train.preflight(build_task(config), case_process.configured(config, every[0], proof, None)).facts
     config, shrunk = _shrunk(config, proof)
     folder = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
     try:
@@ -228,7 +229,7 @@ def _shrunk(config: RunConfig, proof: Proof) -> tuple[RunConfig, str]:
     """The configuration with a smaller model, if one is wanted and to be had, and what was made smaller."""
     if proof.shrink == "never":
         return config, ""
-    smaller = _task(config).shrunk(_LARGE if proof.shrink == "auto" else 0)
+    smaller = build_task(config).shrunk(_LARGE if proof.shrink == "auto" else 0)
     if smaller is None:
         return config, ""
     made = config.model_copy(
@@ -297,12 +298,6 @@ def _alone(case: Case, trace: Trace) -> Verdict:
         )
     found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
     return found
-
-
-def _task(config: RunConfig) -> Any:
-    from unisono.launch.rank_process import task_of
-
-    return task_of(config)
 
 
 def split_words(words: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -74,7 +74,10 @@ def cores() -> int:
 
 
 class Channel(Protocol):
-    """A control channel between all processes of the job, or all its nodes. Every method is collective: all call it, in the same order."""
+    """A control channel between all processes of the job, or all its nodes.
+
+    Every method is collective: all call it, in the same order.
+    """
 
     rank: int
     size: int
@@ -122,4 +125,7 @@ class SingleProcess:
         return list(numbers)
 
 
-Place, Party, Group, Alone = ProcessInfo, Channel, Communicator, SingleProcess
+Place = ProcessInfo
+Party = Channel
+Group = Communicator
+Alone = SingleProcess

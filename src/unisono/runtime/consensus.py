@@ -50,11 +50,11 @@ def raise_everywhere(
         return [result for _, _, result in everyone]
     if own is not None and not isinstance(own, UnisonoError):
         raise own
-    first, error = next(iter(failed.items()))
+    first, refused = next(iter(failed.items()))
     workers = [rank for rank, (worked, _, _) in enumerate(everyone) if worked]
-    alike = list(failed) == workers and all(other["text"] == error["text"] for other in failed.values())
-    text = error["text"] if alike else f"{member} {first}: {error['text']}"
-    raised = own if isinstance(own, UnisonoError) and mine[1] == error else _rebuilt(error)
+    alike = list(failed) == workers and all(other["text"] == refused["text"] for other in failed.values())
+    text = refused["text"] if alike else f"{member} {first}: {refused['text']}"
+    raised = own if isinstance(own, UnisonoError) and mine[1] == refused else _rebuilt(refused)
     raised.args = (text,)
     raised.agreed = True
     raise raised

@@ -203,9 +203,9 @@ TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
 def trainer_config(folder: Path) -> Any:
-    from unisono.config import resolve
+    from unisono.task_config import read_config
 
-    return resolve.read(folder / "config.yaml")
+    return read_config(folder / "config.yaml")
 
 
 def arrays(folder: Path) -> ArrayReader:

@@ -84,13 +84,12 @@ def sources(cache: Path, run: Path) -> set[str]:
     import numpy as np
     import pyarrow.parquet as pq
 
-    from unisono.config import resolve
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
-    from unisono.launch.rank_process import task_of
+    from unisono.task_config import build_task, read_config
 
-    config = resolve.read(run / "config.yaml")
-    language = task_of(config)
+    config = read_config(run / "config.yaml")
+    language = build_task(config)
     of_documents = []
     for path in sorted(Path(config.data.path).rglob("*")):
         if path.suffix == ".parquet":

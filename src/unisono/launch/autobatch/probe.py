@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.config import memory_fit, resolve
+from unisono.config import memory_fit
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
@@ -24,6 +24,7 @@ from unisono.optim import schedules
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.files import write_whole
 from unisono.task import Task
+from unisono.task_config import build_task, read_config
 from unisono.training import loop
 
 ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"
@@ -95,11 +96,11 @@ def main(folder: Path) -> NoReturn:
     assert place is not None
 
     def work() -> None:
-        config = resolve.read(folder / "config.yaml")
+        config = read_config(folder / "config.yaml")
         asked = json.loads((folder / ASKED).read_text(encoding="utf-8"))
         group = rank_process.join(config, place)
         limit = memory.limit(config, config.layout.device, place.local_world_size)
-        search(Probe(rank_process.task_of(config), config, place, group), group, asked, limit, folder)
+        search(Probe(build_task(config), config, place, group), group, asked, limit, folder)
 
     rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

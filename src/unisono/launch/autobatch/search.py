@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint, memory_fit, resolve
+from unisono.config import code_digest, environment, fingerprint, memory_fit, references
 from unisono.config.batch_split import divisors
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
@@ -120,7 +120,7 @@ def _measured(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dic
     found: dict[str, Any] = {"peaks": {}, "kind": "", "limit": 0, "source": "", "failed": None, **known}
     with tempfile.TemporaryDirectory(prefix="unisono-autobatch-") as name:
         path = Path(name)
-        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         for start in range(_STARTS):
             asked = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}

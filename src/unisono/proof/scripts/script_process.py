@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from unisono.config import resolve
+from unisono.config import references
 from unisono.engines.torch.numerics import precision
 from unisono.launch import cluster, rank_process
 from unisono.proof.scripts.script_recorder import Records, World
@@ -116,7 +116,7 @@ def main(folder: Path) -> NoReturn:
 
 def _function(reference: str) -> Callable[[World], Any]:
     module, _, name = reference.rpartition(":")
-    found: Callable[[World], Any] = getattr(resolve.module_of(reference, module), name)
+    found: Callable[[World], Any] = getattr(references.module_of(reference, module), name)
     return found
 
 
