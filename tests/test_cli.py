@@ -51,7 +51,7 @@ def unisono(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 def refused(unisono: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The error of a `train` that may start nothing and leave nothing behind."""
     monkeypatch.setattr(local_processes, "launch", lambda *_: pytest.fail("processes were started"))
-    monkeypatch.setattr(loop, "run", lambda *_: pytest.fail("training was started"))
+    monkeypatch.setattr(loop, "train", lambda *_: pytest.fail("training was started"))
 
     def run(*words: object) -> str:
         before = sorted(Path().rglob("*"))

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import unisono
+from tests import runs
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
 from unisono import Context, Data, Loss, Settings, Source, Task
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
-from unisono.training import loop
 from unisono.version import __version__
 
 
@@ -192,9 +192,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
     folder = tmp_path_factory.mktemp("run")
     config = configuration(train={"steps": 3, "global_batch": 8}, checkpoint={"every": 1}, observe={"progress": False})
     weights: dict[str, torch.Tensor] = {}
-    with loop.Training(TransformerTask(), config, Place(), Alone(), folder) as training:
+    with runs.training(TransformerTask(), config, Place(), Alone(), folder) as training:
         for _ in training.steps():
-            model = training._engine._step.model  # type: ignore[attr-defined]
+            model = training._parts.engine._step.model  # type: ignore[attr-defined]
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     (folder / "config.yaml").write_text("recipe: test\n")
     return folder, weights

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
+    from unisono.callback import Callback, Evaluate, Save, Stop
     from unisono.config.schema.base import Settings
     from unisono.config.schema.data import Data
     from unisono.config.schema.run import RunConfig
@@ -21,15 +22,21 @@ if TYPE_CHECKING:
     from unisono.launch.train import train
     from unisono.runtime.errors import UnisonoError
     from unisono.task import Context, Loss, Source, Task
+    from unisono.training.callbacks.early_stopping import EarlyStopping
 
 __all__ = [
+    "Callback",
     "Context",
     "Data",
+    "EarlyStopping",
+    "Evaluate",
     "Loss",
     "Order",
     "RunConfig",
+    "Save",
     "Settings",
     "Source",
+    "Stop",
     "Task",
     "UnisonoError",
     "__version__",
@@ -40,13 +47,18 @@ __all__ = [
 ]
 
 _HOME = {
+    "Callback": "unisono.callback",
     "Context": "unisono.task",
     "Data": "unisono.config.schema.data",
+    "EarlyStopping": "unisono.training.callbacks.early_stopping",
+    "Evaluate": "unisono.callback",
     "Loss": "unisono.task",
     "Order": "unisono.data.order.order",
     "RunConfig": "unisono.config.schema.run",
+    "Save": "unisono.callback",
     "Settings": "unisono.config.schema.base",
     "Source": "unisono.task",
+    "Stop": "unisono.callback",
     "Task": "unisono.task",
     "UnisonoError": "unisono.runtime.errors",
     "load_model": "unisono.launch.load",

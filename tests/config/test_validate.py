@@ -348,9 +348,7 @@ def test_a_mistake_that_lies_between_two_keys_is_told_too():
 
 
 def test_a_data_group_that_is_not_made_from_unisono_s_is_refused():
-    assert mistakes(task="tasks.py:Unfit") == [
-        "tasks.py:Unfit: the task's Data type must extend unisono.Data"
-    ]
+    assert mistakes(task="tasks.py:Unfit") == ["tasks.py:Unfit: the task's Data type must extend unisono.Data"]
 
 
 # the task --------------------------------------------------------------------------------------------------------

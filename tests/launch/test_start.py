@@ -19,7 +19,7 @@ from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import load, local_processes, run_directory, train
+from unisono.launch import layout, load, local_processes, preflight, run_directory, task_objects, train
 from unisono.launch.cluster import OURS
 from unisono.observe import events
 from unisono.recipes.microbiome.modelling import Model
@@ -71,13 +71,13 @@ class Choosy(LinearTask):
 )
 def test_a_task_that_cannot_be_trained_is_refused(task: LinearTask, told: str):
     with pytest.raises(DataError, match=told):
-        train.preflight(task, train.concrete(config(), None))
+        preflight.preflight(task, layout.concrete(config(), None))
 
 
 def test_less_than_one_row_of_an_epoch_is_refused():
-    told = train.concrete(config("train.steps=null", "train.epochs=0.001"), None)
+    told = layout.concrete(config("train.steps=null", "train.epochs=0.001"), None)
     with pytest.raises(ConfigError, match=r"train\.epochs=0\.001 of 40 rows is less than one row"):
-        train.preflight(LinearTask(), told)
+        preflight.preflight(LinearTask(), told)
 
 
 def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
@@ -85,8 +85,8 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
         def facts(self) -> dict[str, Any]:
             return {"words": 61}
 
-    told = train.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
-    assert train.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
+    told = layout.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
+    assert preflight.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
 
 
 # train, from Python -------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_a_task_that_was_defined_in_no_file_is_refused():
 def test_the_task_of_a_packaged_recipe_is_called_by_its_name():
     from unisono.recipes.language.task import Language
 
-    assert train.reference_to(Language) == "language"
+    assert task_objects.reference_to(Language) == "language"
 
 
 def test_a_run_goes_on_where_it_was_interrupted():
@@ -304,9 +304,7 @@ def test_a_task_object_with_state_of_its_own_is_refused_where_the_configuration_
 
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
     started = []
-    monkeypatch.setattr(
-        local_processes, "launch", lambda config, path, threads: started.append(config.layout.world_size)
-    )
+    monkeypatch.setattr(local_processes, "launch", lambda config, *_, **__: started.append(config.layout.world_size))
     monkeypatch.setattr(train, "outcome", lambda path: None)
     unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
     assert started == [2]
@@ -316,17 +314,17 @@ def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeyp
 
 
 def test_a_start_in_the_same_second_takes_another_folder(monkeypatch: pytest.MonkeyPatch):
-    preflight, taken = train.preflight, []
+    real, taken = preflight.preflight, []
 
     def meanwhile(*arguments: Any) -> Any:
         name = run_directory.named(config()).run.name
         assert name is not None
         taken.append(Path("runs", name))
         taken[0].mkdir(parents=True)
-        return preflight(*arguments)
+        return real(*arguments)
 
     monkeypatch.setattr(run_directory.time, "strftime", lambda _: "now")
-    monkeypatch.setattr(train, "preflight", meanwhile)
+    monkeypatch.setattr(preflight, "preflight", meanwhile)
     result = unisono.train(LinearTask, SHORT)
     assert (taken, result.folder) == ([Path("runs/tasks-now")], Path("runs/tasks-now-2"))
     assert list(taken[0].iterdir()) == []
@@ -340,14 +338,14 @@ def test_a_run_that_trains_is_not_started_again():
 
 
 def test_a_run_that_another_start_has_finished_in_between_is_looked_at_again(monkeypatch: pytest.MonkeyPatch):
-    preflight = train.preflight
+    real = preflight.preflight
 
     def meanwhile(*arguments: Any) -> Any:
-        monkeypatch.setattr(train, "preflight", preflight)
+        monkeypatch.setattr(preflight, "preflight", real)
         unisono.train(LinearTask, {**SHORT, "run.name": "a", "optim.lr": 0.5})
-        return preflight(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(train, "preflight", meanwhile)
+    monkeypatch.setattr(preflight, "preflight", meanwhile)
     with pytest.raises(RunError, match=r"runs/a already holds another run:\n  optim\.lr: 0\.5 there, 0\.0003 here"):
         unisono.train(LinearTask, {**SHORT, "run.name": "a"})
 
@@ -406,7 +404,7 @@ def test_a_task_of_a_package_is_called_by_its_file_and_imported_with_its_package
     path = package(here, "packaged", init=True)
     found = find_task(f"{path}:Mine")
     assert (found.__module__, vars(found)["answer"]) == ("packaged.deep.task", 42)
-    assert train.reference_to(found) == f"{path}:Mine"
+    assert task_objects.reference_to(found) == f"{path}:Mine"
     assert unisono.train(found, SHORT).step == 3
 
 
@@ -414,7 +412,7 @@ def test_a_task_of_a_package_without_init_files_is_called_by_its_name(here: Path
     package(here, "bare", init=False)
     monkeypatch.syspath_prepend(str(here))
     found = find_task("bare.deep.task:Mine")
-    assert train.reference_to(found) == "bare.deep.task:Mine"
+    assert task_objects.reference_to(found) == "bare.deep.task:Mine"
     assert unisono.train(found, SHORT).step == 3
 
 
@@ -448,7 +446,7 @@ def through_hydra(value: Any) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    parsed = OverridesParser.create().parse_override(f"x={train._grammar(value)}")
+    parsed = OverridesParser.create().parse_override(f"x={task_objects.override_text(value)}")
     return OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"]  # type: ignore[index]
 
 
@@ -506,12 +504,15 @@ def test_a_process_that_died_over_a_file_that_changed_leaves_its_name_to_the_lau
     path = here / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 9)
     watched = [open_source(path, "text")]
-    with pytest.raises(local_processes.LostWorkerError, match=r"^rank 1 died$"), train._naming_what_changed(watched):
+    with (
+        pytest.raises(local_processes.LostWorkerError, match=r"^rank 1 died$"),
+        preflight.naming_changed_files(watched),
+    ):
         raise local_processes.LostWorkerError("rank 1 died", 9)
     path.write_text("")
-    with pytest.raises(local_processes.LostWorkerError) as lost, train._naming_what_changed(watched):
+    with pytest.raises(local_processes.LostWorkerError) as lost, preflight.naming_changed_files(watched):
         raise local_processes.LostWorkerError("rank 1 died", 9)
     assert f"rank 1 died {path} has changed since it was opened: it had 126 bytes and has 0;" in str(lost.value)
     assert lost.value.exit_code == 9
-    with pytest.raises(RunError, match=r"^another reason$"), train._naming_what_changed(watched):
+    with pytest.raises(RunError, match=r"^another reason$"), preflight.naming_changed_files(watched):
         raise RunError("another reason")

@@ -131,11 +131,11 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import Preview
     from unisono.data import preview
-    from unisono.launch import train
+    from unisono.launch import layout
     from unisono.task_config import build_task
 
     own = arguments.own(parsed, Preview)
-    config = train.concrete(load(parsed), None)
+    config = layout.concrete(load(parsed), None)
     assert isinstance(config.layout.world_size, int)
     task = build_task(config)
     world = own.world_size or config.layout.world_size

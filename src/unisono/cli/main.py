@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unisono.config.schema.run import RunConfig
-    from unisono.launch.train import Allow
+    from unisono.launch.resolve import Allow
     from unisono.runtime.errors import UnisonoError
 
 INTERRUPTED = 130  # the exit code
@@ -209,17 +209,30 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _trained(parsed: argparse.Namespace) -> int:
-    from unisono.launch import cluster, rank_process, train
+    from unisono.launch import cluster, rank_process
 
-    place = cluster.place()
+    place = cluster.process_info()
     if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
 
         def work() -> None:
-            train.start(_load(parsed), allow=_allow(parsed))
+            _start(parsed)
 
         rank_process.guarded(work, place)
-    train.start(_load(parsed), allow=_allow(parsed))
+    _start(parsed)
     return 0
+
+
+def _start(parsed: argparse.Namespace) -> None:
+    from unisono.launch import train
+
+    config = _load(parsed)
+    train.start(config, allow=_allow(parsed), origins=parsed.composed.origins, command=_command(parsed))
+
+
+def _command(parsed: argparse.Namespace) -> list[str]:
+    """The words of the command, as the user would type them again."""
+    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
+    return ["unisono", "train", parsed.recipe, *own, *(["--proved"] if parsed.proved else []), *parsed.overrides]
 
 
 def _late(why: UnisonoError) -> None:
@@ -250,31 +263,35 @@ def _allow(parsed: argparse.Namespace) -> Allow | None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from unisono.launch import run_directory, train
+    from unisono.launch import resolve
     from unisono.task_config import build_task
 
-    config = run_directory.check(run_directory.named(train.concrete(_load(parsed), None)))
-    task = build_task(config)
-    facts = train.preflight(task, config).facts
-    facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
+    asked = _load(parsed)
+    task = build_task(asked)
+    run, data = resolve.check(asked, task)
+    config = run.config
+    facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
     print(
         f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"
     )
     for name, value in facts.items():
         print(f"  {name}: {value}")
-    print(f"  run: {run_directory.path_of(config)}")
+    print(f"  run: {run.directory}")
+    if run.resume is not None:
+        print(f"  resumes after step {run.resume.step}")
     return 0
 
 
 def _autobatch(parsed: argparse.Namespace) -> int:
-    from unisono.launch import train
+    from unisono.launch import layout
     from unisono.launch.autobatch import search
+    from unisono.launch.preflight import preflight
     from unisono.task_config import build_task
 
-    config = train.concrete(_load(parsed), None)
+    config = layout.concrete(_load(parsed), None)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
-    train.preflight(build_task(config), config)
+    preflight(build_task(config), config)
     found = search.find(config)
     print("\n".join(found.lines()))
     return 0
@@ -299,7 +316,7 @@ def _config(parsed: argparse.Namespace) -> int:
 def _prove(parsed: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from unisono.launch import run_directory
+    from unisono.launch import resolve, run_directory
     from unisono.proof import certificate, prove, verdict
     from unisono.proof.cases import Proof
     from unisono.runtime.errors import ConfigError
@@ -312,7 +329,8 @@ def _prove(parsed: argparse.Namespace) -> int:
             "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
         ) from error
     asked = _load(parsed)
-    config = run_directory.check(run_directory.named(asked))
+    config = run_directory.named(asked)
+    resolve.refuse_other_run(config)
     verdicts, alone, about = prove.prove(config, proof)
     if asked.run.name is None:
         config = run_directory.claim(config)

@@ -17,7 +17,7 @@ _DEADLINE = 60.0  # seconds
 def main(folder: Path) -> None:
     """Add up a tensor with the other processes, and write how long it took."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Where this process stands, by what its launcher put into the environment: torchrun, srun, or nothing."""
+"""Which process this is, by what its launcher put into the environment: torchrun, srun, or nothing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def launcher(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(run_id.rpartition("-")[2])
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that a launcher gave this process, or None if nobody launched it.
+def process_info(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Which process this is, as its launcher says; None if no launcher has started it.
 
     Raises:
         ConfigError: if a launcher's variables are there only in part.

@@ -11,7 +11,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import RunError
 from unisono.task_config import build_task, read_config
 
@@ -86,20 +86,9 @@ def load_model(
 
 def evaluate(folder: Path) -> dict[str, float]:
     """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process."""
-    from unisono.launch import train
+    from unisono.launch import resolve
     from unisono.training import loop
 
     newest(folder)
-    config = read_config(folder / "config.yaml")
-    alone = {
-        "world_size": 1,
-        "strategy": "single",
-        "shards": None,
-        "device": "auto",
-        "defer_reduction": False,
-        "bucket_mb": None,
-    }
-    here = {"layout": config.layout.model_copy(update=alone), "launch": type(config.launch)()}
-    config = config.model_copy(update=here)
-    config = train.concrete(config, None)
-    return loop.evaluate(build_task(config), config, Place(), Alone(), folder)
+    run = resolve.reading(read_config(folder / "config.yaml"), folder)
+    return loop.evaluate(build_task(run.config), run, ProcessInfo(), SingleProcess())

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -45,13 +45,23 @@ class WorkerError(UnisonoError):
     Attributes:
         memory: whether it ran out of memory, or was killed as one that does is.
         by_signal: whether it died by a signal and said nothing.
+        random: whether its forward passes draw random numbers; None where it did not say.
     """
 
-    def __init__(self, text: str, code: int, fault: str = "", memory: bool = False, by_signal: bool = False) -> None:
+    def __init__(
+        self,
+        text: str,
+        code: int,
+        fault: str = "",
+        memory: bool = False,
+        by_signal: bool = False,
+        random: bool | None = None,
+    ) -> None:
         super().__init__(text, fault)
         self.exit_code = code
         self.memory = memory
         self.by_signal = by_signal
+        self.random = random
 
 
 class LostWorkerError(WorkerError, LostError):
@@ -68,6 +78,7 @@ def launch(
     threads: int,
     module: str = TRAINS,
     node: Node | None = None,
+    arguments: Sequence[str] = (),
 ) -> None:
     """Start the processes of a run, this node's share of `layout.world_size`, and wait for them.
 
@@ -75,7 +86,8 @@ def launch(
         config: concrete.
         folder: of the run; the processes read its `config.yaml`.
         threads: CPU threads per process, unless the user's environment says otherwise.
-        module: what each process runs, with the folder as its argument.
+        module: what each process runs, with the folder as its first argument.
+        arguments: of the processes, after the folder.
         node: which one this is, where there are several.
 
     Raises:
@@ -95,7 +107,18 @@ def launch(
         watch or nullcontext(),
     ):
         try:
-            processes(module, folder, count, threads, config.recipe, loopback, node, watch, "SIGINT,SIGHUP,SIGQUIT")
+            processes(
+                module,
+                folder,
+                count,
+                threads,
+                config.recipe,
+                loopback,
+                node,
+                watch,
+                "SIGINT,SIGHUP,SIGQUIT",
+                arguments=arguments,
+            )
         except WorkerError as error:
             if asked() and error.by_signal:  # before they could hear it, or long after their deadline
                 raise _preempted(folder) from None
@@ -113,6 +136,7 @@ def processes(
     watch: Watch | None = None,
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     ours: bool = True,
+    arguments: Sequence[str] = (),
 ) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
@@ -128,6 +152,7 @@ def processes(
         signals: to this process, which end all of them.
         ours: whether rank 0 listens by `collective.start`, which shares the port that is kept for it; whoever else
             listens there would find it in use.
+        arguments: of the processes, after the folder.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -180,7 +205,7 @@ def processes(
             )
             if not ours:
                 held.close()
-            elastic_launch(settings, sys.executable)("-m", module, str(folder))
+            elastic_launch(settings, sys.executable)("-m", module, str(folder), *arguments)
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
@@ -291,7 +316,8 @@ def _headline(
     ranks = ", ".join(map(str, sorted(silent)))
     stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
-    return WorkerError(text, fault["code"], fault["fault"], memory=bool(fault.get("memory")))
+    memory = bool(fault.get("memory"))
+    return WorkerError(text, fault["code"], fault["fault"], memory=memory, random=fault.get("random"))
 
 
 def _explained(logs: Path, watch: Watch, node: Node | None) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from unisono.checkpoint.core import provenance
 from unisono.config import secrets
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster
+from unisono.launch import cluster, resolve
 from unisono.observe import logs
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Alone, Group, Place
@@ -34,7 +34,7 @@ from unisono.runtime.errors import (
 )
 from unisono.runtime.files import write_whole
 from unisono.supervise import fault_injection, preemption
-from unisono.task_config import build_task, read_config
+from unisono.task_config import build_task
 
 _HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
 
@@ -143,7 +143,8 @@ def _record(path: Path, place: Place, error: BaseException) -> None:
 
     told = {"rank": place.rank, "kind": type(error).__name__, "text": _text(error), "code": _code(error)}
     memory = isinstance(error, MemoryExhaustedError) or ran_out(error)
-    text = json.dumps({**told, "fault": getattr(error, "fault", ""), "memory": memory, "time": time.time()})
+    told |= {"fault": getattr(error, "fault", ""), "memory": memory, "random": getattr(error, "random", None)}
+    text = json.dumps({**told, "time": time.time()})
     for folder in filter(None, (str(path.parent), os.environ.get(heartbeat.VARIABLE))):
         with contextlib.suppress(OSError):
             write_whole(Path(folder) / path.name, text)
@@ -182,11 +183,11 @@ def die_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: Path) -> NoReturn:
+def main(folder: Path, digest: str) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started."""
     die_with_parent()
     cluster.across_nodes()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
     if directory := os.environ.get(heartbeat.VARIABLE):
         heartbeat.start(directory, place.rank)
@@ -194,14 +195,16 @@ def main(folder: Path) -> NoReturn:
 
     def work() -> None:
         from unisono.training import loop
+        from unisono.training.callbacks.build import build_callbacks
 
         with logged(folder, place):
-            config = read_config(folder / "config.yaml")
-            group = join(config, place)
-            loop.run(build_task(config), config, place, group, folder)
+            run = resolve.read(folder, digest)
+            communicator = join(run.config, place)
+            task = build_task(run.config)
+            loop.train(task, run, place, communicator, build_callbacks(run.config, task))
 
     guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

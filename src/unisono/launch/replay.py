@@ -25,7 +25,7 @@ from unisono.config import fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, train
-from unisono.launch.run_directory import FILES
+from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, ranges
 from unisono.task_config import read_config
@@ -102,7 +102,7 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
         RunError: if there are no such checkpoints, or none from which a run can go on.
         CheckpointError: if one of them is damaged.
     """
-    place = cluster.place()
+    place = cluster.process_info()
     if place is not None and place.world_size > 1:
         raise ConfigError(f"unisono replay starts the processes itself; give it without {place.launcher}")
     before, after = _chosen(run, first, last)
@@ -163,7 +163,7 @@ def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[
             "every": None, "keep_every": None, "keep_best": None, "at_end": True, "final": after.holds,
             "upload": Upload(),
         },
-        "eval": {"every": None, "at_end": False},
+        "eval": {"every": None, "at_end": False}, "callbacks": [],
         "observe": {"trackers": [], "profile": None},
         "launch": {"nodes": 1, "node_rank": None, "rendezvous": None, "max_restarts": 0},
     }  # fmt: skip
@@ -176,7 +176,7 @@ def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[
         _linked(before.path, folder / "checkpoints" / before.path.name)
         if (run / ledger.FOLDER).is_dir():
             shutil.copytree(run / ledger.FOLDER, folder / ledger.FOLDER)
-        for file in ("fingerprint.json", FILES):
+        for file in (FINGERPRINT, FILES):
             if (run / file).is_file():
                 shutil.copy(run / file, folder / file)
         values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}

@@ -1,69 +1,81 @@
 """Start the processes of a run again after one of them died or was stuck, from the newest checkpoint.
 
-Every attempt is a launch of its own, with an address, a store and a monitor of its own: nothing of the one before can
-be mistaken for it. What a refusal, a guard or a number that is not finite has ended would end again, and stays
-as it is; so does a run out of memory, unless it left a smaller micro-batch for its next start.
+Every attempt is a run of its own, resolved anew, with an address, a store and a monitor of its own: nothing of the one
+before can be mistaken for it. One that ran out of memory gets the next smaller micro-batch. What a refusal, a guard or
+a number that is not finite has ended would end again, and stays as it is.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
-from unisono.checkpoint.core import commit
-from unisono.config import safe_yaml
-from unisono.config.schema.run import RunConfig
-from unisono.launch import local_processes
+from unisono.config.resolved_run import ResolvedRun
+from unisono.launch import local_processes, resolve
+from unisono.launch.local_processes import WorkerError
 from unisono.observe import events
-from unisono.runtime.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
+from unisono.runtime.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError, UnisonoError
 from unisono.supervise import fault_injection, preemption
 
-AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code)
+AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code, MemoryExhaustedError.exit_code)
 
 
-def launch(config: RunConfig, folder: Path, threads: int) -> None:
-    """Launch a run on this host, as often as `launch.max_restarts` allows; see `unisono.launch.local_processes.launch`.
+def launch(run: ResolvedRun, threads: int) -> None:
+    """Launch a run on this host, as often as `launch.max_restarts` allows; see `local_processes.launch`.
+
+    Args:
+        run: its directory is held.
+        threads: CPU threads per process.
 
     Raises:
         WorkerError: the fault of the last attempt, or one after which there is no other.
     """
-    rows = config.layout.micro_batch
-    for attempt in range(config.launch.max_restarts + 1):
+    allowed = run.config.launch.max_restarts
+    for attempt in range(allowed + 1):
         try:
             with local_processes.variables_set({fault_injection.ATTEMPT: str(attempt)}):
-                local_processes.launch(config, folder, threads)
+                local_processes.launch(run.config, run.directory, threads, arguments=(run.digest,))
             return
-        except local_processes.WorkerError as error:
-            left = config.launch.max_restarts - attempt
-            before, rows = rows, _micro_batch(folder)
-            smaller = error.exit_code == MemoryExhaustedError.exit_code and rows != before
+        except WorkerError as error:
             asked = preemption.waited() is not None  # to end: whoever did would not wait for another attempt
-            if not (error.exit_code in AGAIN or smaller) or not left or asked:
-                if attempt and error.args:
-                    error.args = (f"{error}\nIt was started again {attempt} times (launch.max_restarts)",)
-                raise
-            _tell(folder, attempt + 1, left - 1, error)
+            if error.exit_code not in AGAIN or attempt == allowed or asked:
+                raise _counted(error, attempt) from None
+            run = _next(run, error, attempt)
+            _report(run, attempt + 1, allowed, error)
 
 
-def _micro_batch(folder: Path) -> Any:
-    """That of the configuration with which the processes would be started now."""
-    return safe_yaml.read(folder / "config.yaml")["layout"]["micro_batch"]
+def _next(run: ResolvedRun, error: WorkerError, attempt: int) -> ResolvedRun:
+    """The run of the next attempt, or the error where there can be none."""
+    try:
+        if error.exit_code == MemoryExhaustedError.exit_code:
+            return resolve.smaller(run, error.random)
+        return resolve.again(run)
+    except UnisonoError as refused:
+        error.args = (f"{error}\n{refused}",)
+        raise _counted(error, attempt) from None
 
 
-def _tell(folder: Path, attempt: int, left: int, error: local_processes.WorkerError) -> None:
+def _counted(error: WorkerError, attempt: int) -> WorkerError:
+    """The same error, with how often the run was restarted."""
+    if attempt:
+        times = "once" if attempt == 1 else f"{attempt} times"
+        error.args = (f"{error}\nIt was restarted {times} (launch.max_restarts)",)
+    return error
+
+
+def _report(run: ResolvedRun, attempt: int, allowed: int, error: WorkerError) -> None:
     """Say that the processes are started again, and why, here and in `events.jsonl`."""
-    found = commit.find(folder / "checkpoints")
-    step = int(found[-1].name.removeprefix("step-")) if found else 0
-    where = f"from the checkpoint of step {step}" if found else "from the beginning: there is no checkpoint"
+    step = run.resume.step if run.resume else 0
+    where = f"from the checkpoint of step {step}" if run.resume else "from the beginning: there is no checkpoint"
+    rows = run.layout.micro_batch
+    smaller = f", with layout.micro_batch={rows}" if error.exit_code == MemoryExhaustedError.exit_code else ""
     print(  # noqa: T201
-        f"unisono: {error}\nunisono: starting all processes again, {where} (attempt {attempt} of "
-        f"{attempt + left}, launch.max_restarts)",
+        f"unisono: {error}\nunisono: restarting all processes {where}{smaller} (attempt {attempt} of {allowed}, "
+        "launch.max_restarts)",
         file=sys.stderr, flush=True,
     )  # fmt: skip
-    with suppress(OSError):  # it is told above
+    with suppress(OSError):  # it is reported above
         events.append(
-            folder / "events.jsonl",
+            run.directory / "events.jsonl",
             {"step": step, "restart": attempt, "code": error.exit_code, "why": str(error).splitlines()[0]},
         )

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, rank_process, train
+from unisono.launch import cluster, rank_process
+from unisono.launch import layout as layouts
 from unisono.proof.cases import Case, Proof
 from unisono.proof.recording.trace import Trace, folder_of
 from unisono.runtime.communicator import Place
@@ -42,7 +43,7 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
             ),  # its processes are on this host
         }
     )
-    return train.concrete(changed, place)
+    return layouts.concrete(changed, place)
 
 
 def write(folder: Path, cases: list[Case], proof: Proof) -> None:
@@ -64,7 +65,7 @@ def _cannot_be_used(root: Path, case: str) -> bool:
 def main(folder: Path) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started for a proof."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
 
     def work() -> None:

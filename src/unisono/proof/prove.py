@@ -15,7 +15,9 @@ import yaml
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
-from unisono.launch import local_processes, train
+from unisono.launch import local_processes
+from unisono.launch.layout import threads_per_process
+from unisono.launch.preflight import preflight
 from unisono.proof import case_process, certificate, comparison, diagnosis
 from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
@@ -45,13 +47,13 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
     every = cases(proof, config)
     layouts = {case.name: certificate.described(case_process.configured(config, case, proof, None)) for case in every}
     digests, asked = code_digest.digests(config.recipe), config
-    facts = train.preflight(build_task(config), case_process.configured(config, every[0], proof, None)).facts
+    facts = preflight(build_task(config), case_process.configured(config, every[0], proof, None)).facts
     config, shrunk = _shrunk(config, proof)
     folder = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
     try:
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(config), sort_keys=False), "utf-8")
         ended: dict[str, local_processes.WorkerError] = {}
-        threads = train.threads_per_process(max(case.world_size for case in every))
+        threads = threads_per_process(max(case.world_size for case in every))
         for phase in phases(every):
             one = phase[0]
             case_process.write(folder, phase, proof)

@@ -98,13 +98,22 @@ class MemoryExhaustedError(UnisonoError):
 
     Attributes:
         again: whether the same step can be made with smaller micro-batches: nothing but gradients was changed.
+        random: whether forward passes draw random numbers, so that the micro-batch is part of the mathematics; None
+            where that is not known.
     """
 
     exit_code = 6
+    random: bool | None = None
 
     def __init__(self, text: str = "", again: bool = False) -> None:
         super().__init__(text)
         self.again = again
+
+
+class CallbackError(UnisonoError):
+    """A callback of the user's that failed on one process; every process raises it."""
+
+    exit_code = 1
 
 
 class UploadError(UnisonoError):
@@ -144,6 +153,10 @@ class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
     """A run that was asked to end before it was done; the same command goes on with it."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that was ended by Ctrl-C, with what is saved and how to resume."""
 
 
 def error_class(name: str) -> type[UnisonoError]:

@@ -20,14 +20,14 @@ from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of, source_of
 from unisono.launch import cluster, rank_process
 from unisono.launch.autobatch import memory
+from unisono.launch.autobatch.search import ASKED, FOUND, UNDER_WAY
 from unisono.optim import schedules
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.files import write_whole
 from unisono.task import Task
 from unisono.task_config import build_task, read_config
-from unisono.training import loop
+from unisono.training.parts import engine_of
 
-ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"
 _LOOKED_AT = 16  # micro-batches, of which the largest is computed
 
 
@@ -57,7 +57,7 @@ class Probe:
         plan = plan_of(self._task, self._source, config, world)
         scalars = schedules.Scalars(config, plan.steps)
         loader = Loader.of(self._task, self._source, plan, split, self._place, config)
-        engine = loop.engine_of(self._task, config, self._place, self._group, split)
+        engine = engine_of(self._task, config, self._place, self._group, split)
         try:
             steps = list(islice(loader.steps(), max(1, _LOOKED_AT // passes)))
             engine.setup(steps[0], scalars(0))
@@ -92,7 +92,7 @@ def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limi
 def main(folder: Path) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started for a search."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
 
     def work() -> None:

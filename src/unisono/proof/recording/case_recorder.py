@@ -41,7 +41,7 @@ from unisono.runtime import rng
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.task import Batch, Context, Task
-from unisono.training import loop
+from unisono.training.parts import held_out_of
 
 
 class RecordingEngine(TorchEngine):
@@ -230,7 +230,7 @@ class _Run:
         self.split = Split.of(proof.global_batch, place.world_size, case.micro_batch)
         # Which rows a process has, by the number of the rank that usually has them.
         self.slot = replace(place, rank=place.world_size - 1 - place.rank) if case.reversed else place
-        self.held_out = loop.held_out_of(task, config, self.slot, self.split)
+        self.held_out = held_out_of(task, config, self.slot, self.split)
         self.first_samples: list[str] | None = None
 
     def open(self, facts: Facts) -> None:

@@ -93,7 +93,7 @@ def ended_after(seconds: float, report: Path, rank: int) -> Iterator[None]:
 def main(folder: Path) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started for a comparison of scripts."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
     run = Run(**json.loads((folder / "run.json").read_text(encoding="utf-8")))
     report = folder / "logs" / f"rank-{place.rank:05d}.fault.json"
