@@ -103,8 +103,9 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 
 def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     """Interleave the contenders; returns seconds per step of each, on rank 0."""
-    from unisono.launch import rank_process, train
     from unisono.launch import run_directory as folders
+    from unisono.launch import train
+    from unisono.launch.processes import rank_process
     from unisono.runtime.communicator import Place
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training

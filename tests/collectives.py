@@ -17,7 +17,7 @@ from tests import runs
 from tests.runs import configuration
 from unisono.engines.torch.guards.collective_comparison import Desync
 from unisono.engines.torch.parallel import process_group
-from unisono.launch.rank_process import guarded
+from unisono.launch.processes.rank_process import guarded
 from unisono.runtime import collective_log
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import UnisonoError

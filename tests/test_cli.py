@@ -14,7 +14,8 @@ from tests.launch import jobs
 from unisono.checkpoint.core import commit
 from unisono.cli import main
 from unisono.engines.torch import devices
-from unisono.launch import local_processes, train
+from unisono.launch import train
+from unisono.launch.processes import local_processes
 from unisono.runtime import errors
 from unisono.training import loop
 from unisono.version import __version__

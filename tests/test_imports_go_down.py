@@ -84,7 +84,7 @@ def test_every_room_of_the_house_has_a_floor():
         ("unisono.config.schema.run", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
         ("unisono.runtime.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
         ("unisono.runtime.errors", "from ..task import Task", ["unisono.task"]),
-        ("unisono.engines.torch.engine", "from ...launch import rank_process", ["unisono.launch.rank_process"]),
+        ("unisono.engines.torch.engine", "from ...launch import rank_process", ["unisono.launch.processes.rank_process"]),
         ("unisono.optim.schedules", "import unisono", ["unisono"]),
         ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
         ("unisono.recipes.language.task", "from unisono.engines.torch import engine", ["unisono.engines.torch.engine"]),

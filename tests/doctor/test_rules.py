@@ -10,7 +10,7 @@ import pytest
 from unisono.doctor import rules
 from unisono.doctor.facts import Facts
 from unisono.doctor.rules import CONDITIONS
-from unisono.launch.host_variables import VARIABLES, Finding
+from unisono.launch.host.host_variables import VARIABLES, Finding
 from unisono.launch.nodes.network import Interface
 
 HEALTHY = Facts(

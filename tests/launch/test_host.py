@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch import jobs
 from unisono.cli import main
-from unisono.launch import host_check
+from unisono.launch.host import host_check
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.task_config import load_config
 
@@ -81,7 +81,7 @@ LIMITED = """
 import resource, sys
 from unisono.task_config import load_config
 from unisono.runtime.errors import RunError
-from unisono.launch import host_check
+from unisono.launch.host import host_check
 soft, hard, workers = map(int, sys.argv[1:4])
 config = load_config(sys.argv[4], ["run.name=a", "train.steps=2", "layout.world_size=2", f"data.workers={workers}"])[0]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

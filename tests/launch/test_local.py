@@ -16,9 +16,9 @@ import pytest
 from torch.distributed.launcher import api
 
 from tests import tasks
-from unisono.launch import local_processes
 from unisono.launch.cluster import OURS
 from unisono.launch.nodes import network
+from unisono.launch.processes import local_processes
 from unisono.runtime.communicator import Node
 from unisono.task_config import load_config
 

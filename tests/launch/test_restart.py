@@ -14,9 +14,10 @@ from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout, local_processes, resolve, restart, run_directory, train
-from unisono.launch.local_processes import WorkerError
+from unisono.launch import layout, resolve, run_directory, train
 from unisono.launch.preflight import DataFacts
+from unisono.launch.processes import local_processes, restart
+from unisono.launch.processes.local_processes import WorkerError
 from unisono.observe.events import Events
 from unisono.runtime.communicator import Place, SingleProcess
 from unisono.runtime.errors import ConfigError, RunError

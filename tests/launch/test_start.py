@@ -19,8 +19,9 @@ from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import layout, load, local_processes, preflight, run_directory, task_objects, train
+from unisono.launch import layout, load, preflight, run_directory, task_objects, train
 from unisono.launch.cluster import OURS
+from unisono.launch.processes import local_processes
 from unisono.observe import events
 from unisono.recipes.microbiome.modelling import Model
 from unisono.recipes.microbiome.settings import Simulated, Study

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
+from unisono.launch.processes import rank_process
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError

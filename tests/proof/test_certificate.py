@@ -16,7 +16,8 @@ from unisono.cli import main
 from unisono.config import code_digest
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import local_processes, run_directory, train
+from unisono.launch import run_directory, train
+from unisono.launch.processes import local_processes
 from unisono.proof import case_process, certificate, prove
 from unisono.proof.cases import Proof, cases
 from unisono.proof.comparison import Compared

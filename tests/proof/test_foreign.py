@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch import jobs
 from unisono.config import references
-from unisono.launch import local_processes
+from unisono.launch.processes import local_processes
 from unisono.proof import Report, compare
 from unisono.proof.cases import Case
 from unisono.proof.recording.trace import Trace

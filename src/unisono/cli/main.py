@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and "torch" in sys.modules:
         # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops
         # within torch, as one that makes samples or saves, aborts the process, whatever its exit code was to be.
-        from unisono.launch.rank_process import leave_now
+        from unisono.launch.processes.rank_process import leave_now
 
         if code != INTERRUPTED:
             atexit._run_exitfuncs()
@@ -69,7 +69,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if parsed.verb is None:
         parser.print_help()
         return 0
-    from unisono.launch import malloc_arenas
+    from unisono.launch.host import malloc_arenas
     from unisono.runtime.errors import UnisonoError
 
     malloc_arenas.share()  # before anything else is imported, which may start threads
@@ -209,7 +209,8 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _trained(parsed: argparse.Namespace) -> int:
-    from unisono.launch import cluster, rank_process
+    from unisono.launch import cluster
+    from unisono.launch.processes import rank_process
 
     place = cluster.process_info()
     if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
@@ -223,10 +224,15 @@ def _trained(parsed: argparse.Namespace) -> int:
 
 
 def _start(parsed: argparse.Namespace) -> None:
+    from unisono.config import compose
     from unisono.launch import train
+    from unisono.task_config import validate_config
 
-    config = _load(parsed)
-    train.start(config, allow=_allow(parsed), origins=parsed.composed.origins, command=_command(parsed))
+    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+    with train.prepared(parsed.composed) as server:
+        config = validate_config(parsed.composed)
+        origins, command = parsed.composed.origins, _command(parsed)
+        train.start(config, allow=_allow(parsed), origins=origins, command=command, server=server)
 
 
 def _command(parsed: argparse.Namespace) -> list[str]:
@@ -237,7 +243,7 @@ def _command(parsed: argparse.Namespace) -> list[str]:
 
 def _late(why: UnisonoError) -> None:
     """End a process that was asked to end and does not come to it."""
-    from unisono.launch.rank_process import leave_now
+    from unisono.launch.processes.rank_process import leave_now
 
     print(f"unisono: {why}", file=sys.stderr)
     leave_now(why.exit_code)

@@ -7,7 +7,8 @@ from pathlib import Path
 from time import perf_counter
 
 from unisono.doctor.rates import RESULT
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
+from unisono.launch.processes import rank_process
 
 _SIZE = 2**26  # bytes
 _TIMES = 8

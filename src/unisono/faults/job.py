@@ -160,7 +160,7 @@ class Job:
                 variables = dict(
                     v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in v
                 )
-                if b"RANK" in variables and any(b"unisono.launch.rank_process" in word for word in command):
+                if b"RANK" in variables and any(b"unisono.launch.processes.rank_process" in word for word in command):
                     found[int(variables[b"RANK"])] = pid
         return found
 

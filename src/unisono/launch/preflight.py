@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.config import secrets
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
-from unisono.launch import host_check
+from unisono.launch.host import host_check
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import DataError, LostError
 from unisono.task import Task

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,11 @@ from unisono.config.compose import Composed, compose
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_process import MARK
-from unisono.launch import (
-    cluster,
-    ending,
-    host_check,
-    layout,
-    local_processes,
-    malloc_arenas,
-    monitor_client,
-    preflight,
-    rank_process,
-    resolve,
-    restart,
-)
+from unisono.launch import cluster, ending, layout, preflight, resolve
+from unisono.launch.host import host_check, malloc_arenas
 from unisono.launch.nodes import agreement, tcp_rendezvous
+from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
+from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.resolve import Allow, Request
 from unisono.launch.task_objects import (
     callback_entry,
@@ -90,11 +81,42 @@ def train(
             else list(config)
         )
         composed = compose(reference, overrides, settings=settings)
-    typed = validate_config(composed)
-    if instance is not None and settings_of(instance) != settings_of(typed):
-        refuse_state(instance, "the configuration changes its settings, and it is built anew")
-        instance = None  # here as in other processes
-    return start(typed, instance, origins=composed.origins, callbacks=callbacks)
+    with prepared(composed) as server:
+        typed = validate_config(composed)
+        if instance is not None and settings_of(instance) != settings_of(typed):
+            refuse_state(instance, "the configuration changes its settings, and it is built anew")
+            instance = None  # here as in other processes
+        return start(typed, instance, origins=composed.origins, callbacks=callbacks, server=server)
+
+
+@contextmanager
+def prepared(composed: Composed) -> Iterator[ForkServer | None]:
+    """A fork server for the processes that a configuration asks for, importing beside what is prepared here.
+
+    Args:
+        composed: not validated yet; what is wrong with it is said later.
+    """
+    values = composed.values
+    given, nodes = values.get("layout") or {}, (values.get("launch") or {}).get("nodes") or 1
+    count = 0
+    if cluster.process_info() is None and given.get("strategy") not in ("single", "dp"):
+        world = given.get("world_size", "auto")
+        count = world // nodes if isinstance(world, int) and isinstance(nodes, int) else _likely_processes(given)
+    if count < 2 and nodes == 1:
+        yield None
+        return
+    threads, reference = layout.threads_per_process(max(1, count)), str(values.get("recipe", ""))
+    modules = preloading.modules_of(reference)
+    engine = str(given.get("engine") or "torch")
+    with local_processes.forking(count, threads, reference, modules, engine) as server:
+        yield server
+
+
+def _likely_processes(given: Mapping[str, Any]) -> int:
+    """How many processes `auto` will come to, without a library that counts devices: 0 where that is not plain."""
+    if given.get("device") == "cpu":
+        return 0
+    return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
 def start(
@@ -105,6 +127,7 @@ def start(
     origins: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
     callbacks: Sequence[Callback | type[Callback] | str] = (),
+    server: ForkServer | None = None,
 ) -> Any:
     """Resolve a typed configuration and run it, here or on processes of its own, if it is allowed.
 
@@ -115,6 +138,7 @@ def start(
         origins: of the configuration's values.
         command: the words of the command that the user typed, if there was one.
         callbacks: of the user, besides those of the configuration and the task.
+        server: forks the processes, if there are to be several; None: they are new ones.
 
     Raises:
         Preempted: if SIGTERM or SIGUSR1 has asked for an end.
@@ -136,7 +160,7 @@ def start(
         if launched:
             assert process is not None
             return _as_rank(request, task, process, here)
-        return _as_launcher(request, task, here)
+        return _as_launcher(request, task, here, server)
 
 
 def outcome(path: Path) -> Any:
@@ -150,19 +174,19 @@ def outcome(path: Path) -> Any:
     return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
 
 
-def _as_launcher(request: Request, task: Task | None, callbacks: Sequence[Callback]) -> Any:
+def _as_launcher(request: Request, task: Task | None, callbacks: Sequence[Callback], server: ForkServer | None) -> Any:
     """Run a single process here, or start the processes of this host, or of this node."""
     config = request.config
     if task is not None and not layout.is_single(config):
         refuse_state(task, "other processes build it anew")
     task = task or build_task(config)
     if config.launch.nodes > 1:
-        return _as_node(request, task)
+        return _as_node(request, task, server)
     with resolve.resolved(request, task) as run, ending.explained(run):
         local_processes.forget(run.directory)
         if layout.is_single(config):
             return _as_single(run, task, callbacks)
-        restart.launch(run, layout.threads_per_process(run.world_size))
+        restart.launch(run, layout.threads_per_process(run.world_size), server)
         return outcome(run.directory)
 
 
@@ -213,7 +237,7 @@ def _as_rank(request: Request, task: Task | None, process: ProcessInfo, callback
     return result
 
 
-def _as_node(request: Request, task: Task) -> Any:
+def _as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
     """Run this node's processes of a run, once all nodes agree on what it is; node 0 resolves it."""
     config, allow = request.config, request.allow
     launch = config.launch
@@ -245,7 +269,12 @@ def _as_node(request: Request, task: Task) -> Any:
         here = run.world_size // node.count
         with nodes.watched(), ending.explained(run):
             local_processes.launch(
-                run.config, run.directory, layout.threads_per_process(here), node=node, arguments=(run.digest,)
+                run.config,
+                run.directory,
+                layout.threads_per_process(here),
+                node=node,
+                arguments=(run.digest,),
+                server=server,
             )
     return outcome(run.directory)
 

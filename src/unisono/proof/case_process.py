@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
 from unisono.launch import layout as layouts
+from unisono.launch.processes import rank_process
 from unisono.proof.cases import Case, Proof
 from unisono.proof.recording.trace import Trace, folder_of
 from unisono.runtime.communicator import Place
@@ -63,7 +64,7 @@ def _cannot_be_used(root: Path, case: str) -> bool:
 
 
 def main(folder: Path) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started for a proof."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started for a proof."""
     rank_process.die_with_parent()
     place = cluster.process_info()
     assert place is not None

@@ -15,9 +15,9 @@ import yaml
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
-from unisono.launch import local_processes
 from unisono.launch.layout import threads_per_process
 from unisono.launch.preflight import preflight
+from unisono.launch.processes import local_processes
 from unisono.proof import case_process, certificate, comparison, diagnosis
 from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of

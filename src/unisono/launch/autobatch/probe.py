@@ -18,9 +18,10 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of, source_of
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
 from unisono.launch.autobatch import memory
 from unisono.launch.autobatch.search import ASKED, FOUND, UNDER_WAY
+from unisono.launch.processes import rank_process
 from unisono.optim import schedules
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.files import write_whole
@@ -90,7 +91,7 @@ def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limi
 
 
 def main(folder: Path) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started for a search."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started for a search."""
     rank_process.die_with_parent()
     place = cluster.process_info()
     assert place is not None

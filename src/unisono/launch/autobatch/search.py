@@ -20,8 +20,9 @@ from unisono.config import code_digest, environment, fingerprint, memory_fit, re
 from unisono.config.batch_split import divisors
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import layout, local_processes
+from unisono.launch import layout
 from unisono.launch.autobatch import memory
+from unisono.launch.processes import local_processes
 from unisono.runtime.communicator import cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, write_whole

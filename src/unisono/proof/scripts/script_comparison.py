@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.config import code_digest, environment
-from unisono.launch import cluster, local_processes
+from unisono.launch import cluster
 from unisono.launch.layout import threads_per_process
+from unisono.launch.processes import local_processes
 from unisono.launch.task_objects import reference_to
 from unisono.proof import certificate, comparison, prove, verdict
 from unisono.proof.cases import EPSILON, Case

@@ -20,7 +20,8 @@ import torch
 
 from unisono.config import references
 from unisono.engines.torch.numerics import precision
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
+from unisono.launch.processes import rank_process
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError, UnisonoError
 
@@ -91,7 +92,7 @@ def ended_after(seconds: float, report: Path, rank: int) -> Iterator[None]:
 
 
 def main(folder: Path) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started for a comparison of scripts."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started for a comparison of scripts."""
     rank_process.die_with_parent()
     place = cluster.process_info()
     assert place is not None

@@ -11,8 +11,10 @@ import sys
 from contextlib import suppress
 
 from unisono.config.resolved_run import ResolvedRun
-from unisono.launch import local_processes, resolve
-from unisono.launch.local_processes import WorkerError
+from unisono.launch import resolve
+from unisono.launch.processes import local_processes
+from unisono.launch.processes.fork_server import ForkServer
+from unisono.launch.processes.local_processes import WorkerError
 from unisono.observe import events
 from unisono.runtime.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError, UnisonoError
 from unisono.supervise import fault_injection, preemption
@@ -20,12 +22,13 @@ from unisono.supervise import fault_injection, preemption
 AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code, MemoryExhaustedError.exit_code)
 
 
-def launch(run: ResolvedRun, threads: int) -> None:
+def launch(run: ResolvedRun, threads: int, server: ForkServer | None = None) -> None:
     """Launch a run on this host, as often as `launch.max_restarts` allows; see `local_processes.launch`.
 
     Args:
         run: its directory is held.
         threads: CPU threads per process.
+        server: forks the processes; None: they are new ones.
 
     Raises:
         WorkerError: the fault of the last attempt, or one after which there is no other.
@@ -34,7 +37,7 @@ def launch(run: ResolvedRun, threads: int) -> None:
     for attempt in range(allowed + 1):
         try:
             with local_processes.variables_set({fault_injection.ATTEMPT: str(attempt)}):
-                local_processes.launch(run.config, run.directory, threads, arguments=(run.digest,))
+                local_processes.launch(run.config, run.directory, threads, arguments=(run.digest,), server=server)
             return
         except WorkerError as error:
             asked = preemption.waited() is not None  # to end: whoever did would not wait for another attempt

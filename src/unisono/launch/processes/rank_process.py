@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,6 +18,7 @@ from unisono.checkpoint.core import provenance
 from unisono.config import secrets
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, resolve
+from unisono.launch.processes import fork_server
 from unisono.observe import logs
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Alone, Group, Place
@@ -172,21 +171,14 @@ def _kind(error: BaseException) -> str:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent, so that a killed launcher leaves no orphan (on Linux).
-
-    The kernel promises it from now on. A launcher that was killed since it started this process is looked for.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        launcher = cluster.launcher()
-        if launcher is not None and os.getppid() != launcher:
-            os.kill(os.getpid(), signal.SIGKILL)
+    """End with whoever started this process, so that a killed launcher leaves no orphan (on Linux)."""
+    if not fork_server.is_fork:  # whose server has seen to that
+        fork_server.die_with(cluster.launcher())
 
 
 def main(folder: Path, digest: str) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started."""
     die_with_parent()
-    cluster.across_nodes()
     place = cluster.process_info()
     assert place is not None
     if directory := os.environ.get(heartbeat.VARIABLE):
