@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.cluster import NODE, OURS, across_nodes, complete, process_info
-from unisono.runtime.communicator import Node, Place
+from unisono.launch.cluster import OURS, complete, process_info
+from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
 
 TORCHRUN = {
@@ -34,27 +32,6 @@ def completed(**variables: str) -> dict[str, str]:
 def test_nobody_launched_a_process_without_variables():
     assert process_info({}) is None
     assert process_info({"PATH": "/bin", "MASTER_ADDR": "a"}) is None
-
-
-# one of several nodes -----------------------------------------------------------------------------------------------
-
-
-def test_a_process_of_a_node_is_numbered_among_all():
-    node = json.dumps(asdict(Node(1, 3, "10.0.0.1", 4000, "eth0")))
-    ours = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", OURS: "a", NODE: node}
-    across_nodes(ours)
-    assert process_info(ours) == Place(3, 6, 1, 2, "unisono")
-    assert (ours["MASTER_ADDR"], ours["MASTER_PORT"], ours["TORCHELASTIC_USE_AGENT_STORE"]) == (
-        "10.0.0.1",
-        "4000",
-        "False",
-    )
-
-
-def test_a_process_of_the_only_node_keeps_its_number():
-    alone = dict(TORCHRUN)
-    across_nodes(alone)
-    assert alone == TORCHRUN
 
 
 # torchrun -----------------------------------------------------------------------------------------------------------

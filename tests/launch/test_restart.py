@@ -115,7 +115,7 @@ def test_every_attempt_resumes_from_what_is_its_newest_checkpoint_by_then(
     run = start("launch.max_restarts=2")
     digests: list[str] = []
 
-    def launch(config: RunConfig, directory: Path, _: int, arguments: tuple[str, ...]) -> None:
+    def launch(config: RunConfig, directory: Path, _: int, arguments: tuple[str, ...], **__: object) -> None:
         digests.append(arguments[0])
         there = resolve.read(directory, arguments[0])
         assert (there.resume.step if there.resume else 0) == 5 * (len(digests) - 1)
@@ -142,7 +142,7 @@ def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batche
     checkpoint(run, 5)
     text = failed(run)
     assert [rows for _, rows in attempts] == [6, 3, 2, 1]
-    assert "a micro-batch of one row is the smallest there is\nIt was restarted 3 times" in text
+    assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is one row already: use " in text
     told = capsys.readouterr().err
     assert "restarting all processes from the checkpoint of step 5, with layout.micro_batch=3 (attempt 1 of 9" in told
     assert read_config(run.directory / "config.yaml").layout.micro_batch == 1
@@ -162,7 +162,8 @@ def test_a_run_that_draws_random_numbers_gets_no_other_micro_batch_unless_that_i
     if known_by == "checkpoint":
         checkpoint(run, 5, random=True)
         run = resolve.again(run)
-    assert "another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it" in failed(run)
+    assert "a smaller micro-batch is another run. If that is meant, resume with:\n  " in (text := failed(run))
+    assert '"run.allow_change": "[layout.micro_batch]"' in text and '"layout.micro_batch": "3"' in text
     assert [rows for _, rows in attempts] == [6]
     attempts.clear()
     run = start("launch.max_restarts=1", "train.global_batch=12", "run.allow_change=[layout.micro_batch]")

@@ -120,7 +120,7 @@ def test_a_run_is_stopped_saved_and_resumes(tmp_path: Path, capsys: pytest.Captu
     assert saved(tmp_path) == [3]
     output = capsys.readouterr().out
     assert "step 3: Recording asks to stop: enough\n" in output
-    assert "stopped after step 3 of 6: Recording asks to stop: enough. Resume with: " in output
+    assert "stopped after step 3 of 6: Recording asks to stop: enough. Resume with:\n  " in output
     (note,) = [event for event in events.read(tmp_path / "events.jsonl") if "stopped" in event]
     assert note == {"step": 3, "stopped": "Recording asks to stop: enough"}
     again = run(tmp_path, how, Recording())

@@ -80,11 +80,9 @@ def _run(argv: Sequence[str] | None) -> int:
         told = composed.explain(str(error)) if composed else str(error)
         print(f"unisono: {'' if error.exit_code == 75 else 'error: '}{told}", file=sys.stderr)  # 75: preempted
         return error.exit_code
-    except KeyboardInterrupt:
-        how = {"data": " goes on from there", "export": " begins anew", "import": " begins anew"}.get(
-            parsed.verb, " with run.name=… goes on from the newest checkpoint"
-        )
-        print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        how = {"data": "; the same command resumes", "export": "; the same command begins anew"}.get(parsed.verb, "")
+        print(f"\nunisono: {error if str(error) else f'interrupted{how}'}", file=sys.stderr)
         return INTERRUPTED
     return code
 

@@ -5,13 +5,21 @@ Nothing is promised that was not looked at: where there is no checkpoint, that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from unisono.checkpoint.core import resume_point
+from unisono.checkpoint.core.commit import Checkpoint
 from unisono.config.resolved_run import ResolvedRun
+from unisono.launch import resolve
 from unisono.observe import events
-from unisono.runtime.errors import CheckpointError, Interrupted, Preempted, UnisonoError
+from unisono.runtime.errors import (
+    CheckpointError,
+    Interrupted,
+    MemoryExhaustedError,
+    Preempted,
+    UnisonoError,
+)
 
 
 @contextmanager
@@ -32,8 +40,13 @@ def explained(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted. {advice(run, launcher)}") from error
     except UnisonoError as error:
-        if isinstance(error, Preempted) or _has_progressed(run):
-            _append(error, advice(run, launcher))
+        if isinstance(error, Preempted):  # it says itself what is saved
+            verb = "Resume" if _newest(run) is not None else "Start over"
+            error.args = (f"{error}. {_command(verb, run, launcher)}",)
+        elif isinstance(error, MemoryExhaustedError):
+            error.args = (f"{error}\n{memory_advice(run, error.random, launcher)}",)
+        elif error.exit_code != MemoryExhaustedError.exit_code and _has_progressed(run):
+            error.args = (f"{error}\n{advice(run, launcher)}",)
         raise
     except Exception as error:
         if _has_progressed(run):
@@ -48,16 +61,44 @@ def advice(run: ResolvedRun, launcher: str = "unisono") -> str:
         run: as it was resolved.
         launcher: who started the processes.
     """
-    under = f" (under {launcher}, as before)" if launcher not in ("unisono", "none") and run.command else ""
-    try:
-        newest = resume_point.newest_readable(run.directory / "checkpoints").checkpoint
-    except (CheckpointError, OSError) as error:
-        return f"Whether there is a checkpoint cannot be seen: {error}"
+    newest = _newest(run)
     if newest is None:
-        return f"There is no checkpoint yet. Start over{under} with: {run.resumes_by}"
+        return f"There is no checkpoint yet. {_command('Start over', run, launcher)}"
     if newest.holds == "model":
         return f"The newest checkpoint is of step {newest.step} and holds the model only, so it cannot be resumed"
-    return f"The newest checkpoint is of step {newest.step}. Resume{under} with: {run.resumes_by}"
+    return f"The newest checkpoint is of step {newest.step}. {_command('Resume', run, launcher)}"
+
+
+def memory_advice(run: ResolvedRun, random: bool | None, launcher: str = "unisono") -> str:
+    """What to type after a run has run out of memory.
+
+    Args:
+        run: as it was resolved.
+        random: whether its forward passes draw random numbers; None where that is not known.
+        launcher: who started the processes.
+    """
+    size = resolve.next_smaller(run)
+    if size is None:
+        return (
+            "The micro-batch is one row already: use layout.strategy=fsdp on more processes, "
+            "layout.activation_checkpointing=1, or a smaller model"
+        )
+    changes: dict[str, str | None] = {"layout.micro_batch": str(size)}
+    if resolve.draws_random_numbers(run, random) and "layout.micro_batch" not in run.config.run.allow_change:
+        changes["run.allow_change"] = f"[{','.join([*run.config.run.allow_change, 'layout.micro_batch'])}]"
+        return (
+            "The forward pass draws random numbers or normalises rows together, so that a smaller micro-batch is "
+            f"another run. {_command('If that is meant, resume', run, launcher, changes)}"
+        )
+    return _command("Resume", run, launcher, changes)
+
+
+def _newest(run: ResolvedRun) -> Checkpoint | None:
+    """The newest checkpoint whose manifest can be read."""
+    try:
+        return resume_point.newest_readable(run.directory / "checkpoints").checkpoint
+    except (CheckpointError, OSError):
+        return None
 
 
 def _has_progressed(run: ResolvedRun) -> bool:
@@ -69,6 +110,7 @@ def _has_progressed(run: ResolvedRun) -> bool:
     return bool(steps) and int(steps[-1]["step"]) > (run.resume.step if run.resume else 0)
 
 
-def _append(error: UnisonoError, text: str) -> None:
-    """Put a sentence at the end of an error's, on a line of its own."""
-    error.args = (f"{error}\n{text}",)
+def _command(verb: str, run: ResolvedRun, launcher: str, changes: Mapping[str, str | None] | None = None) -> str:
+    """`Resume with:` and the command, on a line of its own."""
+    under = f" (under {launcher}, as before)" if launcher not in ("unisono", "none") and run.command else ""
+    return f"{verb}{under} with:\n  {run.with_changes(changes or {})}"

@@ -141,13 +141,17 @@ def smaller(run: ResolvedRun, random: bool | None) -> ResolvedRun:
     size = next_smaller(run)
     if size is None:
         raise MemoryExhaustedError("a micro-batch of one row is the smallest there is")
-    known = run.resume.random if random is None and run.resume else bool(random)
-    if known and "layout.micro_batch" not in run.config.run.allow_change:
+    if draws_random_numbers(run, random) and "layout.micro_batch" not in run.config.run.allow_change:
         raise MemoryExhaustedError(
             "the micro-batch was not made smaller: the forward pass draws random numbers or normalises rows together, "
             "so that another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it"
         )
     return again(run, size)
+
+
+def draws_random_numbers(run: ResolvedRun, told: bool | None) -> bool:
+    """Whether the micro-batch of a run is part of its mathematics, by what its processes or its checkpoint say."""
+    return told if told is not None else run.resume is not None and run.resume.random
 
 
 def again(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:

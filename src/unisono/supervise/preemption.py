@@ -26,7 +26,7 @@ from unisono.supervise import identity
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 ENDED = 128  # plus the signal: the exit code of a process that was ended because another one had failed
 _LATE = 5.0  # seconds for a process to end by itself once it should: before the first step, or after its last save
-TOO_EARLY = "preempted before the first step was made: nothing is lost. Start the same command again"
+TOO_EARLY = "preempted before the first step of this start: nothing is lost"
 
 Ends = Callable[[Preempted], object]  # tells why and ends the process; called by a thread
 
@@ -214,7 +214,7 @@ class _Ear:
             return TOO_EARLY
         return (
             f"preempted: the deadline of {self.deadline:g} s (launch.preempt_deadline) came before all ranks had met "
-            "at the end of a step, so the newest checkpoint counts. Start the same command again to go on"
+            "at the end of a step, so the newest checkpoint counts"
         )
 
 

@@ -242,10 +242,10 @@ class Training:
             raise self._sync.preempted(self.step, self._total, self._saving.saver.saved, decision.why)
         if decision.stop and self.step < self._total:
             self.telemetry.note(self.step, {"stopped": self.stopped})
-            say(f"stopped after step {self.step} of {self._total}: {self.stopped}. Resume with: {resumes}")
+            say(f"stopped after step {self.step} of {self._total}: {self.stopped}. Resume with:\n  {resumes}")
         elif self._until < self._total:
             self.stopped = f"run.stop_after={self._until}"
-            say(f"stopped after step {self.step} of {self._total} (run.stop_after). Resume with: {resumes}")
+            say(f"stopped after step {self.step} of {self._total} (run.stop_after). Resume with:\n  {resumes}")
         else:
             self.stopped = ""
         self._sync.decide(self._callbacks.on_users_end(self.step, "stopped" if self.stopped else "finished"))

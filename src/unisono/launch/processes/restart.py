@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 from unisono.config.resolved_run import ResolvedRun
-from unisono.launch import resolve
+from unisono.launch import ending, resolve
 from unisono.launch.processes import local_processes
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.processes.local_processes import WorkerError
@@ -42,27 +42,31 @@ def launch(run: ResolvedRun, threads: int, server: ForkServer | None = None) -> 
         except WorkerError as error:
             asked = preemption.waited() is not None  # to end: whoever did would not wait for another attempt
             if error.exit_code not in AGAIN or attempt == allowed or asked:
-                raise _counted(error, attempt) from None
-            run = _next(run, error, attempt)
+                raise _last(run, error, attempt) from None
+            try:
+                run = _next(run, error)
+            except UnisonoError:
+                raise _last(run, error, attempt) from None
             _report(run, attempt + 1, allowed, error)
 
 
-def _next(run: ResolvedRun, error: WorkerError, attempt: int) -> ResolvedRun:
-    """The run of the next attempt, or the error where there can be none."""
-    try:
-        if error.exit_code == MemoryExhaustedError.exit_code:
-            return resolve.smaller(run, error.random)
-        return resolve.again(run)
-    except UnisonoError as refused:
-        error.args = (f"{error}\n{refused}",)
-        raise _counted(error, attempt) from None
+def _next(run: ResolvedRun, error: WorkerError) -> ResolvedRun:
+    """The run of the next attempt; an error where there can be none."""
+    if error.exit_code == MemoryExhaustedError.exit_code:
+        return resolve.smaller(run, error.random)
+    return resolve.again(run)
 
 
-def _counted(error: WorkerError, attempt: int) -> WorkerError:
-    """The same error, with how often the run was restarted."""
+def _last(run: ResolvedRun, error: WorkerError, attempt: int) -> WorkerError:
+    """The error of the last attempt, with how often the run was restarted, and what to do where memory was short."""
+    lines = [str(error)]
     if attempt:
-        times = "once" if attempt == 1 else f"{attempt} times"
-        error.args = (f"{error}\nIt was restarted {times} (launch.max_restarts)",)
+        lines.append(f"It was restarted {'once' if attempt == 1 else f'{attempt} times'} (launch.max_restarts)")
+    if error.exit_code == MemoryExhaustedError.exit_code:
+        lines.append(ending.memory_advice(run, error.random))
+        if not run.config.launch.max_restarts:
+            lines.append("launch.max_restarts=1 makes it smaller by itself, where that changes no result")
+    error.args = ("\n".join(lines),)
     return error
 
 
