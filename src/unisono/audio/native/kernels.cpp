@@ -1,0 +1,282 @@
+// Compiled once for each instruction set, with UNISONO_ISA its name and UNISONO_LANES the floats of a vector.
+#include "kernels.hpp"
+
+#include <cmath>
+#include <cstring>
+
+#ifndef UNISONO_ISA
+#define UNISONO_ISA baseline
+#define UNISONO_LANES 4
+#endif
+#define UNISONO_NAME_(isa) #isa
+#define UNISONO_NAME(isa) UNISONO_NAME_(isa)
+
+namespace unisono {
+namespace UNISONO_ISA {
+namespace {
+
+constexpr int kLanes = UNISONO_LANES;
+typedef float Vec __attribute__((vector_size(4 * UNISONO_LANES)));
+typedef int32_t Int __attribute__((vector_size(4 * UNISONO_LANES)));
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef float Vec8u __attribute__((vector_size(32), aligned(4)));
+
+struct Complex {
+    Vec re, im;
+};
+inline Complex operator+(const Complex& a, const Complex& b) { return {a.re + b.re, a.im + b.im}; }
+inline Complex operator-(const Complex& a, const Complex& b) { return {a.re - b.re, a.im - b.im}; }
+inline Complex operator*(const Complex& a, float s) { return {a.re * s, a.im * s}; }
+inline Complex times(const Complex& a, float re, float im) { return {a.re * re - a.im * im, a.re * im + a.im * re}; }
+inline Complex minus_i(const Complex& a) { return {a.im, -a.re}; }  // a * -i
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// ln x for positive normal x: cephes' logf, whose polynomial is good to half a unit in the last place of the result.
+inline Vec logarithm(Vec x) {
+    Int bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    Int exponent = (bits >> 23) - 126;
+    Int mantissa_bits = (bits & 0x007fffff) | 0x3f000000;
+    Vec m;
+    std::memcpy(&m, &mantissa_bits, sizeof m);  // [0.5, 1)
+    const Int small = m < 0.707106781186547524f;
+    exponent += small;  // -1 where true
+    Vec extra = small ? m : Vec{};
+    m = m - 1.0f + extra;
+    const Vec e = __builtin_convertvector(exponent, Vec);
+    const Vec z = m * m;
+    Vec y = m * 7.0376836292E-2f - 1.1514610310E-1f;
+    y = y * m + 1.1676998740E-1f;
+    y = y * m - 1.2420140846E-1f;
+    y = y * m + 1.4249322787E-1f;
+    y = y * m - 1.6668057665E-1f;
+    y = y * m + 2.0000714765E-1f;
+    y = y * m - 2.4999993993E-1f;
+    y = y * m + 3.3333331174E-1f;
+    y = y * m * z;
+    y = y + e * -2.12194440e-4f;
+    y = y - z * 0.5f;
+    return m + y + e * 0.693359375f;
+}
+
+inline Vec root(Vec x) {
+    for (int i = 0; i < kLanes; i++) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+}
+
+// Eight periods of one block: 64 outputs, each summed over its taps in order.
+template <int kPeriods>
+inline void block_of(const float* values, int taps, const float* x, int64_t period, float* y, int64_t stride) {
+    Vec8 sum[kPeriods] = {};
+    for (int tap = 0; tap < taps; tap++) {
+        const Vec8 value = *reinterpret_cast<const Vec8u*>(values + 8 * tap);
+        for (int k = 0; k < kPeriods; k++) sum[k] = sum[k] + value * x[k * period + tap];
+    }
+    for (int k = 0; k < kPeriods; k++) *reinterpret_cast<Vec8u*>(y + k * stride) = sum[k];
+}
+
+void resample(const ResampleTable& t, const float* x, float* y, int64_t count) {
+    constexpr int kTogether = 8;
+    const int blocks = static_cast<int>(t.first.size());
+    const int64_t whole = count / t.to;
+    int64_t period = 0;
+    for (; period + kTogether <= whole; period += kTogether) {
+        const float* at = x + period * t.from - t.left;
+        for (int b = 0; b < blocks; b++)
+            block_of<kTogether>(&t.values[t.offset[b]], t.taps[b], at + t.first[b], t.from, y + period * t.to + 8 * b,
+                                t.to);
+    }
+    for (; period * t.to < count; period++) {
+        const float* at = x + period * t.from - t.left;
+        for (int b = 0; b < blocks; b++) {
+            const int64_t place = period * t.to + 8 * b;
+            if (place >= count) return;
+            float last[8];
+            float* target = place + 8 <= count ? y + place : last;
+            block_of<1>(&t.values[t.offset[b]], t.taps[b], at + t.first[b], 0, target, 0);
+            if (target == last) std::memcpy(y + place, last, sizeof(float) * static_cast<size_t>(count - place));
+        }
+    }
+}
+
+// One stage of a decimation-in-frequency FFT, in place: groups of n elements, butterflies of `radix` of them.
+template <int kRadix>
+void stage(Complex* z, int total, int n, const float* twiddle) {
+    const int m = n / kRadix;
+    for (int group = 0; group < total; group += n) {
+        Complex* at = z + group;
+        const float* w = twiddle;
+        for (int j = 0; j < m; j++, at++, w += 2 * (kRadix - 1)) {
+            if constexpr (kRadix == 2) {
+                const Complex a = at[0], b = at[m];
+                at[0] = a + b;
+                at[m] = times(a - b, w[0], w[1]);
+            } else if constexpr (kRadix == 3) {
+                const Complex a = at[0], sum = at[m] + at[2 * m], rest = at[m] - at[2 * m];
+                const Complex half = a - sum * 0.5f, turned = minus_i(rest * 0.866025403784438647f);
+                at[0] = a + sum;
+                at[m] = times(half + turned, w[0], w[1]);
+                at[2 * m] = times(half - turned, w[2], w[3]);
+            } else if constexpr (kRadix == 4) {
+                const Complex s02 = at[0] + at[2 * m], d02 = at[0] - at[2 * m];
+                const Complex s13 = at[m] + at[3 * m], d13 = minus_i(at[m] - at[3 * m]);
+                at[0] = s02 + s13;
+                at[m] = times(d02 + d13, w[0], w[1]);
+                at[2 * m] = times(s02 - s13, w[2], w[3]);
+                at[3 * m] = times(d02 - d13, w[4], w[5]);
+            } else if constexpr (kRadix == 5) {
+                constexpr float c1 = 0.309016994374947424f, c2 = -0.809016994374947424f;
+                constexpr float s1 = 0.951056516295153572f, s2 = 0.587785252292473129f;
+                const Complex a = at[0], p1 = at[m] + at[4 * m], p2 = at[2 * m] + at[3 * m];
+                const Complex q1 = at[m] - at[4 * m], q2 = at[2 * m] - at[3 * m];
+                const Complex u1 = a + p1 * c1 + p2 * c2, u2 = a + p1 * c2 + p2 * c1;
+                const Complex v1 = minus_i(q1 * s1 + q2 * s2), v2 = minus_i(q1 * s2 - q2 * s1);
+                at[0] = a + p1 + p2;
+                at[m] = times(u1 + v1, w[0], w[1]);
+                at[2 * m] = times(u2 + v2, w[2], w[3]);
+                at[3 * m] = times(u2 - v2, w[4], w[5]);
+                at[4 * m] = times(u1 - v1, w[6], w[7]);
+            } else {  // 8: two fours, and a stage of twos
+                constexpr float r = 0.707106781186547524f;
+                Complex a[8];
+                for (int i = 0; i < 4; i++) {
+                    const Complex s = at[i * m] + at[(i + 4) * m], d = at[i * m] - at[(i + 4) * m];
+                    a[i] = s;
+                    a[i + 4] = d;
+                }
+                a[5] = Complex{a[5].re + a[5].im, a[5].im - a[5].re} * r;   // * exp(-i pi/4)
+                a[6] = minus_i(a[6]);
+                a[7] = Complex{a[7].im - a[7].re, -(a[7].re + a[7].im)} * r;  // * exp(-3 i pi/4)
+                for (int h = 0; h < 8; h += 4) {
+                    const Complex s02 = a[h] + a[h + 2], d02 = a[h] - a[h + 2];
+                    const Complex s13 = a[h + 1] + a[h + 3], d13 = minus_i(a[h + 1] - a[h + 3]);
+                    a[h] = s02 + s13;
+                    a[h + 1] = d02 + d13;
+                    a[h + 2] = s02 - s13;
+                    a[h + 3] = d02 - d13;
+                }
+                at[0] = a[0];
+                at[m] = times(a[4], w[0], w[1]);
+                at[2 * m] = times(a[1], w[2], w[3]);
+                at[3 * m] = times(a[5], w[4], w[5]);
+                at[4 * m] = times(a[2], w[6], w[7]);
+                at[5 * m] = times(a[6], w[8], w[9]);
+                at[6 * m] = times(a[3], w[10], w[11]);
+                at[7 * m] = times(a[7], w[12], w[13]);
+            }
+        }
+    }
+}
+
+void transform(const FeaturePlan& plan, Complex* z) {
+    const int total = plan.size / 2;
+    int n = total;
+    const float* w = plan.twiddles.data();
+    for (const int radix : plan.radices) {
+        switch (radix) {
+            case 2: stage<2>(z, total, n, w); break;
+            case 3: stage<3>(z, total, n, w); break;
+            case 4: stage<4>(z, total, n, w); break;
+            case 5: stage<5>(z, total, n, w); break;
+            default: stage<8>(z, total, n, w); break;
+        }
+        w += 2 * (radix - 1) * (n / radix);
+        n /= radix;
+    }
+}
+
+// |X[k]|^2 of a real signal from the FFT of its even samples (real part) and odd samples (imaginary part).
+void spectrum(const FeaturePlan& plan, const Complex* z, Vec* energy) {
+    const int half = plan.size / 2;
+    const Complex first = z[plan.place[0]];
+    const Vec low = first.re + first.im, high = first.re - first.im;
+    energy[0] = low * low;
+    energy[half] = high * high;
+    for (int k = 1; 2 * k <= half; k++) {
+        const Complex a = z[plan.place[k]], b = z[plan.place[half - k]];
+        const Complex even = {(a.re + b.re) * 0.5f, (a.im - b.im) * 0.5f};
+        const Complex odd = times({(a.im + b.im) * 0.5f, (b.re - a.re) * 0.5f}, plan.unpack[2 * k], plan.unpack[2 * k + 1]);
+        const Complex x = even + odd, y = even - odd;
+        energy[k] = x.re * x.re + x.im * x.im;
+        energy[half - k] = y.re * y.re + y.im * y.im;
+    }
+    if (!plan.power)
+        for (int k = 0; k <= half; k++) energy[k] = root(energy[k]);
+}
+
+// Samples of kLanes frames, one vector for each sample of a frame.
+void gather(const float* x, int hop, int window, int frames, Vec* samples) {
+    for (int i = 0; i < window; i++) {
+        Vec v = {};
+        for (int lane = 0; lane < kLanes; lane++) v[lane] = x[static_cast<int64_t>(lane < frames ? lane : 0) * hop + i];
+        samples[i] = v;
+    }
+}
+
+void features(const FeaturePlan& plan, const float* x, int64_t frames, float* out, float* scratch) {
+    const int half = plan.size / 2;
+    Vec* samples = reinterpret_cast<Vec*>(scratch);                   // (window,); later the bands
+    Complex* z = reinterpret_cast<Complex*>(samples + (plan.window > plan.bands ? plan.window : plan.bands));
+    Vec* energy = reinterpret_cast<Vec*>(z + half);                   // (half + 1,)
+    float* shaped = reinterpret_cast<float*>(z);                      // sample i of a lane at [i][lane]
+    for (int64_t frame = 0; frame < frames; frame += kLanes) {
+        const int now = frames - frame < kLanes ? static_cast<int>(frames - frame) : kLanes;
+        gather(x + frame * plan.hop, plan.hop, plan.window, now, samples);
+        Vec mean = {};
+        if (plan.remove_mean) {
+            Vec part[4] = {};  // four sums, so that additions do not wait for each other
+            int i = 0;
+            for (; i + 4 <= plan.window; i += 4)
+                for (int p = 0; p < 4; p++) part[p] = part[p] + samples[i + p];
+            for (; i < plan.window; i++) part[0] = part[0] + samples[i];
+            mean = ((part[0] + part[1]) + (part[2] + part[3])) / static_cast<float>(plan.window);
+        }
+        Vec* target = reinterpret_cast<Vec*>(shaped);
+        for (int i = 0; i < plan.lead; i++) target[i] = Vec{};
+        target += plan.lead;
+        Vec before = samples[0] - mean;
+        for (int i = 0; i < plan.window; i++) {
+            const Vec here = samples[i] - mean;
+            target[i] = (here - before * plan.emphasis) * plan.shape[i];
+            before = here;
+        }
+        for (int i = plan.lead + plan.window; i < plan.size; i++) reinterpret_cast<Vec*>(shaped)[i] = Vec{};
+        transform(plan, z);
+        spectrum(plan, z, energy);
+        Vec* bands = samples;
+        const float* weight = plan.band_values.data();
+        for (int band = 0; band < plan.bands; band++) {
+            const Vec* at = energy + plan.band_first[band];
+            Vec sum = {};
+            for (int i = 0; i < plan.band_count[band]; i++) sum = sum + at[i] * *weight++;
+            bands[band] = plan.scale != 0.0f ? logarithm(larger(sum, Vec{} + plan.floor)) * plan.scale : sum;
+        }
+        const float* from = reinterpret_cast<const float*>(bands);
+        if (!plan.cosines.empty()) {
+            for (int c = 0; c < plan.outputs; c++) {
+                Vec sum = {};
+                for (int band = 0; band < plan.bands; band++) sum = sum + bands[band] * plan.cosines[c * plan.bands + band];
+                energy[c] = sum;
+            }
+            from = reinterpret_cast<const float*>(energy);
+        }
+        float* to = out + frame * plan.outputs;
+        for (int lane = 0; lane < now; lane++)
+            for (int c = 0; c < plan.outputs; c++) to[static_cast<int64_t>(lane) * plan.outputs + c] = from[c * kLanes + lane];
+    }
+}
+
+int64_t scratch(const FeaturePlan& plan) {
+    const int64_t samples = plan.window > plan.bands ? plan.window : plan.bands;
+    const int64_t energies = plan.size / 2 + 1 > plan.outputs ? plan.size / 2 + 1 : plan.outputs;
+    return kLanes * (samples + plan.size + energies);
+}
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = {UNISONO_NAME(UNISONO_ISA), resample, features, scratch};
+
+}  // namespace UNISONO_ISA
+}  // namespace unisono
