@@ -42,12 +42,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import dcp, page
 from tests import processes
-from unisono.checkpoint import arrays, commit
-from unisono.checkpoint.saver import Saver
-from unisono.config.schema import Checkpoint as Settings
-from unisono.engines.torch import guards, tensors
-from unisono.place import Group, Place
-from unisono.state import Shard
+from unisono.checkpoint.core import arrays, commit
+from unisono.checkpoint.core.saver import Saver
+from unisono.config.schema.run import Checkpoint as Settings
+from unisono.engines.state import Shard
+from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.guards import replicas
+from unisono.runtime.communicator import Group, Place
 
 PROCESSES, ROWS, PART = 2, 4, 8 << 20
 BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so many after
@@ -73,7 +74,7 @@ class Trainer:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return tensors.of_model(self.model) | tensors.of_optimizer(self.model, self.optimizer)
+        return sharded_tensors.of_model(self.model) | sharded_tensors.of_optimizer(self.model, self.optimizer)
 
 
 class Contender:
@@ -111,13 +112,13 @@ class Unisono(Contender):
 
     @property
     def shards(self) -> list[Shard]:
-        return tensors.shards(self.trainer.tensors, self.trainer.place)
+        return sharded_tensors.shards(self.trainer.tensors, self.trainer.place)
 
     def ready(self) -> None:
         self.saver.prepare(self.shards)
 
     def save(self, made: int) -> None:
-        guards.copies_agree(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
+        replicas.copies_agree(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
         self.saver.save(made, self.shards, {"step": made})
 
     def over(self) -> bool:
@@ -126,8 +127,8 @@ class Unisono(Contender):
 
     def load(self, made: int) -> None:
         reader = commit.open_(self.path(made), self.trainer.group).reader()
-        tensors.make_optimizer_state(self.trainer.optimizer, self.trainer.model, reader)
-        tensors.load(self.trainer.tensors, reader)
+        sharded_tensors.make_optimizer_state(self.trainer.optimizer, self.trainer.model, reader)
+        sharded_tensors.load(self.trainer.tensors, reader)
 
 
 class UnisonoSynchronous(Unisono):

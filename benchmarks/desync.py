@@ -30,14 +30,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks import page
 from tests import processes
 from tests.runs import configuration
-from unisono.calls import COMPARISON
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.planning import plan_of
-from unisono.engines.torch import units
-from unisono.engines.torch.desync import Desync
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.planning import plan_of
 from unisono.engines.torch.engine import TorchEngine
-from unisono.place import Group, Place
+from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.parallel import fsdp_communication
+from unisono.runtime.collective_log import COMPARISON
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss, Task
 
 CALLS, DEPTH, STEPS = 100, 15, 3
@@ -78,7 +78,7 @@ def noted(place: Place, rounds: int) -> dict[str, list[float]]:
     own, tensor, out = groups[place.rank], torch.ones(4), torch.ones(4)
     rows, weight = torch.ones(ROWS // 2, WIDTH), torch.ones(WIDTH, WIDTH)
     desync = Desync(place, 60.0, wanted=True)
-    ours = units.Gather("FSDP unit 3", desync.note), units.Scatter("FSDP unit 3", desync.note)
+    ours = fsdp_communication.Gather("FSDP unit 3", desync.note), fsdp_communication.Scatter("FSDP unit 3", desync.note)
     torchs = DefaultAllGather(), DefaultReduceScatter()
 
     def block(kind: str, gather: Any, scatter: Any) -> float:

@@ -40,11 +40,11 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
 
 from benchmarks import dcp, page
-from unisono.checkpoint import commit
-from unisono.checkpoint.saver import Saver
-from unisono.config.schema import Checkpoint as Settings
-from unisono.engines.torch import tensors
-from unisono.place import Alone, Place
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.saver import Saver
+from unisono.config.schema.run import Checkpoint as Settings
+from unisono.engines.torch import sharded_tensors
+from unisono.runtime.communicator import Alone, Place
 
 WIDTH, LAYERS, SEED, PATIENCE = 512, 4, 7, 60.0
 FINE, RAISED, WRONG, HUNG, KILLED = "fine", "raised", "wrong", "hung", "killed"
@@ -70,7 +70,7 @@ class Contender:
     @property
     def named(self) -> dict[str, Tensor]:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return tensors.of_model(self.model) | tensors.of_optimizer(self.model, optimizer)
+        return sharded_tensors.of_model(self.model) | sharded_tensors.of_optimizer(self.model, optimizer)
 
     @torch.no_grad()
     def fill(self, step: int) -> None:
@@ -103,13 +103,13 @@ class Unisono(Contender):
         self.saver = Saver(self.folder, Alone(), Settings(background=True))
 
     def save(self, step: int) -> None:
-        self.saver.save(step, tensors.shards(self.named, Place()), {"step": step})
+        self.saver.save(step, sharded_tensors.shards(self.named, Place()), {"step": step})
 
     def finish(self) -> None:
         self.saver.finish()
 
     def load(self, step: int) -> None:
-        tensors.load(self.named, commit.open_(self.path(step)).reader())
+        sharded_tensors.load(self.named, commit.open_(self.path(step)).reader())
 
     def newest(self) -> int:
         return max((int(path.name[5:]) for path in commit.find(self.folder)), default=0)

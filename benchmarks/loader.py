@@ -63,9 +63,9 @@ def cpu() -> float:
 def ledger_cost(folder: Path) -> tuple[float, float]:
     """Seconds of CPU that the ledger takes: of a row, in a worker, and of a step, in the loop."""
     from unisono.data.ledger import Ledger
-    from unisono.data.making import Maker, Request
-    from unisono.data.order import Order
-    from unisono.data.plan import StreamPlan
+    from unisono.data.loading.batch_builder import Maker, Request
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
 
     plan = StreamPlan.of(Order(loaders.ROWS, loaders.SEED), loaders.BATCH, 200, None)
     every = range(loaders.BATCH)

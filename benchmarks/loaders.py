@@ -150,10 +150,10 @@ def __getattr__(name: str) -> Any:
 def unisono(kind: str, folder: Path, work: str, skip: int = 0, epochs: float = 1.0) -> Batches:
     """Our loader, with everything the ledger needs."""
     import benchmarks.loaders as here
-    from unisono.config.split import Split
-    from unisono.data.loader import Loader
-    from unisono.data.order import Order
-    from unisono.data.plan import StreamPlan
+    from unisono.config.batch_split import Split
+    from unisono.data.loading.loader import Loader
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
 
     task, source = getattr(here, f"Peer_{work}")(), Rows(folder)
     plan = StreamPlan.of(Order(ROWS, SEED), BATCH, None, epochs)

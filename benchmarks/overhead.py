@@ -52,10 +52,10 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from unisono.data.order import Order
-    from unisono.data.plan import StreamPlan
-    from unisono.keys import key
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
     from unisono.recipes.language.linear_loss import summed_cross_entropy
+    from unisono.runtime.rng import key
 
     torch.manual_seed(key(seed, "init"))
     model = task.build()
@@ -104,24 +104,24 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     """Interleave the contenders; returns seconds per step of each, on rank 0."""
     from unisono.config import resolve
-    from unisono.launch import folder as folders
-    from unisono.launch import start, worker
-    from unisono.place import Place
-    from unisono.trainer import Training
+    from unisono.launch import rank_process, train
+    from unisono.launch import run_directory as folders
+    from unisono.runtime.communicator import Place
+    from unisono.training.loop import Training
 
     place = Place(rank, world, rank, world, "benchmark")
     config, _ = resolve.load("language", recipe(world, folder, rounds + 5))
-    config = start.concrete(config, place)
-    group = worker.join(config, place)
-    task = worker.task_of(config)
+    config = train.concrete(config, place)
+    group = rank_process.join(config, place)
+    task = rank_process.task_of(config)
     path = folders.path_of(config)
     if rank == 0:
         path.mkdir(parents=True)
     group.barrier("the folder")
     with Training(task, config, place, group, path) as training:
         contenders: dict[str, Iterator] = {
-            "bare": bare(rank, world, worker.task_of(config), config.run.seed),
-            "bare again": bare(rank, world, worker.task_of(config), config.run.seed),
+            "bare": bare(rank, world, rank_process.task_of(config), config.run.seed),
+            "bare again": bare(rank, world, rank_process.task_of(config), config.run.seed),
             "unisono": (result.loss for result in training.steps()),
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -159,10 +159,10 @@ def bare_first_step() -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
     from unisono.config import resolve
-    from unisono.launch import worker
+    from unisono.launch import rank_process
 
     config, _ = resolve.load("language", recipe(world, Path("unused"), 1))
-    next(bare(int(os.environ.get("RANK", "0")), world, worker.task_of(config), 0))
+    next(bare(int(os.environ.get("RANK", "0")), world, rank_process.task_of(config), 0))
     if os.environ.get("RANK", "0") == "0":
         print(f"first step at {time.time()}", flush=True)
     os._exit(0)

@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import page
-from unisono.config.data import Packing
-from unisono.data import packing
+from unisono.config.schema.data import Packing
+from unisono.data.order import packing
 
 HERE = Path(__file__).parent
 CAPACITIES = (2048, 8192)

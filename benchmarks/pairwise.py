@@ -5,7 +5,7 @@
 
 Only the loss is measured, from the embeddings that a model has returned to their gradients: a contrast (InfoNCE with
 the same temperature everywhere) and a regression of distances, whose pairs are written as a broadcast difference. Ours
-is the engine's own code (`unisono.engines.torch.crossing`). Memory is the growth of the peak resident size of a
+is the engine's own code (`unisono.engines.torch.numerics.cross_sample`). Memory is the growth of the peak resident size of a
 process; time is the median over repetitions of the slowest process, after a barrier, one thread each, over gloo. The
 gradient is held against that of the same loss on one process over the whole batch, under DDP's convention: what
 reaches a parameter is the mean over processes. pytorch-metric-learning's contrast is of both views with both, which is
@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from benchmarks import page
 from tests import processes
 from tests.runs import configuration
-from unisono.data.loader import MicroBatch
-from unisono.engines.torch.crossing import Crossing
-from unisono.engines.torch.randomness import Randomness
-from unisono.place import Group, Place
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.torch.numerics.cross_sample import Crossing
+from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss, Task
 
 TEMPERATURE = 0.07

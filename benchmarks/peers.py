@@ -56,7 +56,7 @@ def prepare(folder: Path, steps: int, gradients: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    from unisono.data.order import Order
+    from unisono.data.order.order import Order
 
     clip = 1e9 if gradients else 1.0  # a gradient that is clipped no longer says how long it was
     settings = {"batch": BATCH, "accumulate": ACCUMULATE, "steps": steps, "clip": clip, "gradients": gradients}

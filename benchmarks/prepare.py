@@ -63,7 +63,7 @@ def ours(path: Path, tokenizer: Path, out: Path, workers: int, kind: str) -> flo
     """Seconds of our preparation."""
     import tokenizers  # noqa: F401 - as the peer has it loaded before its time begins
 
-    from unisono.data.prepare import prepare
+    from unisono.data.prepare.preparation import prepare
     from unisono.recipes.language.settings import Files
     from unisono.recipes.language.texts import Texts
     from unisono.recipes.language.tokenise import Ahead, tokenizer_from
@@ -115,7 +115,7 @@ def spent() -> float:
 def tokens_of(name: str, out: Path) -> np.ndarray:
     """All token ids that a contender has written, in order."""
     if name != "datasets":
-        from unisono.data.shards import Shards
+        from unisono.data.prepare.shards import Shards
 
         return np.concatenate([values for values, _ in Shards(out).batches()])
     import datasets

@@ -35,13 +35,14 @@ from benchmarks.proof_peers_cases import Told
 from tests import processes
 from tests.proofs.zoo import zoo
 from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
-from unisono.engines.torch import guards
-from unisono.place import Group, Place
-from unisono.proof import comparison, record
+from unisono.engines.torch.guards import replicas
+from unisono.proof import comparison
 from unisono.proof.cases import Case
 from unisono.proof.prove import FLOOR
-from unisono.proof.trace import Trace, folder_of
+from unisono.proof.recording import case_recorder
+from unisono.proof.recording.trace import Trace, folder_of
 from unisono.proof.verdict import Verdict
+from unisono.runtime.communicator import Group, Place
 
 TORCHTITAN = "0.3.0"  # the release whose rule this is
 
@@ -252,16 +253,16 @@ def run(place: Place, group: Group, names: list[str], root: Path, mode: str) -> 
         single = Case(name, 1, {"micro_batch": 2}, how.precision)
         case = zoo.case_of(name, fault, how.precision) if place.world_size > 1 else single
         with without_guards(), fault.made():
-            record.record(TASKS[fault.task](), zoo.configured(case), place, group, case, proof, root)
+            case_recorder.record(TASKS[fault.task](), zoo.configured(case), place, group, case, proof, root)
 
 
 @contextmanager
 def without_guards() -> Iterator[None]:
     """Let a run go on that Unisono's engine would end before its first step."""
     patches = (
-        mock.patch.object(guards, "optimizer_holds", lambda *_: None),
-        mock.patch.object(guards, "digests", lambda _: {}),
-        mock.patch.object(guards, "replicas_that_differ", lambda *_: []),
+        mock.patch.object(replicas, "optimizer_holds", lambda *_: None),
+        mock.patch.object(replicas, "digests", lambda _: {}),
+        mock.patch.object(replicas, "replicas_that_differ", lambda *_: []),
     )
     with patches[0], patches[1], patches[2]:
         yield

@@ -22,12 +22,12 @@ from torch import nn
 
 from tests.proofs.zoo import faults, zoo
 from tests.proofs.zoo.faults import TASKS, Fault
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
 from unisono.optim import optimizers
-from unisono.proof.trace import Trace, folder_of
+from unisono.proof.recording.trace import Trace, folder_of
 from unisono.task import Context
 
 ROOT = Path(__file__).parents[1]

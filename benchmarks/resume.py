@@ -110,7 +110,7 @@ def one(name: str, folder: Path, place: int, state: Path) -> float | None:
         state.write_bytes(pickle.dumps(keep(folder, STEPS * place // 100)))
         return None
     known = pickle.loads(state.read_bytes()) if place else None
-    for package in ("torch", "datasets", "torchdata.stateful_dataloader", "grain", "unisono.data.loader"):
+    for package in ("torch", "datasets", "torchdata.stateful_dataloader", "grain", "unisono.data.loading.loader"):
         if package.split(".")[0] == CONTENDERS[name][0] or (package == "torch" and "Unisono" not in name):
             __import__(package)
     import pyarrow.parquet  # noqa: F401 - everybody reads with it

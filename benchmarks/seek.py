@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import page
-from unisono.config import data as settings
-from unisono.data.blocks import Blocks
-from unisono.data.lanes import ONE, Lanes
-from unisono.data.mixture import Joined, Mixture
-from unisono.data.order import Order
+from unisono.config.schema import data as settings
+from unisono.data.order.blocks import Blocks
+from unisono.data.order.lanes import ONE, Lanes
+from unisono.data.order.mixture import Joined, Mixture
+from unisono.data.order.order import Order
 
 BATCH = 256
 FROM = (0, 10**6, 10**9, 10**12)

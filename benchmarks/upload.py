@@ -25,14 +25,15 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint import commit, owner, upload
-from unisono.checkpoint.retention import Retention
-from unisono.checkpoint.store import Store
-from unisono.checkpoint.upload import Uploads
-from unisono.checkpoint.uploader import Upload
-from unisono.config.schema import RunConfig
-from unisono.place import Alone
-from unisono.state import Shard
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.retention import Retention
+from unisono.checkpoint.remote import store_lock, upload
+from unisono.checkpoint.remote.object_store import Store
+from unisono.checkpoint.remote.upload import Uploads
+from unisono.checkpoint.remote.upload_process import Upload
+from unisono.config.schema.run import RunConfig
+from unisono.engines.state import Shard
+from unisono.runtime.communicator import Alone
 
 BUCKET = "checkpoints"
 SERVE = """
@@ -65,7 +66,7 @@ def steps_until(done: Any, matrices: torch.Tensor, least: int) -> list[float]:
 
 def by_process(config: RunConfig, folder: Path, path: Path, matrices: torch.Tensor) -> tuple[list[float], float]:
     """Steps beside an upload as a run makes it, and the seconds that handing it over took."""
-    owner.claim(place(config), folder)
+    store_lock.claim(place(config), folder)
     uploads = Uploads(config, folder, True, lambda _: None, lambda *_: None)
     time.sleep(3.0)  # its process has started long before the first checkpoint of a run
 

@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.runs import configuration
-from unisono import calls, trainer
-from unisono.engines.torch import collective
-from unisono.engines.torch.desync import Desync
-from unisono.errors import UnisonoError
-from unisono.launch.worker import guarded
-from unisono.place import Group, Place
+from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.parallel import process_group
+from unisono.launch.rank_process import guarded
+from unisono.runtime import collective_log
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import UnisonoError
 from unisono.task import Context, Loss, Task
+from unisono.training import loop
 
 STEP = 2  # in which rank 1 does what is wrong; the run makes four
 
@@ -144,7 +145,7 @@ class Outcome:
     loss: float | None = None
     updated: bool = False
     digests: dict[str, tuple[int, int]] = field(default_factory=dict)
-    calls: list[calls.Call] = field(default_factory=list)
+    calls: list[collective_log.Call] = field(default_factory=list)
 
 
 def train(
@@ -166,7 +167,7 @@ def train(
 
     Desync.close = close  # type: ignore[method-assign]
     try:
-        outcome.loss = trainer.run(task, config_of(strategy, **layout), place, group, folder).loss
+        outcome.loss = loop.run(task, config_of(strategy, **layout), place, group, folder).loss
     except UnisonoError as error:
         outcome.kind, outcome.error, outcome.code = type(error).__name__, str(error), error.exit_code
     finally:
@@ -184,12 +185,12 @@ def process(rank: int, port: int, folder: Path, wrong: str) -> None:
     for stream in (1, 2):
         os.dup2(printed, stream)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ[calls.FOLDER] = str(folder)
+    os.environ[collective_log.FOLDER] = str(folder)
     torch.set_num_threads(1)
     place = Place(rank, 2, rank, 2, "test")
 
     def work() -> None:
-        group = collective.start(place, torch.device("cpu"), timeout=20, start_timeout=60)
-        trainer.run(Talking(place, wrong), config_of(), place, group, folder)
+        group = process_group.start(place, torch.device("cpu"), timeout=20, start_timeout=60)
+        loop.run(Talking(place, wrong), config_of(), place, group, folder)
 
     guarded(work, place)

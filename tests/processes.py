@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from unisono.engines.torch import collective
-from unisono.place import Alone, Place
+from unisono.engines.torch.parallel import process_group
+from unisono.runtime.communicator import Alone, Place
 
 
 def run(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300.0) -> list[Any]:
@@ -61,7 +61,7 @@ def _enter(function: Callable[..., Any], rank: int, world_size: int, port: int, 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     place = Place(rank, world_size, rank, world_size, "test")
     try:
-        group = collective.start(place, torch.device("cpu"), timeout=60, start_timeout=60)
+        group = process_group.start(place, torch.device("cpu"), timeout=60, start_timeout=60)
         value, fault = function(place, group, *arguments), None
     except BaseException:
         value, fault = None, traceback.format_exc()

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from unisono.config.data import Data
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.planning import plan_of
+from unisono.config.batch_split import Split
+from unisono.config.schema.data import Data
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import Loader
+from unisono.data.order.planning import plan_of
 from unisono.engines.torch.engine import TorchEngine
 from unisono.optim.schedules import Scalars
-from unisono.place import Group, Place
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Task
 
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

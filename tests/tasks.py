@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.config.base import Settings
+from unisono.config.schema.base import Settings
 from unisono.task import Context, Loss, Task
 
 VOCABULARY = 61

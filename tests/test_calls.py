@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono import calls
-from unisono.calls import Call, Log, Members, What
+from unisono.runtime import collective_log
+from unisono.runtime.collective_log import Call, Log, Members, What
 
 SUM = What("0", "0-1", "all_reduce", "SUM", -1, "float32", "[4]", "task.py:12", "task.py:12 loss")
 
@@ -21,7 +21,7 @@ SUM = What("0", "0-1", "all_reduce", "SUM", -1, "float32", "[4]", "task.py:12", 
 def noting(log: Log, members: Members, *whats: What) -> None:
     log.groups[members.name] = members
     for what in whats:
-        log.add(members, what.fingerprint, calls.written(what), what.aside)
+        log.add(members, what.fingerprint, collective_log.written(what), what.aside)
 
 
 def pair(folder: Path | None = None, world: int = 2) -> list[tuple[Log, Members]]:
@@ -30,30 +30,32 @@ def pair(folder: Path | None = None, world: int = 2) -> list[tuple[Log, Members]
 
 def test_a_ring_holds_the_last_calls_in_their_order(tmp_path: Path) -> None:
     log, members = Log(3, tmp_path), Members("0", range(4), 3)
-    noting(log, members, *(replace(SUM, shape=f"[{n}]") for n in range(calls.LAST + 5)))
-    read = calls.read(tmp_path / "rank-00003.calls")
-    assert [call.number for call in read] == list(range(6, calls.LAST + 6)) == [call.turn for call in read]
-    assert [call.what.shape for call in read] == [f"[{n}]" for n in range(5, calls.LAST + 5)]
+    noting(log, members, *(replace(SUM, shape=f"[{n}]") for n in range(collective_log.LAST + 5)))
+    read = collective_log.read(tmp_path / "rank-00003.calls")
+    assert [call.number for call in read] == list(range(6, collective_log.LAST + 6)) == [call.turn for call in read]
+    assert [call.what.shape for call in read] == [f"[{n}]" for n in range(5, collective_log.LAST + 5)]
     assert read == log.calls()
-    assert read[-1].what == replace(SUM, shape=f"[{calls.LAST + 4}]", key="")  # the key is in the fingerprint only
-    assert calls.read_all(tmp_path) == {3: read}
+    assert read[-1].what == replace(
+        SUM, shape=f"[{collective_log.LAST + 4}]", key=""
+    )  # the key is in the fingerprint only
+    assert collective_log.read_all(tmp_path) == {3: read}
     assert Call.of(asdict(read[0])) == read[0]
 
 
 def test_a_ring_of_an_earlier_attempt_is_begun_anew(tmp_path: Path) -> None:
     noting(Log(0, tmp_path), Members("0", range(2), 0), SUM, SUM)
-    assert len(calls.read(tmp_path / "rank-00000.calls")) == 2
+    assert len(collective_log.read(tmp_path / "rank-00000.calls")) == 2
     Log(0, tmp_path)
-    assert calls.read(tmp_path / "rank-00000.calls") == []
+    assert collective_log.read(tmp_path / "rank-00000.calls") == []
 
 
 def test_without_a_folder_a_ring_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNISONO_PULSE", raising=False)
-    assert calls.folder() is None
+    assert collective_log.folder() is None
     monkeypatch.setenv("UNISONO_PULSE", str(tmp_path / "gone"))
-    assert calls.folder() is None
+    assert collective_log.folder() is None
     monkeypatch.setenv("UNISONO_PULSE", str(tmp_path))
-    assert calls.folder() == tmp_path
+    assert collective_log.folder() == tmp_path
     log = Log(0)
     noting(log, Members("0", range(2), 0), SUM)
     assert [call.what.operation for call in log.calls()] == ["all_reduce"]
@@ -66,7 +68,7 @@ def test_a_ring_that_cannot_be_shared_is_kept_in_memory_and_told(
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(calls.os, "posix_fallocate", full)
+    monkeypatch.setattr(collective_log.os, "posix_fallocate", full)
     log = Log(0, tmp_path)
     noting(log, Members("0", range(2), 0), SUM)
     assert (log.path, len(log.calls())) == (None, 1)
@@ -78,8 +80,8 @@ def test_what_is_no_ring_is_told_and_left_out(tmp_path: Path, content: bytes) ->
     path = tmp_path / "rank-00000.calls"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is no ring of calls"):
-        calls.read(path)
-    assert calls.read_all(tmp_path) == {}
+        collective_log.read(path)
+    assert collective_log.read_all(tmp_path) == {}
 
 
 def test_a_damaged_call_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_damaged_call_is_left_out_and_the_others_are_read(tmp_path: Path) -> N
         flipped = bytearray(whole)
         flipped[at] ^= 0x10
         path.write_bytes(bytes(flipped))
-        read = calls.read(path)
+        read = collective_log.read(path)
         assert set(read) <= set(log.calls())
         assert len(read) >= 4
 
@@ -110,7 +112,7 @@ def test_a_reader_never_sees_half_a_call(tmp_path: Path) -> None:
     try:
         seen, until = set(), time.monotonic() + 0.6
         while time.monotonic() < until:
-            for call in calls.read(tmp_path / "rank-00000.calls"):
+            for call in collective_log.read(tmp_path / "rank-00000.calls"):
                 assert call.what == replace(whats[(call.number - 1) % len(whats)], shape=call.what.shape, key="")
                 seen.add(call.number)
     finally:
@@ -123,14 +125,14 @@ def test_a_ring_outlives_its_process(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from unisono.calls import Log, Members, What, written
+from unisono.runtime.collective_log import Log, Members, What, written
 log, members = Log(0, Path({str(tmp_path)!r})), Members("0", range(2), 0)
 what = What("0", "0-1", "barrier")
 log.add(members, what.fingerprint, written(what))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    assert [call.what.operation for call in calls.read(tmp_path / "rank-00000.calls")] == ["barrier"]
+    assert [call.what.operation for call in collective_log.read(tmp_path / "rank-00000.calls")] == ["barrier"]
 
 
 def test_long_names_fit_into_a_ring() -> None:
@@ -209,7 +211,7 @@ def test_groups_of_which_only_other_threads_make_calls_are_no_difference() -> No
         noting(log, Members("1", range(2), rank), *[replace(SUM, group="1", aside=True)] * (1 + rank))
         rings[rank] = log.calls()
     assert all(len(ring) == 2 + rank for rank, ring in rings.items())
-    assert calls.explained(rings) is None
+    assert collective_log.explained(rings) is None
 
 
 def test_calls_that_stand_aside_are_kept_and_not_compared() -> None:
@@ -218,7 +220,7 @@ def test_calls_that_stand_aside_are_kept_and_not_compared() -> None:
     noting(other, theirs, SUM)
     assert (one.check() + other.check()) % 2**64 == 0
     assert [(call.number, call.turn) for call in one.calls()] == [(1, 1), (2, 0)]
-    assert calls.difference(0, one.calls(), 1, other.calls(), ended=True) is None
+    assert collective_log.difference(0, one.calls(), 1, other.calls(), ended=True) is None
 
 
 # which calls differ ---------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def rings(*made: list[What]) -> dict[int, list[Call]]:
 
 def test_the_first_call_that_differs_is_told_with_both_lines() -> None:
     other = replace(SUM, reduce="MAX", site="task.py:20")
-    found = calls.explained(rings([SUM, SUM, SUM], [SUM, other, SUM]))
+    found = collective_log.explained(rings([SUM, SUM, SUM], [SUM, other, SUM]))
     assert str(found) == (
         "call 2: rank 0 did all_reduce(SUM, float32, [4]) at task.py:12, "
         "rank 1 did all_reduce(MAX, float32, [4]) at task.py:20"
@@ -246,31 +248,31 @@ def test_the_first_call_that_differs_is_told_with_both_lines() -> None:
 
 def test_one_that_is_only_further_ahead_is_no_difference_until_both_have_come_to_the_end() -> None:
     made = rings([SUM, SUM], [SUM])
-    assert calls.explained(made) is None
-    found = calls.difference(0, made[0], 1, made[1], ended=True)
+    assert collective_log.explained(made) is None
+    found = collective_log.difference(0, made[0], 1, made[1], ended=True)
     assert str(found) == "call 2: rank 0 did all_reduce(SUM, float32, [4]) at task.py:12, rank 1 made no such call"
 
 
 def test_two_that_wait_for_each_other_in_two_groups_are_told() -> None:
-    compare = replace(SUM, group="7", site=calls.COMPARISON)
-    found = calls.explained(rings([SUM, SUM], [SUM, compare]))
+    compare = replace(SUM, group="7", site=collective_log.COMPARISON)
+    found = collective_log.explained(rings([SUM, SUM], [SUM, compare]))
     assert str(found) == (
         "their last call: rank 0 did all_reduce(SUM, float32, [4]) at task.py:12, "
         "rank 1 came to the comparison of collectives"
     )
-    assert calls.explained(rings([SUM, compare, SUM], [SUM, compare])) is None
+    assert collective_log.explained(rings([SUM, compare, SUM], [SUM, compare])) is None
 
 
 def test_a_difference_is_found_whatever_the_rings_have_lost() -> None:
-    many = [SUM] * (calls.LAST + 7)
+    many = [SUM] * (collective_log.LAST + 7)
     made = rings([*many, SUM, SUM], [*many, replace(SUM, dtype="int32"), SUM])
-    found = calls.explained(made)
+    found = collective_log.explained(made)
     assert found is not None
-    assert found.turn == calls.LAST + 8
+    assert found.turn == collective_log.LAST + 8
     long_ago = rings([SUM, *many], [replace(SUM, dtype="int32"), *many])
-    assert calls.explained(long_ago) is None
+    assert collective_log.explained(long_ago) is None
 
 
 def test_members_are_told_as_ranges() -> None:
-    assert calls.ranges([3, 0, 1, 2, 7]) == "0-3,7"
-    assert calls.ranges(range(0, 4096, 3)) == ""
+    assert collective_log.ranges([3, 0, 1, 2, 7]) == "0-3,7"
+    assert collective_log.ranges(range(0, 4096, 3)) == ""

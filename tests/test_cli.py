@@ -11,10 +11,12 @@ import pytest
 
 from tests import tasks
 from tests.launch import jobs
-from unisono import cli, errors, trainer
-from unisono.checkpoint import commit
+from unisono.checkpoint.core import commit
+from unisono.cli import main
 from unisono.engines.torch import devices
-from unisono.launch import local, start
+from unisono.launch import local_processes, train
+from unisono.runtime import errors
+from unisono.training import loop
 from unisono.version import __version__
 
 SPIRALS = f"{Path(__file__).parents[1]}/examples/spirals.py:Spirals"
@@ -39,7 +41,7 @@ def unisono(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
     def run(*words: object) -> Told:
         capsys.readouterr()
-        code = cli.main([str(word) for word in words])
+        code = main.main([str(word) for word in words])
         return code, *capsys.readouterr()
 
     return run
@@ -48,8 +50,8 @@ def unisono(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture
 def refused(unisono: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The error of a `train` that may start nothing and leave nothing behind."""
-    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started"))
-    monkeypatch.setattr(trainer, "run", lambda *_: pytest.fail("training was started"))
+    monkeypatch.setattr(local_processes, "launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(loop, "run", lambda *_: pytest.fail("training was started"))
 
     def run(*words: object) -> str:
         before = sorted(Path().rglob("*"))
@@ -76,7 +78,7 @@ def loaded(*words: str) -> set[str]:
 @pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("--version",), ()])
 def test_asking_for_help_loads_nothing_heavy(words: tuple[str, ...]):
     found = loaded(*words)
-    assert "unisono.cli" in found
+    assert "unisono.cli.main" in found
     roots = {name.split(".")[0] for name in found}
     assert not roots & {"torch", "jax", "pydantic", "hydra", "omegaconf", "numpy", "yaml", "rich", "transformers"}
 
@@ -210,7 +212,7 @@ def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(unisono: Command):
         (errors.NonFiniteError("no"), 3),
         (errors.GuardError("no"), 4),
         (errors.DeadlineError("no"), 5),
-        (local.WorkerError("no", 7), 7),
+        (local_processes.WorkerError("no", 7), 7),
     ],
 )
 def test_an_error_ends_in_one_line_and_its_own_exit_code(
@@ -219,7 +221,7 @@ def test_an_error_ends_in_one_line_and_its_own_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(start, "start", fail)
+    monkeypatch.setattr(train, "start", fail)
     assert unisono("train", LINEAR) == (code, "", "unisono: error: no\n")
 
 
@@ -227,7 +229,7 @@ def test_an_interruption_ends_in_130_and_says_how_to_go_on(unisono: Command, mon
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(start, "start", fail)
+    monkeypatch.setattr(train, "start", fail)
     code, _, told = unisono("train", LINEAR)
     assert code == 130
     assert "The same command with run.name=… goes on from the newest checkpoint." in told
@@ -237,7 +239,7 @@ def test_a_fault_of_our_own_keeps_its_traceback(unisono: Command, monkeypatch: p
     def fail(*_: object, **__: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(start, "start", fail)
+    monkeypatch.setattr(train, "start", fail)
     with pytest.raises(KeyError, match="ours"):
         unisono("train", LINEAR)
 
@@ -290,7 +292,7 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_numbers_that_work(re
 
 def test_a_directory_that_holds_another_run_is_refused(unisono: Command, monkeypatch: pytest.MonkeyPatch):
     unisono("train", LINEAR, *SHORT, "run.name=a")
-    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(local_processes, "launch", lambda *_: pytest.fail("processes were started"))
     code, _, told = unisono("train", LINEAR, *SHORT[:-1], "run.name=a", "optim.lr=0.5", "layout.world_size=2")
     assert code == 2
     assert told.splitlines()[:3] == [

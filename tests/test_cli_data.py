@@ -13,8 +13,8 @@ import pytest
 from tests import tasks
 from tests.data.numbers import content
 from tests.recipes.language.corpora import sentences, write_jsonl
-from unisono import cli
-from unisono.data.shards import Shards
+from unisono.cli import main
+from unisono.data.prepare.shards import Shards
 
 Told = tuple[int, str, str]
 Command = Callable[..., Told]
@@ -37,7 +37,7 @@ def data(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
     def run(*words: object) -> Told:
         capsys.readouterr()
-        code = cli.main(["data", *(str(word) for word in words)])
+        code = main.main(["data", *(str(word) for word in words)])
         return code, *capsys.readouterr()
 
     return run
@@ -63,14 +63,14 @@ def test_prepare_without_a_folder_fills_the_cache_that_training_reads(
     _, told, _ = data("prepare", "language", *CORPUS)
     assert told.startswith(str(here / "cache" / "language"))
     monkeypatch.setattr(tokens, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
-    assert cli.main(["check", "language", *CORPUS, "layout.world_size=1", "run.name=a"]) == 0
+    assert main.main(["check", "language", *CORPUS, "layout.world_size=1", "run.name=a"]) == 0
 
 
 def test_what_was_prepared_can_be_trained_on(data: Command, here: Path, capsys: pytest.CaptureFixture[str]):
     data("prepare", "language", *CORPUS, "out=tokens")
     shutil.rmtree("corpus")
     words = ("data=prepared", "data.path=tokens", "layout.world_size=1", "run.name=a")
-    assert cli.main(["check", "language", *words]) == 0
+    assert main.main(["check", "language", *words]) == 0
     assert "  documents: 120\n" in capsys.readouterr().out
 
 
@@ -108,7 +108,7 @@ def test_several_corpora_have_a_folder_each_and_are_merged_together(data: Comman
         "data.sources={one:{path:both/one},two:{path:both/two}}",
         "data.mixture.weights={one:1,two:3}",
     )
-    assert cli.main(["check", "language", *words, "layout.world_size=1", "run.name=a"]) == 0
+    assert main.main(["check", "language", *words, "layout.world_size=1", "run.name=a"]) == 0
 
 
 def test_reshard_keeps_the_rows(data: Command, here: Path):
@@ -122,11 +122,11 @@ def test_reshard_keeps_the_rows(data: Command, here: Path):
 def test_too_few_blocks_are_refused_with_the_reshard_that_helps(data: Command, capsys: pytest.CaptureFixture[str]):
     data("prepare", "language", *CORPUS, "out=tokens")
     words = ("data=prepared", "data.shuffle=blocks", "layout.world_size=1", "run.name=a")
-    assert cli.main(["check", "language", *words, "data.path=tokens", "data.lanes=4"]) == 2
+    assert main.main(["check", "language", *words, "data.path=tokens", "data.lanes=4"]) == 2
     assert "`unisono data reshard DIR shards=4 out=DIR2` makes 4 blocks and more" in capsys.readouterr().err
     data("reshard", "tokens", "shards=4", "out=four")
-    assert cli.main(["check", "language", *words, "data.path=four", "data.lanes=4"]) == 0
-    assert cli.main(["check", "language", *words, "data.path=tokens", "layout.world_size=2"]) == 2
+    assert main.main(["check", "language", *words, "data.path=four", "data.lanes=4"]) == 0
+    assert main.main(["check", "language", *words, "data.path=tokens", "layout.world_size=2"]) == 2
     assert "of prepared data `unisono data reshard DIR shards=2 out=DIR2`" in capsys.readouterr().err
 
 
@@ -151,11 +151,11 @@ def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_he
     before = content(here / "tokens")
     spoil(here / "tokens")
     words = ("data=prepared", "data.path=tokens", "layout.world_size=1", "run.name=a")
-    assert cli.main(["check", "language", *words]) == 2
+    assert main.main(["check", "language", *words]) == 2
     assert f"unisono: error: tokens/shard-00000-of-00001.arrow {told}" in capsys.readouterr().err
     assert data("prepare", "language", *CORPUS, "out=tokens")[0] == 0
     assert content(here / "tokens") == before
-    assert cli.main(["check", "language", *words]) == 0
+    assert main.main(["check", "language", *words]) == 0
 
 
 @pytest.mark.parametrize(

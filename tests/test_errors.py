@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono import errors
-from unisono.errors import nearest
+from unisono.runtime import errors
+from unisono.runtime.errors import nearest
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UnisonoError)]
 

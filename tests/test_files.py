@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono import files
+from unisono.runtime import files
 
 
 def test_a_file_is_as_it_was_until_it_is_whole(tmp_path: Path) -> None:

@@ -14,21 +14,21 @@ import unisono
 
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
-    ("cli", "cli_data", "cli_export", "cli_words", "__main__"),
+    ("cli", "__main__"),
     ("proof", "doctor", "faults"),
     ("launch",),
-    ("trainer",),
+    ("training",),
     ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
     ("task", "optim", "config"),
-    ("state", "place", "pulse", "calls", "files", "keys", "errors", "version"),
+    ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
-    "unisono.task", "unisono.config.base", "unisono.config.data", "unisono.config.schema", "unisono.errors",
-    "unisono.files", "unisono.keys", "unisono.data.order", "unisono.data.mixture", "unisono.data.sources",
-    "unisono.data.shards", "unisono.data.prepare", "unisono.launch.reload", "unisono.observe.pictures",
+    "unisono.task", "unisono.config.schema.base", "unisono.config.schema.data", "unisono.config.schema.run", "unisono.runtime.errors",
+    "unisono.runtime.files", "unisono.runtime.rng", "unisono.data.order.order", "unisono.data.order.mixture", "unisono.data.sources",
+    "unisono.data.prepare.shards", "unisono.data.prepare.preparation", "unisono.launch.load", "unisono.observe.figures",
 )  # fmt: skip
 MODULES = {
     ".".join(("unisono", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
@@ -37,7 +37,7 @@ MODULES = {
 
 
 def imported(module: str, source: str, package: bool = False) -> Iterator[str]:
-    """Every module that a source imports, at any depth; `from unisono.data import order` is `unisono.data.order`."""
+    """Every module that a source imports, at any depth; `from unisono.data import order` is `unisono.data.order.order`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -78,18 +78,18 @@ def test_every_room_of_the_house_has_a_floor():
 @pytest.mark.parametrize(
     ("module", "source", "found"),
     [
-        ("unisono.data.loader", "def f():\n    from unisono.launch import start", ["unisono.launch.start"]),
-        ("unisono.trainer", "from unisono import cli", ["unisono.cli"]),
-        ("unisono.config.schema", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
-        ("unisono.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
-        ("unisono.errors", "from .task import Task", ["unisono.task"]),
-        ("unisono.engines.torch.sums", "from ...launch import worker", ["unisono.launch.worker"]),
+        ("unisono.data.loading.loader", "def f():\n    from unisono.launch import train", ["unisono.launch.train"]),
+        ("unisono.training.loop", "from unisono.cli import main", ["unisono.cli.main"]),
+        ("unisono.config.schema.run", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
+        ("unisono.runtime.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
+        ("unisono.runtime.errors", "from ..task import Task", ["unisono.task"]),
+        ("unisono.engines.torch.engine", "from ...launch import rank_process", ["unisono.launch.rank_process"]),
         ("unisono.optim.schedules", "import unisono", ["unisono"]),
         ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
-        ("unisono.recipes.language.task", "from unisono.engines.torch import wrap", ["unisono.engines.torch.wrap"]),
+        ("unisono.recipes.language.task", "from unisono.engines.torch import engine", ["unisono.engines.torch.engine"]),
         ("unisono.recipes.language.task", "from unisono.config import resolve", ["unisono.config.resolve"]),
         ("unisono.recipes.language.task", "import unisono.recipes.birdsong.task", ["unisono.recipes.birdsong.task"]),
-        ("unisono.launch.start", "from unisono import trainer\nfrom unisono.engines.torch import devices", []),
+        ("unisono.launch.train", "from unisono.training import loop\nfrom unisono.engines.torch import devices", []),
         ("unisono.recipes.language.task", "from unisono.task import Task\nfrom . import model", []),
     ],
 )  # fmt: skip
@@ -107,7 +107,8 @@ def test_a_config_module_imports_neither_torch_nor_jax(module: str):
 def test_composing_and_validating_settings_loads_neither_torch_nor_jax():
     code = """
 import sys
-from unisono.config import compose, fingerprint, resolve, schema, split
+from unisono.config import batch_split, compose, fingerprint, resolve
+from unisono.config.schema import run as schema
 composed = compose.compose("language")
 schema.RunConfig(recipe="x", train={"steps": 1}, optim={"kind": "sgd"})
 print(*sorted({"torch", "jax", "pydantic"} & set(sys.modules)))

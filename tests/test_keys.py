@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.keys import generator, key
+from unisono.runtime.rng import generator, key
 
 ADDRESSES = st.lists(st.integers(-(2**70), 2**70) | st.text(max_size=6), min_size=1, max_size=4)
 
@@ -18,7 +18,7 @@ def test_a_key_is_the_one_written_down_here():
 
 
 def test_a_key_is_the_same_in_another_process():
-    code = "from unisono.keys import key; print(key(7, 'shuffle', 2))"
+    code = "from unisono.runtime.rng import key; print(key(7, 'shuffle', 2))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(told.stdout) == key(7, "shuffle", 2)
 

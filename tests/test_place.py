@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch import network
-from unisono.place import Alone, Json, Party, while_first, written
+from unisono.launch.nodes import network
+from unisono.runtime.communicator import Alone, Json, Party, while_first, written
 
 PATIENCE = 2.0
 

@@ -11,35 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from unisono import pulse
+from unisono.runtime import heartbeat
 
 
 @pytest.fixture
 def told(tmp_path: Path) -> Iterator[Path]:
-    pulse.start(tmp_path, 3)
-    yield pulse.file_of(tmp_path, 3)
-    pulse.stop()
+    heartbeat.start(tmp_path, 3)
+    yield heartbeat.file_of(tmp_path, 3)
+    heartbeat.stop()
 
 
-def read(path: Path) -> pulse.Record:
-    record = pulse.read(path)
+def read(path: Path) -> heartbeat.Record:
+    record = heartbeat.read(path)
     assert record is not None
     return record
 
 
 def test_without_a_start_nothing_is_told_and_nothing_fails():
-    pulse.stop()
-    with pulse.phase("compute"), pulse.unchanged():
-        pulse.step(3, 0.1)
-        pulse.waits("nobody")
-    assert not pulse.active()
+    heartbeat.stop()
+    with heartbeat.phase("compute"), heartbeat.unchanged():
+        heartbeat.step(3, 0.1)
+        heartbeat.waits("nobody")
+    assert not heartbeat.active()
 
 
 def test_a_phase_is_told_with_what_is_around_it_and_then_the_one_around_it_again(told: Path):
-    pulse.step(4)
-    with pulse.phase("compute"):
+    heartbeat.step(4)
+    with heartbeat.phase("compute"):
         assert (read(told).phase, read(told).step) == ("compute", 5)
-        with pulse.phase("wait", "the gradients of step 5"):
+        with heartbeat.phase("wait", "the gradients of step 5"):
             record = read(told)
             assert (record.phase, record.outer, record.detail) == ("wait", "compute", "the gradients of step 5")
             assert record.awaited == "the gradients of step 5"
@@ -49,35 +49,35 @@ def test_a_phase_is_told_with_what_is_around_it_and_then_the_one_around_it_again
 
 @pytest.mark.parametrize(("phase", "step"), [("data", 5), ("compute", 5), ("save", 4), ("evaluate", 4), ("record", 4)])
 def test_what_is_saved_and_evaluated_belongs_to_the_step_before(told: Path, phase: str, step: int):
-    pulse.step(4)
-    with pulse.phase("record"), pulse.phase(phase):
-        assert read(told).step == pulse.making() == step
-        with pulse.phase("wait", "x"):
+    heartbeat.step(4)
+    with heartbeat.phase("record"), heartbeat.phase(phase):
+        assert read(told).step == heartbeat.making() == step
+        with heartbeat.phase("wait", "x"):
             assert read(told).step == step
 
 
 def test_a_backward_pass_becomes_a_wait_and_what_comes_after_is_none(told: Path):
-    with pulse.phase("compute", "a new shape"):
-        with pulse.unchanged():
-            pulse.waits("the gradients of step 1")
+    with heartbeat.phase("compute", "a new shape"):
+        with heartbeat.unchanged():
+            heartbeat.waits("the gradients of step 1")
             assert (read(told).phase, read(told).outer) == ("wait", "compute")
         assert (read(told).phase, read(told).detail) == ("compute", "a new shape")
 
 
 def test_what_failed_stays_told_with_the_exit_code(told: Path):
-    with pytest.raises(KeyError), pulse.phase("compute"), pulse.phase("wait", "the sums of step 1"):
+    with pytest.raises(KeyError), heartbeat.phase("compute"), heartbeat.phase("wait", "the sums of step 1"):
         raise KeyError
-    pulse.stop(5)
+    heartbeat.stop(5)
     record = read(told)
     assert (record.phase, record.code, record.outer, record.awaited) == ("left", 5, "wait", "the sums of step 1")
 
 
 def test_durations_and_times_of_phases_add_up(told: Path):
     for made in range(1, 101):
-        pulse.step(made, made / 10)
-    with pulse.phase("data"):
+        heartbeat.step(made, made / 10)
+    with heartbeat.phase("data"):
         time.sleep(0.02)
-        with pulse.phase("wait", "x"):
+        with heartbeat.phase("wait", "x"):
             time.sleep(0.05)
     record = read(told)
     assert record.durations == tuple(made / 10 for made in range(37, 101))
@@ -87,7 +87,7 @@ def test_durations_and_times_of_phases_add_up(told: Path):
 
 def test_other_threads_tell_nothing(told: Path):
     def elsewhere() -> None:
-        with pulse.phase("wait", "a save in the background"):
+        with heartbeat.phase("wait", "a save in the background"):
             assert read(told).phase == "start"
 
     thread = threading.Thread(target=elsewhere)
@@ -98,18 +98,18 @@ def test_other_threads_tell_nothing(told: Path):
 
 
 def test_long_and_foreign_words_are_cut_and_kept(told: Path):
-    with pulse.phase("wait", "é" * 500):
+    with heartbeat.phase("wait", "é" * 500):
         assert read(told).detail.startswith("é" * 99)
 
 
 def write(directory: Path, seconds: float) -> None:
-    pulse.start(directory, 0)
+    heartbeat.start(directory, 0)
     end = time.monotonic() + seconds
     number = 0
     while time.monotonic() < end:
         number += 1
-        with pulse.phase("wait", str(number) * 20):
-            pulse.step(number, float(number))
+        with heartbeat.phase("wait", str(number) * 20):
+            heartbeat.step(number, float(number))
 
 
 def test_a_record_is_never_torn(tmp_path: Path):
@@ -117,7 +117,7 @@ def test_a_record_is_never_torn(tmp_path: Path):
     process.start()
     seen = set()
     while process.is_alive():
-        record = pulse.read(pulse.file_of(tmp_path, 0))
+        record = heartbeat.read(heartbeat.file_of(tmp_path, 0))
         if record is not None and record.phase == "wait":
             number = record.detail[: len(record.detail) // 20]
             assert record.detail == number * 20
@@ -130,23 +130,23 @@ def test_a_record_is_never_torn(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
 def test_what_is_no_record_is_none(tmp_path: Path, content: bytes):
-    assert pulse.read(tmp_path / "none") is None
+    assert heartbeat.read(tmp_path / "none") is None
     (tmp_path / "some").write_bytes(content)
-    assert pulse.read(tmp_path / "some") is None
+    assert heartbeat.read(tmp_path / "some") is None
 
 
 def test_a_file_that_was_changed_is_no_record(told: Path):
     content = bytearray(told.read_bytes())
     content[60] ^= 1
     told.with_name("other").write_bytes(content)
-    assert pulse.read(told.with_name("other")) is None
+    assert heartbeat.read(told.with_name("other")) is None
 
 
 def test_an_update_is_cheap(told: Path):
     def took() -> float:
         began = time.perf_counter()
         for _ in range(2000):
-            with pulse.phase("wait", "the gradients of step 4"):
+            with heartbeat.phase("wait", "the gradients of step 4"):
                 pass
         return (time.perf_counter() - began) / 4000
 

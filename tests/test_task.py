@@ -16,9 +16,10 @@ from torch import nn
 import unisono
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono import Context, Data, Loss, Settings, Source, Task, trainer
-from unisono.errors import CheckpointError, ConfigError, DataError, RunError
-from unisono.place import Alone, Place
+from unisono import Context, Data, Loss, Settings, Source, Task
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
+from unisono.training import loop
 from unisono.version import __version__
 
 
@@ -191,7 +192,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
     folder = tmp_path_factory.mktemp("run")
     config = configuration(train={"steps": 3, "global_batch": 8}, checkpoint={"every": 1}, observe={"progress": False})
     weights: dict[str, torch.Tensor] = {}
-    with trainer.Training(TransformerTask(), config, Place(), Alone(), folder) as training:
+    with loop.Training(TransformerTask(), config, Place(), Alone(), folder) as training:
         for _ in training.steps():
             model = training._engine._step.model  # type: ignore[attr-defined]
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -251,8 +252,8 @@ def test_every_name_of_the_public_face_is_there(name: str) -> None:
 
 
 def test_the_public_face_is_what_its_modules_define() -> None:
-    from unisono.data.order import Order
-    from unisono.launch.start import train
+    from unisono.data.order.order import Order
+    from unisono.launch.train import train
 
     assert (unisono.Order, unisono.train, unisono.Task, unisono.__version__) == (Order, train, Task, __version__)
 

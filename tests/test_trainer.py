@@ -16,19 +16,19 @@ import torch
 
 from tests.runs import configuration, interrupted
 from tests.tasks import LinearTask, TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit, resume
-from unisono.config.schema import RunConfig
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
+from unisono.checkpoint.core import commit, resume
+from unisono.config.schema.run import RunConfig
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.observe import events
-from unisono.observe.record import Record
+from unisono.observe.run_record import Record
 from unisono.optim.schedules import Scalars
-from unisono.place import Alone, Place
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.task import Context, Loss, Task
-from unisono.trainer import Result
+from unisono.training import loop
+from unisono.training.loop import Result
 
 
 def config(steps: int = 5, **groups: Any) -> RunConfig:
@@ -37,11 +37,11 @@ def config(steps: int = 5, **groups: Any) -> RunConfig:
 
 
 def run(folder: Path, how: RunConfig, task: Task | None = None) -> Result:
-    return trainer.run(task or TransformerTask(), how, Place(), Alone(), folder)
+    return loop.run(task or TransformerTask(), how, Place(), Alone(), folder)
 
 
 def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str, float]:
-    return trainer.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
+    return loop.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
 
 
 def steps(folder: Path) -> list[int]:
@@ -281,7 +281,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> Non
     with pytest.raises(
         CheckpointError, match=r"different checkpoints, \['step-00000002', None\]; is it a shared folder"
     ):
-        trainer.run(TransformerTask(), config(3), Place(), Elsewhere(), tmp_path)
+        loop.run(TransformerTask(), config(3), Place(), Elsewhere(), tmp_path)
 
 
 # evaluation of a run --------------------------------------------------------------------------------------------------

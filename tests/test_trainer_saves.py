@@ -14,16 +14,16 @@ import torch
 
 from tests.runs import configuration
 from tests.tasks import TransformerTask, Words
-from unisono import trainer
-from unisono.checkpoint import arrays, commit, staging
-from unisono.checkpoint.saver import Saver
-from unisono.config.schema import RunConfig
+from unisono.checkpoint.core import arrays, commit, staging
+from unisono.checkpoint.core.saver import Saver
+from unisono.config.schema.run import RunConfig
+from unisono.engines.state import Shard
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import ConfigError, DataError, NonFiniteError, SaveError
 from unisono.observe import events
-from unisono.place import Alone, Place
-from unisono.state import Shard
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import ConfigError, DataError, NonFiniteError, SaveError
 from unisono.task import Task
+from unisono.training import loop
 
 
 def config(steps: int = 6, **groups: Any) -> RunConfig:
@@ -31,8 +31,8 @@ def config(steps: int = 6, **groups: Any) -> RunConfig:
     return configuration(**{"observe": {"log_every": 1}, **groups, "train": train})
 
 
-def run(folder: Path, how: RunConfig, task: Task | None = None) -> trainer.Result:
-    return trainer.run(task or TransformerTask(), how, Place(), Alone(), folder)
+def run(folder: Path, how: RunConfig, task: Task | None = None) -> loop.Result:
+    return loop.run(task or TransformerTask(), how, Place(), Alone(), folder)
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
-    from unisono.config.base import Settings
-    from unisono.config.data import Data
-    from unisono.config.schema import RunConfig
-    from unisono.data.order import Order
+    from unisono.config.schema.base import Settings
+    from unisono.config.schema.data import Data
+    from unisono.config.schema.run import RunConfig
+    from unisono.data.order.order import Order
     from unisono.data.sources import open_source
-    from unisono.errors import UnisonoError
-    from unisono.launch.reload import load_model, load_weights
-    from unisono.launch.start import train
+    from unisono.launch.load import load_model, load_weights
+    from unisono.launch.train import train
+    from unisono.runtime.errors import UnisonoError
     from unisono.task import Context, Loss, Source, Task
 
 __all__ = [
@@ -41,18 +41,18 @@ __all__ = [
 
 _HOME = {
     "Context": "unisono.task",
-    "Data": "unisono.config.data",
+    "Data": "unisono.config.schema.data",
     "Loss": "unisono.task",
-    "Order": "unisono.data.order",
-    "RunConfig": "unisono.config.schema",
-    "Settings": "unisono.config.base",
+    "Order": "unisono.data.order.order",
+    "RunConfig": "unisono.config.schema.run",
+    "Settings": "unisono.config.schema.base",
     "Source": "unisono.task",
     "Task": "unisono.task",
-    "UnisonoError": "unisono.errors",
-    "load_model": "unisono.launch.reload",
-    "load_weights": "unisono.launch.reload",
+    "UnisonoError": "unisono.runtime.errors",
+    "load_model": "unisono.launch.load",
+    "load_weights": "unisono.launch.load",
     "open_source": "unisono.data.sources",
-    "train": "unisono.launch.start",
+    "train": "unisono.launch.train",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m unisono` is the `unisono` command."""
 
-from unisono.cli import main
+from unisono.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

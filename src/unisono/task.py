@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from unisono.config.data import Data as DataGroup
-from unisono.config.schema import EVENT_NAMES
-from unisono.errors import ConfigError, DataError
+from unisono.config.schema.data import Data as DataGroup
+from unisono.config.schema.run import EVENT_NAMES
+from unisono.runtime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -158,7 +158,7 @@ class Task(ABC):
     def preparation(self) -> dict[str, Any]:
         """What `unisono data prepare` makes ahead, by source; the only one is called ''.
 
-        Each is a `unisono.data.prepare.Preparation`, and the folder that it is made in where no other is asked for.
+        Each is a `unisono.data.prepare.preparation.Preparation`, and the folder that it is made in where no other is asked for.
         """
         raise NotImplementedError(f"{type(self).__name__} makes nothing ahead: it does not define preparation()")
 

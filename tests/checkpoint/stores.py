@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.checkpoint.store import Store
+from unisono.checkpoint.remote.object_store import Store
 from unisono.data.sources.storage import Where, options
 
 BUCKET = "checkpoints"

@@ -9,10 +9,10 @@ import pytest
 
 from tests import processes
 from tests.runs import configuration
-from unisono.checkpoint import about
-from unisono.config import surroundings
-from unisono.errors import ConfigError, RunError
-from unisono.place import Alone, Group, Place
+from unisono.checkpoint.core import provenance
+from unisono.config import environment
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import ConfigError, RunError
 
 # between processes --------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ class Told:
         self.asked += 1
         if self.asked == 1:
             return [
-                [f"host{rank}", {part: about._digest(values) for part, values in mine.items()}]
+                [f"host{rank}", {part: provenance._digest(values) for part, values in mine.items()}]
                 for rank, mine in enumerate(self.everyone)
             ]
         return [{part: mine[part] for part in value} for mine in self.everyone]
@@ -49,9 +49,9 @@ def given(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_processes_that_were_given_the_same_agree_with_one_message() -> None:
     group = Told(given(), given(), given())
-    about.agree(group, given())
+    provenance.agree(group, given())
     assert group.asked == 1
-    about.agree(Alone(), given())
+    provenance.agree(Alone(), given())
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_processes_that_were_given_the_same_agree_with_one_message() -> None:
 )
 def test_what_ranks_differ_in_is_named_with_both_values(changes: dict[str, dict[str, Any]], told: str) -> None:
     with pytest.raises(RunError) as caught:
-        about.agree(Told(given(), given(), given(**changes)), given())
+        provenance.agree(Told(given(), given(), given(**changes)), given())
     assert str(caught.value).startswith(f"rank 0 on host0 and rank 2 on host2 differ in {told}. Start all ranks with ")
 
 
 def test_every_part_that_differs_and_all_ranks_are_named() -> None:
     other = given(configuration={"optim.lr": 0.2}, code={"c.py": "1"})
     with pytest.raises(RunError) as caught:
-        about.agree(Told(given(), other, given(), other), given(), "node")
+        provenance.agree(Told(given(), other, given(), other), given(), "node")
     assert "node 0 on host0 and node 1 on host1 differ in the configuration (node 3 too): " in str(caught.value)
     assert "differ in the code (node 3 too): c.py is new" in str(caught.value)
 
@@ -83,9 +83,9 @@ def test_every_part_that_differs_and_all_ranks_are_named() -> None:
 def disagree(place: Place, group: Group) -> str:
     config = configuration()
     try:
-        about.agree(group, about.given(config))
+        provenance.agree(group, provenance.given(config))
         agreed = True
-        about.agree(group, {"the data": {"rows": 7 + place.rank}})
+        provenance.agree(group, {"the data": {"rows": 7 + place.rank}})
     except RunError as error:
         return f"{agreed} {error}"
     return "no difference"
@@ -102,7 +102,7 @@ def test_real_processes_agree_and_say_the_same_where_they_do_not() -> None:
 
 
 def test_variables_that_change_numbers_or_communication_are_looked_at_and_secrets_are_not() -> None:
-    environment = {
+    variables = {
         "OMP_NUM_THREADS": "2",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NVIDIA_TF32_OVERRIDE": "1",
@@ -117,14 +117,14 @@ def test_variables_that_change_numbers_or_communication_are_looked_at_and_secret
         "HOME": "/home/me",
         "RANK": "3",
     }
-    assert list(surroundings.variables(environment)) == sorted(list(environment)[:5])
+    assert list(environment.variables(variables)) == sorted(list(variables)[:5])
 
 
 def test_what_a_run_is_made_of_comes_back_from_json_as_it_was() -> None:
-    told = about.of(configuration(), {"rows": 27, "shown": object()}, Place())
+    told = provenance.of(configuration(), {"rows": 27, "shown": object()}, Place())
     assert told["data"] == {"rows": 27}
     assert told["layout"] == told["config"]["layout"]
-    assert {"unisono/trainer.py", "unisono/config/schema.py"} <= told["code"].keys()
+    assert {"unisono/training/loop.py", "unisono/config/schema/run.py"} <= told["code"].keys()
     assert told["machine"]["device"] == "cpu"
     assert {"torch", "python"} <= told["versions"].keys()
 
@@ -132,13 +132,13 @@ def test_what_a_run_is_made_of_comes_back_from_json_as_it_was() -> None:
 # with a checkpoint --------------------------------------------------------------------------------------------------
 
 
-def differences(there: dict[str, Any], **groups: Any) -> about.Difference:
+def differences(there: dict[str, Any], **groups: Any) -> provenance.Difference:
     here = configuration(**groups)
-    return about.compare(there, about.of(here, {"rows": 27}, Place()), here, random=False)
+    return provenance.compare(there, provenance.of(here, {"rows": 27}, Place()), here, random=False)
 
 
 def test_a_key_that_did_not_exist_then_is_no_change_where_it_has_its_default() -> None:
-    there = about.of(configuration(), {"rows": 27}, Place())
+    there = provenance.of(configuration(), {"rows": 27}, Place())
     del there["config"]["checkpoint"]["final"]
     del there["config"]["data"]["window"]
     assert differences(there).lines() == []
@@ -146,19 +146,21 @@ def test_a_key_that_did_not_exist_then_is_no_change_where_it_has_its_default() -
 
 
 def test_what_belongs_to_a_start_is_no_change() -> None:
-    there = about.of(configuration(run={"name": "a", "resume": "must", "allow_change": ["optim.lr"]}), None, Place())
+    there = provenance.of(
+        configuration(run={"name": "a", "resume": "must", "allow_change": ["optim.lr"]}), None, Place()
+    )
     assert differences(there, run={"name": "b"}).lines() == []
 
 
 def test_what_is_not_known_is_not_compared() -> None:
-    there = about.of(configuration())
+    there = provenance.of(configuration())
     assert there["environment"] is None
     assert there["machine"] is None
-    assert differences(there) == about.Difference()
+    assert differences(there) == provenance.Difference()
 
 
 def test_many_entries_are_cut_short() -> None:
-    there = about.of(configuration(), None, Place())
+    there = provenance.of(configuration(), None, Place())
     there["code"] = {**there["code"], **{f"gone{number}.py": "0" for number in range(20)}}
     lines = differences(there).lines()
     assert len(lines) == 9
@@ -172,11 +174,11 @@ def test_many_entries_are_cut_short() -> None:
 )
 def test_a_name_in_allow_change_that_is_no_key_is_refused_with_the_nearest(name: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        about.check_names(configuration(run={"name": "a", "allow_change": ["run.seed", name]}))
+        provenance.check_names(configuration(run={"name": "a", "allow_change": ["run.seed", name]}))
     assert str(caught.value).startswith(f"run.allow_change names '{name}', which is no key; ")
     assert told in str(caught.value)
 
 
 def test_a_name_of_a_key_that_only_the_run_had_is_known() -> None:
     config = configuration(run={"name": "a", "allow_change": ["schedules.lr.kind"]})
-    about.check_names(config, {"schedules": {"lr": {"kind": "linear"}}})
+    provenance.check_names(config, {"schedules": {"lr": {"kind": "linear"}}})

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from unisono.checkpoint import arrays
-from unisono.checkpoint.arrays import ArrayReader, hash_of, write
-from unisono.errors import CheckpointError
-from unisono.state import Shard
+from unisono.checkpoint.core import arrays
+from unisono.checkpoint.core.arrays import ArrayReader, hash_of, write
+from unisono.engines.state import Shard
+from unisono.runtime.errors import CheckpointError
 
 DTYPES = (
     torch.float32,

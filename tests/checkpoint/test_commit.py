@@ -28,12 +28,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import processes
-from unisono.checkpoint import arrays, commit, manifest, verify
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.checkpoint.retention import Retention
-from unisono.errors import CheckpointError, NonFiniteError, SaveError
-from unisono.place import Alone, Group, Place
-from unisono.state import Shard
+from unisono.checkpoint.core import arrays, commit, manifest, verify
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.checkpoint.core.retention import Retention
+from unisono.engines.state import Shard
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError
 
 STATE = {"step": 4, "random": False, "micro_batch": 3, "nested": {"list": [1, 2.5, None], "text": "é"}}
 

@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 
 import unisono
 from tests.tasks import LinearTask
-from unisono import cli
-from unisono.checkpoint import commit, export, manifest, sharded
-from unisono.config.export_verb import Export
-from unisono.errors import CheckpointError, RunError
-from unisono.place import Alone
-from unisono.state import Shard
+from unisono.checkpoint.core import commit, manifest
+from unisono.checkpoint.exchange import export, hf_shards
+from unisono.cli import main
+from unisono.config.schema.export_verb import Export
+from unisono.engines.state import Shard
+from unisono.runtime.communicator import Alone
+from unisono.runtime.errors import CheckpointError, RunError
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ TENSORS = {
 
 
 def test_any_run_is_exported_as_plain_safetensors(run: Path, tmp_path: Path) -> None:
-    assert cli.main(["export", str(run), "to=safetensors", f"out={tmp_path / 'out'}"]) == 0
+    assert main.main(["export", str(run), "to=safetensors", f"out={tmp_path / 'out'}"]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "model.safetensors.index.json"}
     found = load_file(tmp_path / "out" / "model.safetensors")
     model: Any = unisono.load_model(run)
@@ -66,7 +67,7 @@ def test_any_run_is_exported_as_plain_safetensors(run: Path, tmp_path: Path) -> 
 
 
 def test_a_task_without_a_hugging_face_form_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(run)]) == 2
+    assert main.main(["export", str(run)]) == 2
     told = capsys.readouterr().err
     assert "its task has no Hugging Face form" in told
     assert "to=safetensors" in told
@@ -131,7 +132,7 @@ def test_a_disk_that_is_or_becomes_full_leaves_nothing(tmp_path: Path) -> None:
         export.export(run, Export(to="safetensors", out=out))
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
-        mock.patch.object(sharded, "write", side_effect=full),
+        mock.patch.object(hf_shards, "write", side_effect=full),
         pytest.raises(RunError, match="cannot be written: No space left on device; nothing is left of it"),
     ):
         export.export(run, Export(to="safetensors", out=out))
@@ -195,8 +196,9 @@ BOUNDED = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from unisono.checkpoint import arrays, commit, export
-from unisono.config.export_verb import Export
+from unisono.checkpoint.core import arrays, commit
+from unisono.checkpoint.exchange import export
+from unisono.config.schema.export_verb import Export
 torch.set_num_threads(1)
 
 def held():

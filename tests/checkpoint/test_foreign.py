@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unisono
-from unisono import cli
-from unisono.checkpoint import foreign_worker
-from unisono.checkpoint.foreign_worker import _RefusedError, _tensors
-from unisono.errors import RunError
+from unisono.checkpoint.exchange import pickle_process
+from unisono.checkpoint.exchange.pickle_process import _RefusedError, _tensors
+from unisono.cli import main
+from unisono.runtime.errors import RunError
 
 WEIGHTS = {
     "embedding.weight": torch.randn(7, 5),
@@ -33,7 +33,7 @@ WEIGHTS = {
 
 
 def imported(source: Path, out: Path, *words: str) -> int:
-    return cli.main(["import", str(source), f"out={out}", *words])
+    return main.main(["import", str(source), f"out={out}", *words])
 
 
 class Call:
@@ -140,17 +140,17 @@ def test_what_holds_no_weights_is_described(content: Any, key: str | None, told:
 
 
 def test_tensors_that_safetensors_cannot_hold_or_that_would_fill_the_disk_are_refused() -> None:
-    foreign_worker._check(WEIGHTS, 10_000)
+    pickle_process._check(WEIGHTS, 10_000)
     for tensor in (torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex128), torch.empty(3, device="meta")):
         with pytest.raises(_RefusedError, match="which safetensors files do not have"):
-            foreign_worker._check({"a": tensor}, 10_000)
+            pickle_process._check({"a": tensor}, 10_000)
     with pytest.raises(_RefusedError, match="more than four times its own size"):
-        foreign_worker._check({"a": torch.zeros(1).expand(1 << 40)}, 10_000)
+        pickle_process._check({"a": torch.zeros(1).expand(1 << 40)}, 10_000)
 
 
 CONNECT = """
 import socket, sys
-from unisono.checkpoint.foreign_worker import cut_off, shut_in
+from unisono.checkpoint.exchange.pickle_process import cut_off, shut_in
 if sys.argv[2] == "kernel":
     assert cut_off()
 if sys.argv[2] == "python":
@@ -191,9 +191,9 @@ def test_nothing_is_overwritten_and_a_missing_source_is_named(
 
 def test_whoever_else_meets_a_pickle_names_the_command(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from unisono.errors import ConfigError
     from unisono.recipes.language.model import check
     from unisono.recipes.language.settings import Pretrained
+    from unisono.runtime.errors import ConfigError
 
     (tmp_path / "config.json").write_text("{}")
     torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")

@@ -20,13 +20,14 @@ import pytest
 from tests.checkpoint import stores
 from tests.checkpoint.test_commit import is_of, load, save
 from tests.launch import jobs
-from unisono import cli
-from unisono.checkpoint import commit, manifest, owner, restore
-from unisono.checkpoint.restore import Restore
-from unisono.checkpoint.retention import Retention
-from unisono.checkpoint.store import Store
-from unisono.checkpoint.uploader import Upload
-from unisono.errors import CheckpointError, DataError
+from unisono.checkpoint.core import commit, manifest
+from unisono.checkpoint.core.retention import Retention
+from unisono.checkpoint.remote import restore, store_lock
+from unisono.checkpoint.remote.object_store import Store
+from unisono.checkpoint.remote.restore import Restore
+from unisono.checkpoint.remote.upload_process import Upload
+from unisono.cli import main
+from unisono.runtime.errors import CheckpointError, DataError
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -35,7 +36,7 @@ pytest.importorskip("moto.server")
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process of these tests lives on elsewhere, so none is waited for."""
-    monkeypatch.setattr(owner, "PATIENCE", 0.02)
+    monkeypatch.setattr(store_lock, "PATIENCE", 0.02)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def there(tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text("recipe: test\n")
     (folder / "fingerprint.json").write_text("{}")
     store = Store(f"file://{tmp_path}/store/run")
-    owner.claim(store, folder)
+    store_lock.claim(store, folder)
     sender = Upload(store, folder, None, Retention(9))
     for path in commit.find(folder / "checkpoints"):
         sender.commit(path, path.name, commit.read(path).files)
@@ -95,7 +96,7 @@ def test_the_newest_checkpoint_comes_with_what_describes_the_run(store: Store, h
     found.finish()
     assert is_of(commit.find(here / "checkpoints")[-1], 8)
     assert restore.begun(here) == []
-    assert owner.kept(here)["run"] == owner.kept(there)["run"]
+    assert store_lock.kept(here)["run"] == store_lock.kept(there)["run"]
     (line,) = [json.loads(line) for line in (here / "events.jsonl").read_text().splitlines() if line]
     assert (line["step"], line["restored"], line["passed_over"]) == (8, "step-00000008", {})
 
@@ -318,8 +319,8 @@ def test_whenever_an_upload_is_killed_the_newest_whole_checkpoint_is_found_and_t
                 sender.commit(paths[1], paths[1].name, commit.read(paths[1]).files)
             except KilledError:
                 whole = False
-        owner.claim(store, there)
-        (there / owner.KEPT).unlink()
+        store_lock.claim(store, there)
+        (there / store_lock.KEPT).unlink()
         here = tmp_path / f"here {instant}"
         begun(store, here).finish()
         found += steps(here)
@@ -349,7 +350,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     jobs.task_file(folder)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return cli.main([*WORDS, *words])
+    return main.main([*WORDS, *words])
 
 
 def final(folder: Path) -> dict[str, str]:

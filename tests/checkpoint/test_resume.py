@@ -14,14 +14,14 @@ import pytest
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit, manifest, resume
-from unisono.checkpoint.commit import Checkpoint
-from unisono.config.schema import RunConfig
+from unisono.checkpoint.core import commit, manifest, resume
+from unisono.checkpoint.core.commit import Checkpoint
+from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import CheckpointError, FormatError, RunError
 from unisono.observe import events
-from unisono.place import Alone, Group, Place
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import CheckpointError, FormatError, RunError
+from unisono.training import loop
 
 
 def config(steps: int = 4, how: str = "auto", allow: tuple[str, ...] = (), **groups: Any) -> RunConfig:
@@ -32,8 +32,8 @@ def config(steps: int = 4, how: str = "auto", allow: tuple[str, ...] = (), **gro
     return configuration(run=run, checkpoint=checkpoint, observe=observe, **groups, train=train)
 
 
-def run(folder: Path, how: RunConfig) -> trainer.Result:
-    return trainer.run(TransformerTask(), how, Place(), Alone(), folder)
+def run(folder: Path, how: RunConfig) -> loop.Result:
+    return loop.run(TransformerTask(), how, Place(), Alone(), folder)
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +217,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(cut: Path) 
 def test_an_evaluation_takes_no_other_checkpoint_than_the_newest(cut: Path) -> None:
     damage(cut, 3)
     with pytest.raises(CheckpointError, match="step-00000003"):
-        trainer.evaluate(TransformerTask(), config(), Place(), Alone(), cut)
+        loop.evaluate(TransformerTask(), config(), Place(), Alone(), cut)
     assert "damaged-step-00000003" not in names(cut)
 
 
 def together(place: Place, group: Group, folder: Path) -> list[str]:
     """Where one rank alone finds a checkpoint damaged: which one every rank takes."""
     how = config(layout={"world_size": 2, "strategy": "ddp"})
-    told = trainer.about.of(how, {"rows": 27}, place)
+    told = loop.about.of(how, {"rows": 27}, place)
     if place.rank == 1:
         commit.read = _short_sighted
     found = resume.choose(folder, how, told, 4, group)
@@ -308,7 +308,7 @@ def test_an_exact_run_refuses_another_layout(cut: Path, change: dict[str, Any], 
     [
         ("versions", {"torch": "1.0"}, r"versions: torch is '1.0' there and '2"),
         ("environment", {"OMP_NUM_THREADS": "77"}, r"environment: OMP_NUM_THREADS is '77' there and "),
-        ("code", {"unisono/trainer.py": "0"}, r"code: unisono/trainer.py has changed"),
+        ("code", {"unisono/training/loop.py": "0"}, r"code: unisono/training/loop.py has changed"),
         ("machine", {"device": "NVIDIA H200"}, r"machine: device is 'NVIDIA H200' there and 'cpu' here"),
     ],
 )
@@ -386,7 +386,7 @@ def test_a_last_checkpoint_of_the_model_holds_its_weights_and_their_average_alon
     assert {name.split("/")[0] for name in older.arrays} == {"model", "ema", "optimizer"}
     assert {name.split("/")[0] for name in newest.arrays} == {"model", "ema"}
     last = events.last_evaluation(events.read(model_only / "events.jsonl"))
-    assert trainer.evaluate(TransformerTask(), config(ema={"decay": 0.9}), Place(), Alone(), model_only) == {
+    assert loop.evaluate(TransformerTask(), config(ema={"decay": 0.9}), Place(), Alone(), model_only) == {
         "step": 4,
         **last,
     }

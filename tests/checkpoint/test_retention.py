@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runs import configuration
-from unisono.checkpoint.retention import Known, Retention
+from unisono.checkpoint.core.retention import Known, Retention
 
 steps = st.lists(st.integers(1, 60), unique=True, min_size=1, max_size=12)
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from tests import processes
-from unisono.checkpoint import arrays, commit
-from unisono.checkpoint import saver as saver_module
-from unisono.checkpoint.saver import Saver
-from unisono.config.schema import Checkpoint as Settings
-from unisono.errors import NonFiniteError, SaveError, UnisonoError
-from unisono.place import Alone, Group, Place
-from unisono.state import Shard
+from unisono.checkpoint.core import arrays, commit
+from unisono.checkpoint.core import saver as saver_module
+from unisono.checkpoint.core.saver import Saver
+from unisono.config.schema.run import Checkpoint as Settings
+from unisono.engines.state import Shard
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import NonFiniteError, SaveError, UnisonoError
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 AWAY = OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from unisono.checkpoint import sharded
-from unisono.checkpoint.sharded import CODES, Entry, Sharded, blocks, planned, write
-from unisono.errors import CheckpointError
-from unisono.files import inside, whole_folder
+from unisono.checkpoint.exchange import hf_shards
+from unisono.checkpoint.exchange.hf_shards import CODES, Entry, Sharded, blocks, planned, write
+from unisono.runtime.errors import CheckpointError
+from unisono.runtime.files import inside, whole_folder
 
 SHAPES = [(), (0,), (3,), (2, 0), (5, 3), (1, 1), (4, 3, 2)]
 
@@ -50,7 +50,7 @@ def test_every_dtype_and_shape_comes_back_by_the_librarys_own_reader(
         )
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    monkeypatch.setattr(sharded, "blocks", lambda shape, item, most=limit: blocks(shape, item, most))
+    monkeypatch.setattr(hf_shards, "blocks", lambda shape, item, most=limit: blocks(shape, item, most))
     again = Sharded(tmp_path / "a.safetensors")
     assert len(again.entries) == len(made)
     for entry in again.entries:
@@ -160,7 +160,7 @@ def test_an_index_of_another_kind_of_nesting_or_size_is_refused(folder: Path, mo
     index.write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="cannot be read as an index"):
         Sharded(folder)
-    monkeypatch.setattr(sharded, "_LARGEST_INDEX", 1000)
+    monkeypatch.setattr(hf_shards, "_LARGEST_INDEX", 1000)
     with pytest.raises(CheckpointError, match="has 100000 bytes, which no index needs"):
         Sharded(folder)
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from unisono.checkpoint.staging import Staging
-from unisono.state import Shard
+from unisono.checkpoint.core.staging import Staging
+from unisono.engines.state import Shard
 
 
 def shard(name: str, data: torch.Tensor) -> Shard:
@@ -77,7 +77,7 @@ def test_too_little_memory_beforehand_is_no_error_of_its_own(monkeypatch: pytest
     asked: list[int] = []
     staging, weight = Staging(), torch.arange(5.0)
     with monkeypatch.context() as patch:
-        patch.setattr("unisono.checkpoint.staging._block", refuse)
+        patch.setattr("unisono.checkpoint.core.staging._block", refuse)
         staging.prepare([shard("a", weight)])
         staging.prepared()
     assert asked == [64]

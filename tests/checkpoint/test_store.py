@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 
 from tests.checkpoint import stores
-from unisono.checkpoint import store as module
-from unisono.checkpoint.store import ObjectError, Store
+from unisono.checkpoint.remote import object_store as module
+from unisono.checkpoint.remote.object_store import ObjectError, Store
 from unisono.data.sources.storage import Where, options
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")

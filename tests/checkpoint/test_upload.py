@@ -19,12 +19,13 @@ import pytest
 from tests.checkpoint import stores
 from tests.checkpoint.test_commit import save
 from tests.runs import configuration
-from unisono.checkpoint import commit, owner, upload, uploader
-from unisono.checkpoint.retention import Retention
-from unisono.checkpoint.store import Store
-from unisono.checkpoint.upload import Uploads
-from unisono.checkpoint.uploader import TakenOverError, Upload, Worker, described_as
-from unisono.errors import ConfigError, DataError, RunError, UploadError
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.retention import Retention
+from unisono.checkpoint.remote import store_lock, upload, upload_process
+from unisono.checkpoint.remote.object_store import Store
+from unisono.checkpoint.remote.upload import Uploads
+from unisono.checkpoint.remote.upload_process import TakenOverError, Upload, Worker, described_as
+from unisono.runtime.errors import ConfigError, DataError, RunError, UploadError
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -176,7 +177,7 @@ def test_a_file_that_is_damaged_here_is_told_as_that_and_never_gets_a_manifest(s
     content[-1] ^= 1
     (run / SHARD).write_bytes(content)
     with pytest.raises(
-        uploader.DamagedError, match=r"run/checkpoints/step-00000004/rank-00000\.safetensors is damaged"
+        upload_process.DamagedError, match=r"run/checkpoints/step-00000004/rank-00000\.safetensors is damaged"
     ):
         bring(Upload(store, run, None, Retention(2)), run)
     assert there(store) == []
@@ -212,7 +213,9 @@ def test_a_changed_configuration_is_described_anew_and_the_old_one_goes(store: S
     save(run / "checkpoints", 6)
     bring(sender, run, 6)
     described = json.loads(store.get("run.json") or b"")
-    assert store.get(uploader.described_as("config.yaml", described["config.yaml"]["sha256"])) == b"recipe: other\n"
+    assert (
+        store.get(upload_process.described_as("config.yaml", described["config.yaml"]["sha256"])) == b"recipe: other\n"
+    )
     assert len(store.names("description")) == 2
 
 
@@ -223,64 +226,64 @@ def test_a_place_belongs_to_one_run(store: Store, tmp_path: Path) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     for folder in (mine, other):
         folder.mkdir()
-    owner.claim(store, mine)
-    owner.refuse(store, mine, fresh=False)
-    owner.claim(store, mine)  # the next start of the same run
-    assert owner.kept(mine)["start"] == (owner.read(store) or {})["start"]
+    store_lock.claim(store, mine)
+    store_lock.refuse(store, mine, fresh=False)
+    store_lock.claim(store, mine)  # the next start of the same run
+    assert store_lock.kept(mine)["start"] == (store_lock.read(store) or {})["start"]
     told = rf"belongs to another run: process {os.getpid()} on .* wrote it from .*mine"
     with pytest.raises(RunError, match=told):
-        owner.refuse(store, other, fresh=False)
-    (other / owner.KEPT).write_text(json.dumps({"run": "another"}))
+        store_lock.refuse(store, other, fresh=False)
+    (other / store_lock.KEPT).write_text(json.dumps({"run": "another"}))
     with pytest.raises(RunError, match=told):
-        owner.refuse(store, other, fresh=True)
+        store_lock.refuse(store, other, fresh=True)
     with pytest.raises(RunError, match="was taken by another run in this moment"):
-        owner.claim(store, other)
+        store_lock.claim(store, other)
 
 
 def test_an_owner_of_another_form_is_refused(store: Store, tmp_path: Path) -> None:
     for content in (b"", b"[]", b'{"run": "x"}'):
-        store.put(owner.OWNER, content)
+        store.put(store_lock.OWNER, content)
         with pytest.raises(RunError, match=r"owner\.json is no owner of a run"):
-            owner.refuse(store, tmp_path, fresh=True)
+            store_lock.refuse(store, tmp_path, fresh=True)
 
 
 def test_a_run_that_lives_elsewhere_is_not_taken_over_and_one_that_is_gone_is(store: Store, tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
         folder.mkdir()
-    owner.claim(store, there)
-    start = owner.kept(there)["start"]
-    owner.beat(store, start, 1)
+    store_lock.claim(store, there)
+    start = store_lock.kept(there)["start"]
+    store_lock.beat(store, start, 1)
     number = iter(range(2, 100))
     original = Store.get
 
     def beating(store: Store, name: str) -> bytes | None:
-        if name == owner.ALIVE:
-            owner.beat(store, start, next(number))
+        if name == store_lock.ALIVE:
+            store_lock.beat(store, start, next(number))
         return original(store, name)
 
     with mock.patch.object(Store, "get", beating), pytest.raises(RunError, match="still trained elsewhere: process"):
-        owner.refuse(store, here, fresh=True, patience=1.0)
-    assert owner.refuse(store, here, fresh=True, patience=0.2) is not None  # no sign of life
-    owner.beat(store, start, None)
+        store_lock.refuse(store, here, fresh=True, patience=1.0)
+    assert store_lock.refuse(store, here, fresh=True, patience=0.2) is not None  # no sign of life
+    store_lock.beat(store, start, None)
     began = time.monotonic()
-    assert owner.refuse(store, here, fresh=True, patience=60.0) is not None  # it has said its last
+    assert store_lock.refuse(store, here, fresh=True, patience=60.0) is not None  # it has said its last
     assert time.monotonic() - began < 30
-    owner.adopt(here, owner.read(store) or {})
-    owner.claim(store, here)
-    assert owner.taken_over(store, start) is not None
+    store_lock.adopt(here, store_lock.read(store) or {})
+    store_lock.claim(store, here)
+    assert store_lock.taken_over(store, start) is not None
 
 
 def test_a_start_that_was_taken_over_finishes_no_checkpoint(store: Store, run: Path) -> None:
-    owner.claim(store, run)
-    first = Upload(store, run, owner.kept(run)["start"], Retention(2))
+    store_lock.claim(store, run)
+    first = Upload(store, run, store_lock.kept(run)["start"], Retention(2))
     bring(first, run)
-    owner.claim(store, run)
+    store_lock.claim(store, run)
     save(run / "checkpoints", 6)
     with pytest.raises(TakenOverError, match=r"process \d+ on"):
         bring(first, run, 6)
     assert there(store) == ["step-00000004"]
-    bring(Upload(store, run, owner.kept(run)["start"], Retention(2)), run, 6)
+    bring(Upload(store, run, store_lock.kept(run)["start"], Retention(2)), run, 6)
     assert there(store) == ["step-00000004", "step-00000006"]
 
 
@@ -341,8 +344,8 @@ class Beside:
         given = {"upload": {"url": f"s3://{stores.BUCKET}", "deadline": 3.0, "timeout": 60.0, **settings}}
         self.config = configuration(checkpoint=given, run={"name": name})
         self.folder, self.lines, self.notes = folder, list[str](), list[tuple[int, dict[str, Any]]]()
-        if not owner.kept(folder):
-            owner.claim(server.store(name), folder)  # which may take its time on a busy machine
+        if not store_lock.kept(folder):
+            store_lock.claim(server.store(name), folder)  # which may take its time on a busy machine
         self.uploads = Uploads(self.config, folder, True, self.lines.append, lambda *note: self.notes.append(note))
 
     def end(self) -> None:
@@ -388,7 +391,7 @@ def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
     assert [note for note in notes if note[0] == 4][-1] == (4, "there")  # a busy server may fail the first time
     assert notes[-1] == (6, "there")
     assert (6, "failed") in notes
-    assert json.loads(store.get(owner.ALIVE) or b"")["number"] is None, "it has said its last"
+    assert json.loads(store.get(store_lock.ALIVE) or b"")["number"] is None, "it has said its last"
 
 
 @pytest.mark.usefixtures("environment")

@@ -17,16 +17,16 @@ import torch
 from tests import processes
 from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.checkpoint.resume import Found
-from unisono.config.schema import RunConfig
-from unisono.engines.torch.randomness import Randomness
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.checkpoint.core.resume import Found
+from unisono.config.schema.run import RunConfig
+from unisono.engines.torch.numerics.random_state import Randomness
 from unisono.evaluation.best import Best
 from unisono.observe import events
-from unisono.place import Group, Place
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss
+from unisono.training import loop
 
 STEPS = 6
 
@@ -68,7 +68,7 @@ def train(place: Place, group: Group, runs: list[tuple[Path, tuple[int, ...]]]) 
         for stop in stops if -1 in stops else (*stops, None):  # -1: it is left where it stopped
             if stop != -1:
                 with interrupted(before=stop):
-                    trainer.run(task, how, place, group, folder)
+                    loop.run(task, how, place, group, folder)
         drawn = torch.rand(4).numpy().tobytes().hex()
         (folder / f"drawn-{place.rank}").write_text(drawn)
 
@@ -195,14 +195,14 @@ def test_what_is_told_of_the_tracked_runs_outlives_their_file(tmp_path: Path) ->
     (tmp_path / "trackers.json").write_text('{"wandb": "abc"}')
     task, how = Everything(), config(1)
     shorter = how.model_copy(update={"train": how.train.model_copy(update={"steps": 2})})
-    trainer.run(task, shorter, *_alone(), tmp_path)
+    loop.run(task, shorter, *_alone(), tmp_path)
     (tmp_path / "trackers.json").unlink()
-    trainer.run(task, shorter, *_alone(), tmp_path)
+    loop.run(task, shorter, *_alone(), tmp_path)
     assert (tmp_path / "trackers.json").read_text() == '{\n "wandb": "abc"\n}\n'
 
 
 def _alone() -> tuple[Place, Group]:
-    from unisono.place import Alone
+    from unisono.runtime.communicator import Alone
 
     return Place(), Alone()
 

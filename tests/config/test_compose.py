@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from unisono.config.compose import Composed, compose, recipes
-from unisono.errors import ConfigError
+from unisono.runtime.errors import ConfigError
 
 OWN = "task.py:Anything"  # composing does not open the task's file
 CHOICES = "adafactor, adam_atan2, adamw, lion, muon, sgd"

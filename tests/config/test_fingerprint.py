@@ -8,7 +8,7 @@ import pytest
 
 from tests import tasks
 from unisono.config import fingerprint, resolve
-from unisono.config.schema import RunConfig
+from unisono.config.schema.run import RunConfig
 
 TASK = f"{tasks.__file__}:TransformerTask"
 BASE = (

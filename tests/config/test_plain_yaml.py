@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.export import adapter_of
-from unisono.config import plain_yaml
-from unisono.errors import ConfigError
-from unisono.observe.pictures import show
+from unisono.checkpoint.exchange.export import adapter_of
+from unisono.config import safe_yaml
+from unisono.observe.figures import show
+from unisono.runtime.errors import ConfigError
 from unisono.supervise.diagnose import explained
 
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -32,7 +32,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 def test_it_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
-        plain_yaml.check(tmp_path / "mine.yaml")
+        safe_yaml.check(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize("reads", [explained, adapter_of, lambda run: show(run, {})])
@@ -48,4 +48,4 @@ def test_whatever_reads_a_run_that_came_from_elsewhere_refuses_it(tmp_path: Path
 @pytest.mark.parametrize("text", ["", "a: &a [1, 2]\nb: *a\nc: {d: *a}", "a: [1", "\x00"])
 def test_plain_values_and_what_is_no_yaml_are_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    plain_yaml.check(tmp_path / "mine.yaml")
+    safe_yaml.check(tmp_path / "mine.yaml")

@@ -9,8 +9,8 @@ import pytest
 
 from unisono.config import fingerprint, resolve
 from unisono.config.compose import Composed
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError
 
 METHODS = """
     def data(self): return [{"x": 1.0}] * 8
@@ -348,7 +348,7 @@ def test_a_mistake_that_lies_between_two_keys_is_told_too():
 
 def test_a_data_group_that_is_not_made_from_unisono_s_is_refused():
     assert mistakes(task="tasks.py:Unfit") == [
-        "tasks.py:Unfit: the task's Data type must extend unisono.config.schema.Data"
+        "tasks.py:Unfit: the task's Data type must extend unisono.config.schema.run.Data"
     ]
 
 
@@ -394,7 +394,7 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    first = ("unisono.recipes.language", "unisono.data.shards", "unisono.data.sources")
+    first = ("unisono.recipes.language", "unisono.data.prepare.shards", "unisono.data.sources")
     for name in [name for name in sys.modules if name.startswith(first)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from unisono.config.base import Settings
-from unisono.config.optimizers import Sgd
-from unisono.config.schema import Launch, Layout, Run, RunConfig, Train
+from unisono.config.schema.base import Settings
+from unisono.config.schema.optimizers import Sgd
+from unisono.config.schema.run import Launch, Layout, Run, RunConfig, Train
 
 
 def refusal(kind: type[Settings], /, **values: Any) -> str:

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from unisono.config import resolve, secrets
 from unisono.config.compose import compose
-from unisono.errors import ConfigError
+from unisono.runtime.errors import ConfigError
 
 CANARY = "canary5f0c9d1e7a"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config.split import Split
-from unisono.errors import ConfigError
+from unisono.config.batch_split import Split
+from unisono.runtime.errors import ConfigError
 
 SPLITS = st.builds(
     lambda world, passes, micro: Split(world * passes * micro, world, micro),

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config.split import Split
-from unisono.data.loader import Loader, MicroBatch
-from unisono.data.order import Order
-from unisono.data.plan import Plan, StreamPlan, Taken
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.order.order import Order
+from unisono.data.order.plan import Plan, StreamPlan, Taken
 from unisono.task import Task
 
 SIZE, BATCH = 31, 12

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data import prepare
-from unisono.data.prepare import Made
-from unisono.keys import generator
+from unisono.data.prepare import preparation
+from unisono.data.prepare.preparation import Made
+from unisono.runtime.rng import generator
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Numbers:
         return {"records": self.records, "source": self.of["source"]}
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
-        return prepare.even_bounds(self.records, self.size, shard_mb, self.blocks)
+        return preparation.even_bounds(self.records, self.size, shard_mb, self.blocks)
 
     def begin(self, folder: Path) -> Numbers:
         (folder / "travels.txt").write_text("with the shards")
@@ -76,4 +76,4 @@ def content(folder: Path) -> dict[str, bytes]:
 
 if __name__ == "__main__":
     slow = Numbers(300, pause=0.04)
-    prepare.prepare(slow, Path(sys.argv[1]), workers=2, kind=sys.argv[2], shard_mb=1)  # type: ignore[arg-type]
+    preparation.prepare(slow, Path(sys.argv[1]), workers=2, kind=sys.argv[2], shard_mb=1)  # type: ignore[arg-type]

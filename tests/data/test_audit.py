@@ -15,14 +15,14 @@ import yaml
 
 from tests.data import made
 from tests.data.made import BAD, BATCH, SIZE, Augmented, PackedPlan, WithBad
-from unisono.config.split import Split
+from unisono.config.batch_split import Split
 from unisono.data import audit as audits
 from unisono.data import ledger
 from unisono.data.audit import Report, audit
 from unisono.data.ledger import Ledger
-from unisono.data.loader import Loader
-from unisono.data.plan import Plan
-from unisono.errors import RunError
+from unisono.data.loading.loader import Loader
+from unisono.data.order.plan import Plan
+from unisono.runtime.errors import RunError
 from unisono.task import Task
 
 

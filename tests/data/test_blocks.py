@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.blocks import Blocks, CachedBlocks, autocorrelation
-from unisono.data.lanes import ONE, Lanes
-from unisono.data.order import Indices, Order
-from unisono.errors import DataError
+from unisono.data.order.blocks import Blocks, CachedBlocks, autocorrelation
+from unisono.data.order.lanes import ONE, Lanes
+from unisono.data.order.order import Indices, Order
+from unisono.runtime.errors import DataError
 
 sizes = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(any)
 lanes = st.builds(Lanes, st.integers(1, 8), st.integers(1, 5))

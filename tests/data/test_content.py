@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.data.made import Augmented as Drawing
-from unisono.data.content import checksum, size
-from unisono.data.making import Maker
-from unisono.keys import generator, key
+from unisono.data.loading.batch_builder import Maker
+from unisono.data.loading.checksum import checksum, size
+from unisono.runtime.rng import generator, key
 
 
 class Point:

@@ -10,15 +10,15 @@ import pytest
 
 from tests.data.made import BAD, Everything
 from tests.runs import configuration
-from unisono.config.data import Data
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
+from unisono.config.batch_split import Split
+from unisono.config.schema.data import Data
+from unisono.config.schema.run import RunConfig
 from unisono.data import audit as audits
 from unisono.data.audit import Report
 from unisono.data.ledger import Ledger
-from unisono.data.loader import Loader, MicroBatch
-from unisono.data.planning import plan_of, source_of
-from unisono.place import Place
+from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.order.planning import plan_of, source_of
+from unisono.runtime.communicator import Place
 
 ROWS, MICRO, STEPS = 24, 1, 5
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data.feed import Feed
+from unisono.data.loading.prefetch import Feed
 
 
 def done(value: Any) -> Future[Any]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.lanes import ONE, Lanes, alike, count_of
-from unisono.errors import ConfigError
+from unisono.data.order.lanes import ONE, Lanes, alike, count_of
+from unisono.runtime.errors import ConfigError
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,11 +11,11 @@ import pytest
 from tests.data import made
 from tests.data.made import BATCH, WithBad
 from tests.data.test_audit import _edited, _lines, _write
-from unisono.config.split import Split
+from unisono.config.batch_split import Split
 from unisono.data import ledger
 from unisono.data.ledger import Ledger
-from unisono.data.loader import Loader
-from unisono.errors import RecordError, RunError
+from unisono.data.loading.loader import Loader
+from unisono.runtime.errors import RecordError, RunError
 
 STEPS = 4
 

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from unisono.config.split import Split
-from unisono.data.loader import Loader, MicroBatch, check_draws
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.errors import ConfigError, DataError
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader, MicroBatch, check_draws
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Task
 
 SIZE, BATCH = 31, 12

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from unisono.config import data as config
-from unisono.data.lanes import ONE, Lanes
-from unisono.data.mixture import Joined, Mixture, counted, whole_weights
-from unisono.data.order import Indices, Order
-from unisono.errors import ConfigError
+from unisono.config.schema import data as config
+from unisono.data.order.lanes import ONE, Lanes
+from unisono.data.order.mixture import Joined, Mixture, counted, whole_weights
+from unisono.data.order.order import Indices, Order
+from unisono.runtime.errors import ConfigError
 
 weights = st.lists(
     st.one_of(st.just(0.0), st.integers(1, 9).map(float), st.floats(1e-3, 100.0).map(lambda w: round(w, 3))),

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.order import Order, Shuffle
-from unisono.data.plan import StreamPlan
-from unisono.errors import ConfigError, DataError
+from unisono.data.order.order import Order, Shuffle
+from unisono.data.order.plan import StreamPlan
+from unisono.runtime.errors import ConfigError, DataError
 
 sizes = st.integers(1, 5000)
 keys = st.integers(0, 2**63 - 1)

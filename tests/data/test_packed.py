@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.data import Data, Packing
-from unisono.config.schema import Train
-from unisono.config.split import Split
-from unisono.data.order import Indices, Order
-from unisono.data.packed import PackedPlan
-from unisono.data.packing import offline
-from unisono.data.plan import Taken
-from unisono.errors import CheckpointError, ConfigError, DataError
+from unisono.config.batch_split import Split
+from unisono.config.schema.data import Data, Packing
+from unisono.config.schema.run import Train
+from unisono.data.order.order import Indices, Order
+from unisono.data.order.packed_plan import PackedPlan
+from unisono.data.order.packing import offline
+from unisono.data.order.plan import Taken
+from unisono.runtime.errors import CheckpointError, ConfigError, DataError
 
 ROWS, BATCH, LANES, CAPACITY, CHUNK = 301, 48, 24, 16, 5
 LENGTHS = np.random.default_rng(0).integers(0, 40, size=ROWS)  # some are empty, many longer than a row

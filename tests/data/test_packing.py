@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.packing import Pieces, concatenate, offline, online
-from unisono.errors import DataError
+from unisono.data.order.packing import Pieces, concatenate, offline, online
+from unisono.runtime.errors import DataError
 
 Pack = Callable[[np.ndarray, int], Pieces]
 WAYS: dict[str, Pack] = {

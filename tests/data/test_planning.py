@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tests.runs import configuration
 from tests.tasks import LinearTask
-from unisono.config.split import Split
-from unisono.data.blocks import CachedBlocks
-from unisono.data.mixture import Joined
-from unisono.data.order import Order
-from unisono.data.plan import Plan, StreamPlan
-from unisono.data.planning import facts_of, plan_of, source_of, watched
+from unisono.config.batch_split import Split
+from unisono.data.order.blocks import CachedBlocks
+from unisono.data.order.mixture import Joined
+from unisono.data.order.order import Order
+from unisono.data.order.plan import Plan, StreamPlan
+from unisono.data.order.planning import facts_of, plan_of, source_of, watched
 from unisono.data.sources import open_source
-from unisono.errors import ConfigError, DataError
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Task
 
 

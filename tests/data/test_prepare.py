@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.numbers import Numbers, content
-from unisono.data import prepare as preparing
-from unisono.data.prepare import even_bounds, prepare
-from unisono.data.shards import Shards
-from unisono.data.shares import Share, merge
-from unisono.errors import ConfigError, DataError
+from unisono.data.prepare import preparation as preparing
+from unisono.data.prepare.partitions import Share, merge
+from unisono.data.prepare.preparation import even_bounds, prepare
+from unisono.data.prepare.shards import Shards
+from unisono.runtime.errors import ConfigError, DataError
 
 SOURCE = Numbers(300)
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pytest
 
 from tests.data.test_planning import CHANGES, WEIGHTS, sources, task
 from tests.runs import configuration
-from unisono.data.plan import StreamPlan, Taken
-from unisono.data.planning import plan_of, source_of
+from unisono.data.order.plan import StreamPlan, Taken
+from unisono.data.order.planning import plan_of, source_of
 from unisono.data.preview import lines, preview, short
-from unisono.errors import ConfigError, DataError
+from unisono.runtime.errors import ConfigError, DataError
 
 
 def config(**data: Any) -> Any:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.numbers import Numbers
-from unisono.data.prepare import prepare
-from unisono.data.reshard import bounds_by_units, reshard
-from unisono.data.shards import Shards
-from unisono.errors import DataError
+from unisono.data.prepare.preparation import prepare
+from unisono.data.prepare.reshard import bounds_by_units, reshard
+from unisono.data.prepare.shards import Shards
+from unisono.runtime.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.numbers import Numbers
-from unisono.data import shards
-from unisono.data.prepare import prepare
-from unisono.data.shards import Content, Shards, Writer
-from unisono.errors import DataError
+from unisono.data.prepare import shards
+from unisono.data.prepare.preparation import prepare
+from unisono.data.prepare.shards import Content, Shards, Writer
+from unisono.runtime.errors import DataError
 
 rows_of_numbers = st.lists(st.lists(st.integers(0, 65_535), max_size=30), max_size=25)
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.data.mixed import Mixed
 from tests.runs import configuration
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.planning import plan_of, source_of
-from unisono.errors import ConfigError
-from unisono.place import Place
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.planning import plan_of, source_of
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
 
 BATCH, LANES, STEPS = 24, 24, 8
 WORLDS = (1, 2, 3, 4, 8)

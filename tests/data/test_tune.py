@@ -10,9 +10,9 @@ import pytest
 
 from tests.data import made
 from tests.data.made import BATCH, SIZE, Augmented
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.tune import Stages, Waits, choose, lock_share
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.worker_autotuning import Stages, Waits, choose, lock_share
 
 SLOW = Stages(read=0.001, sample=0.05, rest=0.002, locked=0.1)
 
@@ -50,7 +50,7 @@ def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -
         def sample(self, record: Any, rng: Any) -> Any:
             return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
 
-    monkeypatch.setattr("unisono.data.loader.cores", lambda: 4)
+    monkeypatch.setattr("unisono.data.loading.loader.cores", lambda: 4)
     loader = Loader(Slow(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, workers="auto")
     assert loader.facts().startswith("3 threads, ")
     assert loader._stages.sample >= 0.04  # of four rows, ten milliseconds each

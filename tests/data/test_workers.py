@@ -21,10 +21,10 @@ import pytest
 
 from tests.data import made
 from tests.data.made import BAD, BATCH, SIZE, Augmented, Ending, Large, NothingGood, PackedPlan, Telling, WithBad
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.plan import StreamPlan
-from unisono.errors import DataError
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.plan import StreamPlan
+from unisono.runtime.errors import DataError
 from unisono.task import Task
 
 MASK = {"on_error": "mask", "contents": True}
@@ -153,19 +153,19 @@ def test_a_worker_process_imports_no_torch_and_has_one_thread_per_pool() -> None
 
 
 def test_mapped_files_are_mapped_again_and_not_sent(tmp_path: Path) -> None:
-    from unisono.data import wire
+    from unisono.data.loading import ipc
 
     np.arange(1 << 20, dtype=np.int64).tofile(tmp_path / "rows.bin")
     rows = np.memmap(tmp_path / "rows.bin", dtype=np.int64, mode="r")
-    assert wire.Message(rows).size < 2000
-    part = wire.Message(np.asarray(rows)[1000:900_000])
+    assert ipc.Message(rows).size < 2000
+    part = ipc.Message(np.asarray(rows)[1000:900_000])
     assert part.size < 2000
     import socket
 
     here, there = socket.socketpair()
     with here, there:
         part.send(here)
-        assert np.array_equal(wire.receive(there), np.arange(1000, 900_000))
+        assert np.array_equal(ipc.receive(there), np.arange(1000, 900_000))
 
 
 # errors -------------------------------------------------------------------------------------------------------------
@@ -265,8 +265,8 @@ def test_a_worker_that_only_begins_leaves_signals_to_whoever_asks(
 SCRIPT = """
 import sys, time
 from tests.data.made import Augmented, Large, plan, BATCH, SIZE
-from unisono.config.split import Split
-from unisono.data.loader import Loader
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
 import numpy as np
 
 loader = Loader(Large(), np.arange(SIZE), plan(400.0), Split.of(BATCH, 1, 4), 0, worker_kind="processes", workers=2)
@@ -431,7 +431,7 @@ def test_masking_is_refused_where_rows_carry_state() -> None:
         def first_carry(self, batch: Any) -> Any:
             return {}
 
-    from unisono.errors import ConfigError
+    from unisono.runtime.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"data.on_error=mask: Carrying carries state from step to step"):
         made.steps(Carrying(), on_error="mask")

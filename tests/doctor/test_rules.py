@@ -10,8 +10,8 @@ import pytest
 from unisono.doctor import rules
 from unisono.doctor.facts import Facts
 from unisono.doctor.rules import CONDITIONS
-from unisono.launch.network import Interface
-from unisono.launch.variables import VARIABLES, Finding
+from unisono.launch.host_variables import VARIABLES, Finding
+from unisono.launch.nodes.network import Interface
 
 HEALTHY = Facts(
     environment={"PATH": "/bin", "HOME": "/root", "LANG": "C.UTF-8"},

@@ -13,16 +13,16 @@ from torch import nn
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import LENGTH, Transformer, TransformerTask, Words
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.base import StepResult
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.protocol import StepResult
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.precision import promoting
+from unisono.engines.torch.numerics.precision import promoting
 from unisono.evaluation.held_out import HeldOut
-from unisono.keys import generator
-from unisono.place import Alone, Group, Place
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.rng import generator
 from unisono.task import Context, Loss
 
 

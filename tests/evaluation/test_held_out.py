@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono.data.loader import MicroBatch
-from unisono.errors import DataError
+from unisono.data.loading.loader import MicroBatch
 from unisono.evaluation.held_out import HeldOut
-from unisono.place import Place
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import DataError
 
 
 class Numbers(LinearTask):

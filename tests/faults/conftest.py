@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.faults import kills, matrix, report
+from unisono.faults import matrix, report
+from unisono.faults.scenarios import kills
 
 KILLS = "10"  # random instants in a test run; `unisono faults` takes 200
 

@@ -15,9 +15,9 @@ import yaml
 
 from tests.launch import jobs
 from unisono.config import resolve
-from unisono.engines.torch.exhausted import ran_out
-from unisono.errors import ConfigError
-from unisono.launch import autobatch, memory
+from unisono.engines.torch.guards.oom import ran_out
+from unisono.launch.autobatch import memory, search
+from unisono.runtime.errors import ConfigError
 
 TASK = '''
 import numpy as np, torch, unisono
@@ -102,10 +102,10 @@ def config(folder: Path, *words: str) -> Any:
 
 def kept(told: Any, peaks: dict[int, int], **more: Any) -> None:
     """Put measurements where a search leaves them."""
-    path = autobatch.cache_dir() / "autobatch" / f"{autobatch._key(told)}.json"
+    path = search.cache_dir() / "autobatch" / f"{search._key(told)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"peaks": peaks, "kind": "resident", "limit": 0, "source": "", "failed": None, **more}
-    path.write_text(autobatch.json.dumps(values))
+    path.write_text(search.json.dumps(values))
 
 
 def test_what_was_measured_is_used_for_another_limit_where_it_says_enough(
@@ -115,21 +115,21 @@ def test_what_was_measured_is_used_for_another_limit_where_it_says_enough(
     peaks = {1: 101_000_000, 4: 104_000_000, 15: 115_000_000, 60: 160_000_000, 210: 310_000_000}
     kept(config(tmp_path), peaks)
     for limit, expected in ((0.34, 210), (0.166, 60)):
-        found = autobatch.find(config(tmp_path, f"layout.max_memory_gb={limit}"), processes=False)
+        found = search.find(config(tmp_path, f"layout.max_memory_gb={limit}"), processes=False)
         assert (found.micro_batch, found.rows, found.known) == (expected, 1260, True)
     with pytest.raises(ConfigError, match="measures with processes of its own"):
-        autobatch.find(config(tmp_path, "layout.max_memory_gb=9"), processes=False)
+        search.find(config(tmp_path, "layout.max_memory_gb=9"), processes=False)
     with pytest.raises(ConfigError, match="measures with processes of its own"):
-        autobatch.find(config(tmp_path, "layout.max_memory_gb=0.34", "optim.lr=1"), processes=False)
+        search.find(config(tmp_path, "layout.max_memory_gb=0.34", "optim.lr=1"), processes=False)
 
 
 def test_a_limit_that_one_row_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = config(tmp_path, "layout.max_memory_gb=0.05")
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
     measured = {"peaks": {"1": 101_000_000}, "kind": "resident", "limit": 50_000_000, "source": "it", "failed": None}
-    monkeypatch.setattr(autobatch, "_measured", lambda *_: measured)
+    monkeypatch.setattr(search, "_measured", lambda *_: measured)
     with pytest.raises(ConfigError, match=r"a micro-batch of one row takes 0\.101 GB, and a process has 0\.050 GB"):
-        autobatch.find(told)
+        search.find(told)
 
 
 def test_what_a_process_has_is_given_or_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

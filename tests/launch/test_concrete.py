@@ -8,10 +8,10 @@ import pytest
 
 from tests import tasks
 from unisono.config import resolve
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
-from unisono.launch import start
-from unisono.place import Place
+from unisono.config.schema.run import RunConfig
+from unisono.launch import train
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -21,13 +21,13 @@ def config(*overrides: str) -> RunConfig:
 
 
 def layout(*overrides: str, place: Place | None = None) -> tuple[int | str, str, str]:
-    found = start.concrete(config(*overrides), place).layout
+    found = train.concrete(config(*overrides), place).layout
     return found.world_size, found.strategy, found.device
 
 
 def refusal(*overrides: str, place: Place | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        start.concrete(config(*overrides), place)
+        train.concrete(config(*overrides), place)
     return str(caught.value)
 
 
@@ -104,12 +104,12 @@ def test_one_process_with_all_devices_is_refused_where_a_launcher_has_started_se
 
 def test_an_ordered_reduction_runs_on_one_thread_per_process(host: Any):
     host("cpu", 0)
-    assert start.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
+    assert train.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
 
 
 def test_a_host_s_cores_are_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(start, "cores", lambda: 12)
-    assert [start.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
+    monkeypatch.setattr(train, "cores", lambda: 12)
+    assert [train.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
 
 
 # what a host cannot give --------------------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def test_the_device_is_decided_by_the_processes_of_one_node(host: Any):
 
 def test_several_nodes_share_one_copy_of_the_model_inside_of_a_node(host: Any):
     host("cpu", 0)
-    found = start.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
+    found = train.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
     assert found.shards == 4
     place = Place(3, 6, 1, 2, "slurm")
-    assert start.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
+    assert train.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
     asked = config(*NODES, "layout.world_size=8", "layout.strategy=hsdp", "layout.shards=2")
-    assert start.concrete(asked, None).layout.shards == 2
+    assert train.concrete(asked, None).layout.shards == 2
 
 
 @pytest.mark.parametrize("words", [["layout.world_size=4"], [*NODES, "layout.world_size=2"]])

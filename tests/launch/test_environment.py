@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import ConfigError
-from unisono.launch.environment import NODE, OURS, across_nodes, complete, place
-from unisono.place import Node, Place
+from unisono.launch.cluster import NODE, OURS, across_nodes, complete, place
+from unisono.runtime.communicator import Node, Place
+from unisono.runtime.errors import ConfigError
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",

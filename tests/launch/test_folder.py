@@ -14,12 +14,12 @@ import pytest
 
 from tests import tasks
 from tests.launch import jobs
-from unisono.checkpoint import about, commit, resume
+from unisono.checkpoint.core import commit, provenance, resume
 from unisono.config import fingerprint, resolve
-from unisono.config.schema import RunConfig
-from unisono.errors import CheckpointError, ConfigError, RunError
-from unisono.launch import folder
-from unisono.place import Alone
+from unisono.config.schema.run import RunConfig
+from unisono.launch import run_directory
+from unisono.runtime.communicator import Alone
+from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -36,20 +36,20 @@ def config(*overrides: str, name: str | None = "a") -> RunConfig:
 
 
 def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") -> Path:
-    return folder.make(config(*overrides, name=name), facts or {}, tasks.LinearTask())
+    return run_directory.make(config(*overrides, name=name), facts or {}, tasks.LinearTask())
 
 
 def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
     """A checkpoint of nothing, by the run that lies there."""
     kept: dict[str, Any] = dict.fromkeys(resume.KEYS) | {"step": step, "random": random}
-    said = {**about.of(resolve.read(path / "config.yaml")), **told}
+    said = {**provenance.of(resolve.read(path / "config.yaml")), **told}
     commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9, about=said)
 
 
 def refusal(told: RunConfig) -> str:
     before = sorted(Path().rglob("*"))
     with pytest.raises(RunError) as caught:
-        folder.check(told)
+        run_directory.check(told)
     assert sorted(Path().rglob("*")) == before
     return str(caught.value)
 
@@ -58,11 +58,11 @@ def refusal(told: RunConfig) -> str:
 
 
 def test_a_run_keeps_the_name_it_was_given():
-    assert folder.named(config(name="mine")).run.name == "mine"
+    assert run_directory.named(config(name="mine")).run.name == "mine"
 
 
 def test_a_run_without_a_name_gets_one_from_the_task_and_the_time():
-    name = folder.named(config(name=None)).run.name
+    name = run_directory.named(config(name=None)).run.name
     assert name is not None
     assert name.startswith("tasks-2")
 
@@ -70,42 +70,42 @@ def test_a_run_without_a_name_gets_one_from_the_task_and_the_time():
 def test_two_runs_without_a_name_never_share_a_folder():
     names = []
     for _ in range(5):
-        told = folder.named(config(name=None))
-        folder.path_of(told).mkdir(parents=True)
+        told = run_directory.named(config(name=None))
+        run_directory.path_of(told).mkdir(parents=True)
         names.append(told.run.name)
     assert len(set(names)) == 5
 
 
 def test_two_starts_that_found_the_same_free_name_never_share_a_folder():
-    told = folder.named(config(name=None))
-    first, second, third = (folder.claim(told) for _ in range(3))
+    told = run_directory.named(config(name=None))
+    first, second, third = (run_directory.claim(told) for _ in range(3))
     assert first == told
-    assert len({folder.path_of(c) for c in (first, second, third) if folder.path_of(c).is_dir()}) == 3
+    assert len({run_directory.path_of(c) for c in (first, second, third) if run_directory.path_of(c).is_dir()}) == 3
 
 
 def test_a_place_that_cannot_be_claimed_is_refused_by_name(here: Path):
     (here / "file").write_text("no folder")
     with pytest.raises(RunError, match=r"file/tasks-.* cannot be written: Not a directory"):
-        folder.claim(folder.named(config("run.dir=file", name=None)))
+        run_directory.claim(run_directory.named(config("run.dir=file", name=None)))
 
 
 def test_a_job_that_is_queued_again_finds_its_run_by_its_number():
-    assert folder.named(config(name=None), job="77").run.name == "tasks-job77"
+    assert run_directory.named(config(name=None), job="77").run.name == "tasks-job77"
     make(name="tasks-job77")
-    assert folder.named(config(name=None), job="77").run.name == "tasks-job77"
+    assert run_directory.named(config(name=None), job="77").run.name == "tasks-job77"
 
 
 # a new run ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_not_there_yet_is_not_made_by_the_check(here: Path):
-    folder.check(config())
+    run_directory.check(config())
     assert list(here.iterdir()) == []
 
 
 def test_a_run_is_written_down_so_that_it_can_be_read_back():
     told = config("task.rows=7", "optim=sgd")
-    path = folder.make(told, {"rows": 7}, tasks.LinearTask())
+    path = run_directory.make(told, {"rows": 7}, tasks.LinearTask())
     assert resolve.read(path / "config.yaml") == told
 
 
@@ -118,7 +118,7 @@ def test_a_run_is_described_with_its_mathematics_data_and_versions():
 
 def test_the_files_of_sources_are_kept_apart_from_what_trackers_are_given():
     files = {"": [{"name": "a.npy", "rows": 3}]}
-    path = folder.make(config(), {"rows": 3}, tasks.LinearTask(), files)
+    path = run_directory.make(config(), {"rows": 3}, tasks.LinearTask(), files)
     assert json.loads((path / "files.json").read_text()) == files
     assert "a.npy" not in (path / "fingerprint.json").read_text()
 
@@ -128,7 +128,7 @@ def test_a_task_can_leave_its_assets_with_the_run():
         def save_assets(self, directory: Path) -> None:
             (directory / "vocabulary.txt").write_text("a b c")
 
-    path = folder.make(config(), {}, Leaving())
+    path = run_directory.make(config(), {}, Leaving())
     assert (path / "assets" / "vocabulary.txt").read_text() == "a b c"
 
 
@@ -147,10 +147,10 @@ def test_a_place_that_even_root_cannot_write_to_is_refused():
 
 def test_a_place_that_becomes_unwritable_after_the_check_is_refused_by_name(here: Path):
     told = config("run.dir=place")
-    folder.check(told)
+    run_directory.check(told)
     (here / "place").write_text("no folder")
     with pytest.raises(RunError, match=r"place/a cannot be written: .*; choose another run\.dir"):
-        folder.make(told, {}, tasks.LinearTask())
+        run_directory.make(told, {}, tasks.LinearTask())
 
 
 def test_a_folder_with_other_things_in_it_is_refused(here: Path):
@@ -163,7 +163,7 @@ def test_a_folder_with_other_things_in_it_is_refused(here: Path):
 
 def test_an_empty_folder_is_taken(here: Path):
     (here / "runs" / "a").mkdir(parents=True)
-    assert folder.check(config()) == config()
+    assert run_directory.check(config()) == config()
 
 
 # a run that is there ------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_an_empty_folder_is_taken(here: Path):
 
 def test_the_same_configuration_goes_on_with_its_run():
     make()
-    told = folder.check(config())
+    told = run_directory.check(config())
     assert fingerprint.changes(config(), told, random=True) == {}
 
 
@@ -180,7 +180,7 @@ def test_the_same_configuration_goes_on_with_its_run():
 )
 def test_a_harmless_change_goes_on_with_the_run(override: str):
     checkpoint(make())
-    assert folder.check(config(override)).run.name == "a"
+    assert run_directory.check(config(override)).run.name == "a"
 
 
 def test_another_run_is_refused_with_every_key_that_differs():
@@ -197,7 +197,7 @@ def test_another_run_is_refused_with_every_key_that_differs():
 def test_the_way_out_that_a_refusal_offers_works():
     make("task.rows=7", "optim.lr=1")
     offered = refusal(config("task.rows=8", "optim.lr=2")).rpartition(" by ")[2]
-    assert folder.check(config("task.rows=8", "optim.lr=2", offered)).optim.lr == 2
+    assert run_directory.check(config("task.rows=8", "optim.lr=2", offered)).optim.lr == 2
 
 
 def test_allowing_one_change_allows_no_other():
@@ -212,25 +212,25 @@ def test_a_run_whose_name_differs_in_large_and_small_letters_alone_is_another_wh
 ):
     make()
     (here / "runs" / "A").symlink_to("a")
-    monkeypatch.setattr(folder, "folds", lambda path: path.name in ("a", "A"))
+    monkeypatch.setattr(run_directory, "folds", lambda path: path.name in ("a", "A"))
     assert refusal(config(name="A")) == (
         "runs/A already holds the run 'a': this file system does not tell large letters from small ones. "
         "Choose another run.name, or go on with that run by run.name=a"
     )
-    assert folder.check(config()).run.name == "a"
+    assert run_directory.check(config()).run.name == "a"
 
 
 def test_large_and_small_letters_are_told_apart_where_both_names_are_listed_or_one_is_not_there(here: Path):
     make()
-    assert not folder.folds(here / "runs" / "a")
+    assert not run_directory.folds(here / "runs" / "a")
     make(name="A")
-    assert not folder.folds(here / "runs" / "a")
-    assert not folder.folds(here / "runs" / "1")
+    assert not run_directory.folds(here / "runs" / "a")
+    assert not run_directory.folds(here / "runs" / "1")
 
 
 def test_a_run_whose_folder_was_renamed_goes_on_under_its_new_name(here: Path):
     make().rename(here / "runs" / "A")
-    assert folder.check(config(name="A")).run.name == "A"
+    assert run_directory.check(config(name="A")).run.name == "A"
 
 
 def test_a_run_that_must_not_be_resumed_is_refused():
@@ -239,7 +239,7 @@ def test_a_run_that_must_not_be_resumed_is_refused():
 
 
 def test_a_run_that_must_not_be_resumed_is_taken_where_there_is_none():
-    assert folder.check(config("run.resume=never")).run.resume == "never"
+    assert run_directory.check(config("run.resume=never")).run.resume == "never"
 
 
 def test_a_run_that_must_be_resumed_is_refused_where_there_is_none():
@@ -255,22 +255,22 @@ def test_a_run_that_must_be_resumed_is_refused_where_it_has_no_checkpoint_yet():
 
 def test_a_run_that_must_be_resumed_is_taken_where_it_has_a_checkpoint():
     checkpoint(make())
-    assert folder.check(config("run.resume=must")).run.resume == "must"
+    assert run_directory.check(config("run.resume=must")).run.resume == "must"
 
 
 def test_a_configuration_of_the_run_that_cannot_be_read_is_named():
     (make() / "config.yaml").write_text("a: [1")
     with pytest.raises(ValueError, match=r"runs/a/config\.yaml cannot be read as a configuration"):
-        folder.check(config())
+        run_directory.check(config())
 
 
 def test_a_task_whose_file_was_moved_goes_on_with_its_run(here: Path):
     first = jobs.task_file(here)
     told = resolve.load(f"{first}:Small", ["run.name=a", "layout.world_size=1"])[0]
-    folder.make(told, {}, tasks.LinearTask())
+    run_directory.make(told, {}, tasks.LinearTask())
     (here / "later").mkdir()
     moved = told.model_copy(update={"recipe": f"{first.rename(here / 'later' / 'small.py')}:Small"})
-    assert folder.check(moved).recipe == moved.recipe
+    assert run_directory.check(moved).recipe == moved.recipe
 
 
 def test_another_task_does_not_go_on_with_the_run():
@@ -282,9 +282,9 @@ def test_another_task_does_not_go_on_with_the_run():
 def test_the_place_of_a_task_is_written_down_for_other_working_directories(here: Path):
     jobs.task_file(here)
     told = resolve.load("small.py:Small", ["run.name=a", "layout.world_size=1"])[0]
-    path = folder.make(told, {}, tasks.LinearTask())
+    path = run_directory.make(told, {}, tasks.LinearTask())
     assert resolve.read(path / "config.yaml").recipe == f"{here.resolve()}/small.py:Small"
-    assert folder.check(told).recipe == told.recipe
+    assert run_directory.check(told).recipe == told.recipe
 
 
 # a run that is under way --------------------------------------------------------------------------------------------
@@ -292,8 +292,8 @@ def test_the_place_of_a_task_is_written_down_for_other_working_directories(here:
 HOLDING = """
 import sys, time
 from pathlib import Path
-from unisono.launch import folder
-with folder.held(Path("runs/a")):
+from unisono.launch import run_directory
+with run_directory.held(Path("runs/a")):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -301,14 +301,14 @@ with folder.held(Path("runs/a")):
 
 def test_a_run_is_held_by_one_start_at_a_time():
     with (
-        folder.held(Path("runs/a")),
+        run_directory.held(Path("runs/a")),
         pytest.raises(
             RunError, match=f"runs/a is held by process {os.getpid()} on {platform.node()}, which trains this run; "
         ),
-        folder.held(Path("runs/a")),
+        run_directory.held(Path("runs/a")),
     ):
         pass
-    with folder.held(Path("runs/a")), folder.held(Path("runs/b")):
+    with run_directory.held(Path("runs/a")), run_directory.held(Path("runs/b")):
         pass
 
 
@@ -316,18 +316,21 @@ def test_a_run_is_let_go_of_when_its_process_is_killed(here: Path):
     with subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, cwd=here) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(RunError, match=f"runs/a is held by process {process.pid} on "), folder.held(Path("runs/a")):
+        with (
+            pytest.raises(RunError, match=f"runs/a is held by process {process.pid} on "),
+            run_directory.held(Path("runs/a")),
+        ):
             pass
         process.kill()
         process.wait()
-    with folder.held(Path("runs/a")):
+    with run_directory.held(Path("runs/a")):
         pass
 
 
 def test_a_start_that_ended_before_it_wrote_anything_leaves_a_folder_that_can_be_used():
-    with folder.held(Path("runs/a")):
+    with run_directory.held(Path("runs/a")):
         pass
-    assert folder.check(config("run.resume=never")).run.name == "a"
+    assert run_directory.check(config("run.resume=never")).run.name == "a"
 
 
 # micro-batches ------------------------------------------------------------------------------------------------------
@@ -336,25 +339,25 @@ def test_a_start_that_ended_before_it_wrote_anything_leaves_a_folder_that_can_be
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_resumed_run_keeps_its_micro_batch_where_it_fits(world_size: int):
     checkpoint(make("train.global_batch=16", "layout.micro_batch=4"))
-    told = folder.check(config("train.global_batch=16", f"layout.world_size={world_size}"))
+    told = run_directory.check(config("train.global_batch=16", f"layout.world_size={world_size}"))
     assert told.layout.micro_batch == 4
 
 
 def test_a_resumed_run_takes_another_micro_batch_where_the_old_one_does_not_fit():
     checkpoint(make("train.global_batch=16", "layout.micro_batch=4"))
-    told = folder.check(config("train.global_batch=16", "layout.world_size=8"))
+    told = run_directory.check(config("train.global_batch=16", "layout.world_size=8"))
     assert told.layout.micro_batch is None
 
 
 def test_a_resumed_run_that_draws_random_numbers_keeps_its_micro_batch_even_where_it_does_not_fit():
     checkpoint(make("train.global_batch=16", "layout.micro_batch=4"), random=True)
-    told = folder.check(config("train.global_batch=16", "layout.world_size=8"))
+    told = run_directory.check(config("train.global_batch=16", "layout.world_size=8"))
     assert told.layout.micro_batch == 4
 
 
 def test_a_micro_batch_that_the_user_gives_counts_where_nothing_is_random():
     checkpoint(make("train.global_batch=16", "layout.micro_batch=4"))
-    assert folder.check(config("train.global_batch=16", "layout.micro_batch=8")).layout.micro_batch == 8
+    assert run_directory.check(config("train.global_batch=16", "layout.micro_batch=8")).layout.micro_batch == 8
 
 
 def test_another_micro_batch_is_refused_where_a_forward_pass_draws_random_numbers():
@@ -364,7 +367,7 @@ def test_another_micro_batch_is_refused_where_a_forward_pass_draws_random_number
 
 def test_another_micro_batch_is_taken_where_it_is_allowed():
     checkpoint(make("layout.micro_batch=4"), random=True)
-    told = folder.check(config("layout.micro_batch=8", "run.allow_change=[layout.micro_batch]"))
+    told = run_directory.check(config("layout.micro_batch=8", "run.allow_change=[layout.micro_batch]"))
     assert told.layout.micro_batch == 8
 
 
@@ -372,7 +375,7 @@ def test_the_newest_checkpoint_says_whether_a_forward_pass_is_random():
     path = make("layout.micro_batch=4")
     checkpoint(path, random=True, step=3)
     checkpoint(path, random=False, step=10)
-    assert folder.check(config("layout.micro_batch=8")).layout.micro_batch == 8
+    assert run_directory.check(config("layout.micro_batch=8")).layout.micro_batch == 8
 
 
 SYNC = ("train.global_batch=16", "layout.sync_batch_norm=true")
@@ -380,8 +383,8 @@ SYNC = ("train.global_batch=16", "layout.sync_batch_norm=true")
 
 def test_a_run_with_common_statistics_of_the_whole_batch_may_go_on_on_other_processes():
     checkpoint(make(*SYNC, "layout.world_size=2", "layout.micro_batch=8"))
-    assert folder.check(config(*SYNC, "layout.world_size=4")).layout.micro_batch is None
-    assert folder.check(config(*SYNC, "layout.world_size=4", "layout.micro_batch=4")).layout.micro_batch == 4
+    assert run_directory.check(config(*SYNC, "layout.world_size=4")).layout.micro_batch is None
+    assert run_directory.check(config(*SYNC, "layout.world_size=4", "layout.micro_batch=4")).layout.micro_batch == 4
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 4), (1, 8)])
@@ -391,7 +394,7 @@ def test_a_run_that_would_normalise_other_rows_together_is_refused(world_size: i
     told = refusal(config(*other))
     assert f"the whole global batch there, {micro_batch} of each of {world_size} processes here" in told
     allowed = config(*other, "run.allow_change=[layout.micro_batch]")
-    assert folder.check(allowed).layout.micro_batch == micro_batch
+    assert run_directory.check(allowed).layout.micro_batch == micro_batch
 
 
 def test_a_run_that_synchronises_its_statistics_from_now_on_is_another_run():
@@ -422,10 +425,10 @@ def test_a_run_is_not_continued_on_other_data(before: dict[str, Any], now: dict[
 def test_a_file_that_changed_since_the_checkpoint_is_named():
     before = {"web": [{"name": "a.parquet", "rows": 7, "digest": "x"}], "code": [{"name": "c.arrow", "rows": 1}]}
     now = {**before, "web": [{"name": "a.parquet", "rows": 7, "digest": "y"}]}
-    folder.make(config(), {"fingerprint": "x"}, tasks.LinearTask(), before)
-    folder.make(config(), {"fingerprint": "x"}, tasks.LinearTask(), before)
+    run_directory.make(config(), {"fingerprint": "x"}, tasks.LinearTask(), before)
+    run_directory.make(config(), {"fingerprint": "x"}, tasks.LinearTask(), before)
     with pytest.raises(RunError, match=r"other data: of source 'web', a\.parquet has changed: it has other content; "):
-        folder.make(config(), {"fingerprint": "y"}, tasks.LinearTask(), now)
+        run_directory.make(config(), {"fingerprint": "y"}, tasks.LinearTask(), now)
 
 
 def test_what_differs_in_the_data_is_told():
@@ -451,7 +454,7 @@ def test_the_checkpoint_and_not_the_configuration_beside_it_is_compared():
     path = make("optim.lr=1")
     checkpoint(path)
     make("optim.lr=2", "run.allow_change=[optim.lr]")  # a start that ended before its first checkpoint
-    assert folder.check(config("optim.lr=1")).optim.lr == 1
+    assert run_directory.check(config("optim.lr=1")).optim.lr == 1
     assert "  optim.lr: 1.0 there, 2.0 here" in refusal(config("optim.lr=2"))
 
 
@@ -471,14 +474,14 @@ def test_a_configuration_that_is_replaced_is_kept():
 def test_a_name_in_allow_change_that_is_no_key_is_refused_for_a_new_run_and_for_one_that_goes_on():
     for there in (make, lambda: checkpoint(make()), lambda: None):
         with pytest.raises(ConfigError, match=r"run\.allow_change names 'optim\.lrr', .*did you mean 'optim\.lr'\?"):
-            folder.check(config("run.allow_change=[optim.lrr]"))
+            run_directory.check(config("run.allow_change=[optim.lrr]"))
         there()
 
 
 def test_an_exact_start_is_refused_before_processes_start_where_anything_could_change_a_bit():
     checkpoint(make(), versions={"torch": "1.0"}, code={})
     with pytest.raises(RunError) as caught:
-        folder.check(config("run.resume=exact", "layout.world_size=2"))
+        run_directory.check(config("run.resume=exact", "layout.world_size=2"))
     told = str(caught.value)
     assert told.startswith("runs/a cannot be continued exactly (run.resume=exact); ")
     assert "\n  layout.world_size: 1 there, 2 here\n" in told
@@ -488,7 +491,7 @@ def test_an_exact_start_is_refused_before_processes_start_where_anything_could_c
 
 def test_an_exact_start_goes_on_where_nothing_has_changed():
     checkpoint(make("layout.micro_batch=4", "train.global_batch=8"), random=True)
-    assert folder.check(config("run.resume=exact", "train.global_batch=8")).layout.micro_batch == 4
+    assert run_directory.check(config("run.resume=exact", "train.global_batch=8")).layout.micro_batch == 4
 
 
 def test_an_exact_start_allows_no_change():
@@ -508,13 +511,13 @@ def test_a_newest_checkpoint_whose_manifest_is_damaged_leaves_the_one_before_it_
     make("optim.lr=2")
     checkpoint(path, step=4)
     file = torn(path, 4)
-    assert folder.check(config("optim.lr=1")).optim.lr == 1
+    assert run_directory.check(config("optim.lr=1")).optim.lr == 1
     with pytest.raises(CheckpointError, match=rf"{file} cannot be read.*No other may be taken with run\.resume=exact"):
-        folder.check(config("optim.lr=1", "run.resume=exact"))
+        run_directory.check(config("optim.lr=1", "run.resume=exact"))
     torn(path, 3)
     for how in ("auto", "must"):
         with pytest.raises(CheckpointError, match=r"no checkpoint is whole\. .*or choose another run\.name"):
-            folder.check(config("optim.lr=1", f"run.resume={how}"))
+            run_directory.check(config("optim.lr=1", f"run.resume={how}"))
 
 
 @pytest.mark.parametrize("commits", [True, False])

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.launch import jobs
-from unisono import cli
+from unisono.cli import main
 from unisono.config import resolve
-from unisono.errors import ConfigError, RunError
-from unisono.launch import host
+from unisono.launch import host_check
+from unisono.runtime.errors import ConfigError, RunError
 
 WORDS = ("small.py:Small", "run.name=a", "train.steps=2", "train.global_batch=8", "layout.device=cpu")
 
@@ -36,7 +36,7 @@ def config(*words: str) -> Any:
 
 def refusal(*words: str) -> str:
     with pytest.raises((ConfigError, RunError)) as caught:
-        host.check(config("layout.world_size=2", "layout.strategy=ddp", *words))
+        host_check.check(config("layout.world_size=2", "layout.strategy=ddp", *words))
     return str(caught.value)
 
 
@@ -62,7 +62,7 @@ def test_a_variable_that_cannot_be_read_is_named_with_its_remedy(
 
 def test_interfaces_are_no_matter_to_a_single_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    host.check(config("layout.world_size=1", "layout.strategy=single"))
+    host_check.check(config("layout.world_size=1", "layout.strategy=single"))
 
 
 def test_a_variable_that_is_misspelt_is_told_and_no_more(
@@ -70,7 +70,7 @@ def test_a_variable_that_is_misspelt_is_told_and_no_more(
 ):
     monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS", "5")
     monkeypatch.setenv("NCCL_OWN_PLUGIN_THING", "5")
-    host.check(config("layout.world_size=1", "layout.strategy=single"))
+    host_check.check(config("layout.world_size=1", "layout.strategy=single"))
     assert capsys.readouterr().err == (
         "unisono: WARNING: TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS is set, which nothing reads: is "
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC meant?\n"
@@ -80,13 +80,13 @@ def test_a_variable_that_is_misspelt_is_told_and_no_more(
 LIMITED = """
 import resource, sys
 from unisono.config import resolve
-from unisono.errors import RunError
-from unisono.launch import host
+from unisono.runtime.errors import RunError
+from unisono.launch import host_check
 soft, hard, workers = map(int, sys.argv[1:4])
 config = resolve.load(sys.argv[4], ["run.name=a", "train.steps=2", "layout.world_size=2", f"data.workers={workers}"])[0]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:
-    host.open_files(config)
+    host_check.open_files(config)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 except RunError as error:
     print(error)
@@ -113,13 +113,13 @@ def test_open_files_are_raised_where_that_is_allowed(limits: tuple[str, ...], to
 
 @pytest.mark.parametrize(("free", "fits"), [(63 << 20, False), (64 << 20, True)])
 def test_a_container_with_little_shared_memory_is_refused(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=free)))
+    monkeypatch.setattr(host_check, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=free)))
     asked = config("layout.world_size=2", "layout.strategy=ddp")
     asked = asked.model_copy(update={"layout": asked.layout.model_copy(update={"device": "cuda"})})
     if fits:
-        return host.check(asked)
+        return host_check.check(asked)
     with pytest.raises(RunError, match="63 MiB free, and 2 processes on one host need about 64 MiB"):
-        host.check(asked)
+        host_check.check(asked)
     return None
 
 
@@ -128,7 +128,7 @@ def test_a_run_and_its_check_are_refused_alike_before_anything_is_written(
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage")
     for verb in ("check", "train"):
-        assert cli.main([verb, *WORDS]) == 2
+        assert main.main([verb, *WORDS]) == 2
         assert capsys.readouterr().err.startswith("unisono: error: PYTORCH_ALLOC_CONF=garbage: torch cannot read it")
     assert not (here / "runs").exists()
 
@@ -139,7 +139,7 @@ def test_a_run_and_its_check_are_refused_alike_before_anything_is_written(
 def trained(here: Path, name: str, *words: str) -> int:
     quoted = name.replace("'", "\\'")
     own = ("layout.world_size=1", "observe.progress=false", f"run.name='{quoted}'")
-    return cli.main(["train", *WORDS, *own, *words])
+    return main.main(["train", *WORDS, *own, *words])
 
 
 @pytest.mark.parametrize("name", ["a b", "-a", "ä☃", "x" * 255, "a'b", "A"])

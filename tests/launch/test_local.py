@@ -17,9 +17,10 @@ from torch.distributed.launcher import api
 
 from tests import tasks
 from unisono.config import resolve
-from unisono.launch import local, network
-from unisono.launch.environment import OURS
-from unisono.place import Node
+from unisono.launch import local_processes
+from unisono.launch.cluster import OURS
+from unisono.launch.nodes import network
+from unisono.runtime.communicator import Node
 
 UNWATCHED = "launch.monitor=false"
 TASK = f"{tasks.__file__}:LinearTask"
@@ -34,7 +35,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 
 def launch(folder: Path, threads: int) -> None:
-    local.launch(resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads)
+    local_processes.launch(
+        resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads
+    )
 
 
 def test_a_launch_leaves_the_environment_as_it_was(
@@ -95,7 +98,7 @@ def test_a_node_starts_its_share_of_the_processes_and_tells_them_which_it_is(
     config = resolve.load(TASK, ["layout.world_size=6", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00000.fault.json").touch()  # node 0 has begun, and failed
-    local.launch(config, tmp_path, 1, node=node)
+    local_processes.launch(config, tmp_path, 1, node=node)
     assert counts == [3]
     assert json.loads(seen[0]["UNISONO_NODE"]) == asdict(node)
     assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
@@ -109,7 +112,7 @@ def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
     config = resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
-    local.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
+    local_processes.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
     assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
 
@@ -125,7 +128,7 @@ def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float
         fault["fault"] = ""
         (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
     error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=code) for rank, code in exits.items()})
-    told = local._headline(folder, error, first)
+    told = local_processes._headline(folder, error, first)
     return str(told), told.exit_code
 
 
@@ -133,7 +136,7 @@ def test_what_the_fault_is_called_is_kept(tmp_path: Path):
     report = {"rank": 0, "kind": "GuardError", "text": "no", "code": 4, "fault": "Replicas drift apart", "time": 0.0}
     (tmp_path / "rank-0.fault.json").write_text(json.dumps(report))
     ended: Any = SimpleNamespace(failures={0: SimpleNamespace(exitcode=4)})
-    assert local._headline(tmp_path, ended).fault == "Replicas drift apart"
+    assert local_processes._headline(tmp_path, ended).fault == "Replicas drift apart"
 
 
 def test_a_death_is_not_told_as_the_preemption_that_another_rank_takes_the_launcher_s_signal_for(tmp_path: Path):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import ConfigError, DeadlineError, RunError, UnisonoError
-from unisono.launch import meeting
-from unisono.launch.meeting import Meeting
+from unisono.launch.nodes import tcp_rendezvous
+from unisono.launch.nodes.tcp_rendezvous import Meeting
+from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ def together(
     def node(number: int) -> None:
         rank = number if ranks is None else ranks[number]
         try:
-            with meeting.meet(rank, size or len(acts), where, start, timeout) as met:
+            with tcp_rendezvous.meet(rank, size or len(acts), where, start, timeout) as met:
                 ends[number] = acts[number](met)
         except UnisonoError as error:
             ends[number] = error
@@ -108,11 +108,11 @@ def test_node_0_that_does_not_come_is_told_with_its_address():
 def test_who_does_not_know_the_token_is_sent_away_and_the_nodes_meet_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv(meeting.TOKEN, "secret")
+    monkeypatch.setenv(tcp_rendezvous.TOKEN, "secret")
     port, ends = free_port(), []
 
     def node(rank: int) -> None:
-        with meeting.meet(rank, 2, f"127.0.0.1:{port}", 10, 5) as met:
+        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{port}", 10, 5) as met:
             ends.append(met.gather(rank, "ranks"))
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
@@ -151,7 +151,7 @@ def test_nodes_that_were_told_different_numbers_of_nodes_are_refused():
 
     def node(rank: int) -> None:
         try:
-            with meeting.meet(rank, 2 + rank, where, 5, 5):
+            with tcp_rendezvous.meet(rank, 2 + rank, where, 5, 5):
                 pass
         except UnisonoError as error:
             ends[rank] = error
@@ -171,21 +171,21 @@ def test_a_port_in_use_is_told():
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="of this node is in use; choose another, on all nodes"):
-            meeting.meet(0, 2, where, 5, 5).__enter__()
+            tcp_rendezvous.meet(0, 2, where, 5, 5).__enter__()
 
 
 def test_a_rendezvous_at_another_host_is_told_with_the_addresses_of_this_one():
     with pytest.raises(ConfigError, match=r"must be an address of node 0, and this node, .* has others: lo 127.0.0.1"):
-        meeting.meet(0, 2, "192.0.2.1:29400", 5, 5).__enter__()  # an address of nobody (RFC 5737)
+        tcp_rendezvous.meet(0, 2, "192.0.2.1:29400", 5, 5).__enter__()  # an address of nobody (RFC 5737)
 
 
 def test_whoever_is_no_node_of_ours_is_sent_away(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "_GREETING", 0.3)
+    monkeypatch.setattr(tcp_rendezvous, "_GREETING", 0.3)
     where = free_port()
     ends: list[Any] = [None, None]
 
     def node(rank: int) -> None:
-        with meeting.meet(rank, 2, f"127.0.0.1:{where}", 10, 5) as met:
+        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{where}", 10, 5) as met:
             ends[rank] = met.gather(rank, "ranks")
 
     first = threading.Thread(target=node, args=(0,))
@@ -223,8 +223,8 @@ def test_a_node_that_says_nothing_is_named_after_the_deadline():
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When this process would have ended its children."""
     found: list[float] = []
-    monkeypatch.setattr(meeting, "_GRACE", 0.3)
-    monkeypatch.setattr(meeting.signal, "pthread_kill", lambda thread, number: found.append(time.monotonic()))
+    monkeypatch.setattr(tcp_rendezvous, "_GRACE", 0.3)
+    monkeypatch.setattr(tcp_rendezvous.signal, "pthread_kill", lambda thread, number: found.append(time.monotonic()))
     return found
 
 

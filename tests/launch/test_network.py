@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from unisono.errors import ConfigError
-from unisono.launch import network
-from unisono.launch.network import Interface
+from unisono.launch.nodes import network
+from unisono.launch.nodes.network import Interface
+from unisono.runtime.errors import ConfigError
 
 FOUND = [
     Interface("lo", ("127.0.0.1", "::1"), up=True),

@@ -20,9 +20,9 @@ import yaml
 
 from tests.launch import jobs, namespaces
 from tests.launch.namespaces import Host
-from unisono.errors import RunError
-from unisono.launch import nodes
-from unisono.place import Node
+from unisono.launch.nodes import agreement
+from unisono.runtime.communicator import Node
+from unisono.runtime.errors import RunError
 
 Done = subprocess.CompletedProcess[str]
 
@@ -280,20 +280,20 @@ class TestBothHostsEnd:
 
 
 def test_a_folder_that_holds_the_number_of_this_start_is_shared(tmp_path: Path):
-    nodes.shared(tmp_path, nodes.mark(tmp_path))
-    nodes.unmark(tmp_path, Node(0, 2, "", 0, ""))
+    agreement.shared(tmp_path, agreement.mark(tmp_path))
+    agreement.unmark(tmp_path, Node(0, 2, "", 0, ""))
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 def test_a_folder_of_an_earlier_start_on_a_disk_of_its_own_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nodes, "_PATIENCE", 0.3)
-    nodes.mark(tmp_path)
+    monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
+    agreement.mark(tmp_path)
     with pytest.raises(
         RunError, match=r"is another folder here: run\.dir must lie on a file system that all nodes share"
     ):
-        nodes.shared(tmp_path, "the number of node 0")
+        agreement.shared(tmp_path, "the number of node 0")
     shutil.rmtree(tmp_path)
     with pytest.raises(RunError, match="is not here"):
-        nodes.shared(tmp_path, "the number of node 0")
+        agreement.shared(tmp_path, "the number of node 0")

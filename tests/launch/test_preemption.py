@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.launch import jobs
-from unisono import cli
+from unisono.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "train.steps=40", "task.dropout=0.2", "eval.every=3")
@@ -139,16 +139,16 @@ def test_a_run_can_be_asked_to_save_and_to_stop(here: Path, monkeypatch: pytest.
     run = here / "runs" / "a"
     with jobs.started(words(here, "train.steps=3000", "eval.every=5000", world=1), here) as process:
         jobs.training(here / "marks", 1)
-        assert cli.main(["save", str(run)]) == 0
+        assert main.main(["save", str(run)]) == 0
         jobs.wait_for(lambda: (run / "checkpoints").is_dir() and len(saved(here)) == 1, 20)
         (first,) = saved(here)
-        assert cli.main(["stop", str(run)]) == 0
+        assert main.main(["stop", str(run)]) == 0
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
     last = saved(here)[-1]
     assert first < last < 3000
     assert jobs.events(run)[-1]["step"] == last
-    assert cli.main(["stop", str(run)]) == 2
+    assert main.main(["stop", str(run)]) == 2
 
 
 def test_torchruns_processes_answer_its_signal(here: Path):

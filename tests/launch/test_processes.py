@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from tests.launch import jobs
-from unisono import cli
-from unisono.supervise import procs
+from unisono.cli import main
+from unisono.supervise import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a")
@@ -53,7 +53,7 @@ def by_hand(
     """Processes started with torchrun's variables, each with words and variables of its own; not all need be there."""
     port = str(free_port())
     with ExitStack() as stack:
-        processes = [
+        started = [
             stack.enter_context(
                 jobs.started(
                     [jobs.UNISONO, *given], cwd, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
@@ -63,8 +63,8 @@ def by_hand(
             )
             for rank, given in zip(ranks, words, strict=True)
         ]  # fmt: skip
-        ends = [process.communicate(timeout=90) for process in processes]
-    return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
+        ends = [process.communicate(timeout=90) for process in started]
+    return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(started, ends, strict=True)]
 
 
 # processes that work ------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_two_processes_compute_what_one_computes(
 ):
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert cli.main([*TRAIN, "train.steps=6", "layout.world_size=1", "layout.threads=1"]) == 0
+    assert main.main([*TRAIN, "train.steps=6", "layout.world_size=1", "layout.threads=1"]) == 0
     mine, theirs = jobs.events(here / "runs" / "a"), jobs.events(two[0] / "runs" / "a")
     timed = {"seconds", "rows_per_second", "data_wait"}
     assert len(mine) == 7
@@ -250,17 +250,19 @@ def test_a_launcher_that_was_killed_leaves_no_orphans(here: Path):
         [jobs.UNISONO, *TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"], here
     ) as process:
         assert len(jobs.training(here / "marks", 2)) == 2
-        told = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in procs.family([_now(process)])}
+        told = {
+            p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in processes.family([_now(process)])
+        }
         ((monitor, words),) = [(p, words) for p, words in told.items() if b"unisono.supervise.monitor" in words]
         shared = Path(json.loads(words[words.index(b"unisono.supervise.monitor") + 1])["directory"])
         assert shared.is_dir()
         process.kill()
         assert jobs.all_gone(here, 10)
-        jobs.wait_for(lambda: procs.look(monitor) is None and not shared.exists(), 10)
+        jobs.wait_for(lambda: processes.look(monitor) is None and not shared.exists(), 10)
 
 
-def _now(process: subprocess.Popen[str]) -> procs.Process:
-    found = procs.look(process.pid)
+def _now(process: subprocess.Popen[str]) -> processes.Process:
+    found = processes.look(process.pid)
     assert found is not None
     return found
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono import cli
-from unisono.checkpoint import commit, manifest
-from unisono.errors import CheckpointError, ConfigError, RunError
-from unisono.launch import environment
+from unisono.checkpoint.core import commit, manifest
+from unisono.cli import main
+from unisono.engines.state import Shard
+from unisono.launch import cluster
 from unisono.launch.replay import FOLDER, replay
-from unisono.place import Place
-from unisono.state import Shard
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
 WORDS = (
     "run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "train.global_batch=4",
@@ -27,7 +27,7 @@ WORDS = (
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    assert cli.main(["train", "language", *WORDS, f"run.dir={folder}", "checkpoint.final=model"]) == 0
+    assert main.main(["train", "language", *WORDS, f"run.dir={folder}", "checkpoint.final=model"]) == 0
     return folder / "a"
 
 
@@ -106,10 +106,10 @@ def test_a_step_that_is_not_what_it_was_is_told_by_its_number_and_what_it_came_t
 
 
 def test_the_verb_says_by_its_exit_code_whether_they_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["replay", str(run), "--from", "2", "--to", "4"]) == 0
+    assert main.main(["replay", str(run), "--from", "2", "--to", "4"]) == 0
     assert "bit for bit" in capsys.readouterr().out
     changed(run, 4, weight(run))
-    assert cli.main(["replay", str(run), "--from", "2"]) == 1
+    assert main.main(["replay", str(run), "--from", "2"]) == 1
 
 
 def weight(run: Path) -> str:
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_told_before_anything_starts(run: Path) -> None:
 def test_it_is_one_command_and_about_a_run(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         replay(tmp_path)
-    monkeypatch.setattr(environment, "place", lambda: Place(world_size=2, launcher="torchrun"))
+    monkeypatch.setattr(cluster, "place", lambda: Place(world_size=2, launcher="torchrun"))
     with pytest.raises(ConfigError, match="without torchrun"):
         replay(run)
 

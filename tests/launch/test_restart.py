@@ -11,11 +11,11 @@ import yaml
 from tests import tasks
 from tests.launch import jobs
 from unisono.config import resolve
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
-from unisono.launch import local, restart, start
+from unisono.config.schema.run import RunConfig
+from unisono.launch import local_processes, restart, train
 from unisono.observe.events import Events
-from unisono.place import Place
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
 from unisono.supervise import preemption
 
 
@@ -30,15 +30,15 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def launch(*_: object) -> None:
         made.append(os.environ["UNISONO_ATTEMPT"])
-        raise local.WorkerError("rank 1 died.\nMore of it.", int(os.environ["CODE"]))
+        raise local_processes.WorkerError("rank 1 died.\nMore of it.", int(os.environ["CODE"]))
 
-    monkeypatch.setattr(local, "launch", launch)
+    monkeypatch.setattr(local_processes, "launch", launch)
     return made
 
 
 def failed(folder: Path, *words: str) -> str:
     (folder / "config.yaml").write_text(yaml.safe_dump(config(*words).model_dump(mode="json")))
-    with pytest.raises(local.WorkerError) as caught:
+    with pytest.raises(local_processes.WorkerError) as caught:
         restart.launch(config(*words), folder, 1)
     return str(caught.value)
 
@@ -92,9 +92,9 @@ def test_a_run_that_left_a_smaller_micro_batch_is_started_again_with_it(
             update={"layout": config.layout.model_copy(update={"micro_batch": max(1, made[-1] // 2)})}
         )
         (folder / "config.yaml").write_text(yaml.safe_dump(smaller.model_dump(mode="json")))
-        raise local.WorkerError("rank 1, step 4: out of memory", 6)
+        raise local_processes.WorkerError("rank 1, step 4: out of memory", 6)
 
-    monkeypatch.setattr(local, "launch", launch)
+    monkeypatch.setattr(local_processes, "launch", launch)
     text = failed(tmp_path, "launch.max_restarts=5", "layout.micro_batch=4")
     assert text == "rank 1, step 4: out of memory\nIt was started again 2 times (launch.max_restarts)"
     assert made == [4, 2, 1]
@@ -107,12 +107,12 @@ def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
     )
     Events(tmp_path / "events.jsonl", first_step=4).close()
     assert [event.get("restart") for event in jobs.events(tmp_path)] == [None, 1]
-    assert start.outcome(tmp_path).loss == 2.0
+    assert train.outcome(tmp_path).loss == 2.0
 
 
 def test_processes_that_others_started_or_that_are_on_other_nodes_are_not_started_again():
     with pytest.raises(ConfigError, match=r"launch\.max_restarts=1, but torchrun has started this process"):
-        start.concrete(config("launch.max_restarts=1"), Place(0, 2, 0, 2, "torchrun"))
+        train.concrete(config("launch.max_restarts=1"), Place(0, 2, 0, 2, "torchrun"))
     nodes = ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400")
     with pytest.raises(ConfigError, match="a run on several nodes is not started again by itself"):
         config("launch.max_restarts=1", *nodes)
@@ -125,7 +125,7 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
     task = f"{tasks.__file__}:LinearTask"
     path = f"run.dir={tmp_path}"
     words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
-    start.start(resolve.load(task, words)[0])
+    train.start(resolve.load(task, words)[0])
     assert ("nothing starts it again" in capsys.readouterr().err) == warned
 
 

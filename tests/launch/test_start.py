@@ -18,15 +18,15 @@ from tests import tasks
 from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config import resolve
-from unisono.config.schema import RunConfig
+from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.errors import ConfigError, DataError, RunError, UnisonoError
-from unisono.launch import folder, local, reload, start
-from unisono.launch.environment import OURS
+from unisono.launch import load, local_processes, run_directory, train
+from unisono.launch.cluster import OURS
 from unisono.observe import events
 from unisono.recipes.microbiome.modelling import Model
 from unisono.recipes.microbiome.settings import Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
+from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -71,13 +71,13 @@ class Choosy(LinearTask):
 )
 def test_a_task_that_cannot_be_trained_is_refused(task: LinearTask, told: str):
     with pytest.raises(DataError, match=told):
-        start.preflight(task, start.concrete(config(), None))
+        train.preflight(task, train.concrete(config(), None))
 
 
 def test_less_than_one_row_of_an_epoch_is_refused():
-    told = start.concrete(config("train.steps=null", "train.epochs=0.001"), None)
+    told = train.concrete(config("train.steps=null", "train.epochs=0.001"), None)
     with pytest.raises(ConfigError, match=r"train\.epochs=0\.001 of 40 rows is less than one row"):
-        start.preflight(LinearTask(), told)
+        train.preflight(LinearTask(), told)
 
 
 def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
@@ -85,8 +85,8 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
         def facts(self) -> dict[str, Any]:
             return {"words": 61}
 
-    told = start.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
-    assert start.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
+    told = train.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
+    assert train.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
 
 
 # train, from Python -------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_a_task_that_was_defined_in_no_file_is_refused():
 def test_the_task_of_a_packaged_recipe_is_called_by_its_name():
     from unisono.recipes.language.task import Language
 
-    assert start.reference_to(Language) == "language"
+    assert train.reference_to(Language) == "language"
 
 
 def test_a_run_goes_on_where_it_was_interrupted():
@@ -224,7 +224,9 @@ def test_a_process_of_a_run_cannot_start_a_run_while_it_imports_its_task(monkeyp
         monkeypatch.setenv(name, "1")
     for name in (OURS, "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "unisono-1")
-    monkeypatch.setattr(local, "launch", lambda *_: pytest.fail("processes were started by a process of a run"))
+    monkeypatch.setattr(
+        local_processes, "launch", lambda *_: pytest.fail("processes were started by a process of a run")
+    )
     with pytest.raises(ConfigError, match="Put the call under `if __name__ == '__main__':`"):
         unisono.train(LinearTask, {**SHORT, "layout.world_size": 2})
 
@@ -302,8 +304,10 @@ def test_a_task_object_with_state_of_its_own_is_refused_where_the_configuration_
 
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
     started = []
-    monkeypatch.setattr(local, "launch", lambda config, path, threads: started.append(config.layout.world_size))
-    monkeypatch.setattr(start, "outcome", lambda path: None)
+    monkeypatch.setattr(
+        local_processes, "launch", lambda config, path, threads: started.append(config.layout.world_size)
+    )
+    monkeypatch.setattr(train, "outcome", lambda path: None)
     unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
     assert started == [2]
 
@@ -312,38 +316,38 @@ def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeyp
 
 
 def test_a_start_in_the_same_second_takes_another_folder(monkeypatch: pytest.MonkeyPatch):
-    preflight, taken = start.preflight, []
+    preflight, taken = train.preflight, []
 
     def meanwhile(*arguments: Any) -> Any:
-        name = folder.named(config()).run.name
+        name = run_directory.named(config()).run.name
         assert name is not None
         taken.append(Path("runs", name))
         taken[0].mkdir(parents=True)
         return preflight(*arguments)
 
-    monkeypatch.setattr(folder.time, "strftime", lambda _: "now")
-    monkeypatch.setattr(start, "preflight", meanwhile)
+    monkeypatch.setattr(run_directory.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(train, "preflight", meanwhile)
     result = unisono.train(LinearTask, SHORT)
     assert (taken, result.folder) == ([Path("runs/tasks-now")], Path("runs/tasks-now-2"))
     assert list(taken[0].iterdir()) == []
 
 
 def test_a_run_that_trains_is_not_started_again():
-    with folder.held(Path("runs/a")), pytest.raises(RunError, match="runs/a is held by process"):
+    with run_directory.held(Path("runs/a")), pytest.raises(RunError, match="runs/a is held by process"):
         unisono.train(LinearTask, {**SHORT, "run.name": "a"})
     assert not Path("runs/a/config.yaml").exists()
     assert unisono.train(LinearTask, {**SHORT, "run.name": "a"}).step == 3
 
 
 def test_a_run_that_another_start_has_finished_in_between_is_looked_at_again(monkeypatch: pytest.MonkeyPatch):
-    preflight = start.preflight
+    preflight = train.preflight
 
     def meanwhile(*arguments: Any) -> Any:
-        monkeypatch.setattr(start, "preflight", preflight)
+        monkeypatch.setattr(train, "preflight", preflight)
         unisono.train(LinearTask, {**SHORT, "run.name": "a", "optim.lr": 0.5})
         return preflight(*arguments)
 
-    monkeypatch.setattr(start, "preflight", meanwhile)
+    monkeypatch.setattr(train, "preflight", meanwhile)
     with pytest.raises(RunError, match=r"runs/a already holds another run:\n  optim\.lr: 0\.5 there, 0\.0003 here"):
         unisono.train(LinearTask, {**SHORT, "run.name": "a"})
 
@@ -402,7 +406,7 @@ def test_a_task_of_a_package_is_called_by_its_file_and_imported_with_its_package
     path = package(here, "packaged", init=True)
     found = resolve.task_class(f"{path}:Mine")
     assert (found.__module__, vars(found)["answer"]) == ("packaged.deep.task", 42)
-    assert start.reference_to(found) == f"{path}:Mine"
+    assert train.reference_to(found) == f"{path}:Mine"
     assert unisono.train(found, SHORT).step == 3
 
 
@@ -410,7 +414,7 @@ def test_a_task_of_a_package_without_init_files_is_called_by_its_name(here: Path
     package(here, "bare", init=False)
     monkeypatch.syspath_prepend(str(here))
     found = resolve.task_class("bare.deep.task:Mine")
-    assert start.reference_to(found) == "bare.deep.task:Mine"
+    assert train.reference_to(found) == "bare.deep.task:Mine"
     assert unisono.train(found, SHORT).step == 3
 
 
@@ -426,7 +430,7 @@ def test_a_finished_run_is_evaluated_from_anywhere(here: Path, monkeypatch: pyte
     result = unisono.train("small.py:Small", {**SHORT, "run.name": "a"})
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert reload.evaluate(here / "runs" / "a")["loss"] == result.evaluation["loss"]
+    assert load.evaluate(here / "runs" / "a")["loss"] == result.evaluation["loss"]
 
 
 # Python values as overrides -----------------------------------------------------------------------------------------
@@ -444,7 +448,7 @@ def through_hydra(value: Any) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    parsed = OverridesParser.create().parse_override(f"x={start._grammar(value)}")
+    parsed = OverridesParser.create().parse_override(f"x={train._grammar(value)}")
     return OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"]  # type: ignore[index]
 
 
@@ -479,7 +483,7 @@ def test_values_of_other_kinds_come_through_as_plain_ones(value: Any, plain: Any
 
 def test_the_outcome_of_a_run_without_a_step_is_empty(here: Path):
     (here / "events.jsonl").write_text("")
-    found = start.outcome(here)
+    found = train.outcome(here)
     assert (found.folder, found.step, found.loss, dict(found.evaluation)) == (here, 0, None, {})
 
 
@@ -488,7 +492,7 @@ def test_the_outcome_of_a_run_is_its_last_step_and_its_last_evaluation(here: Pat
         '{"step": 1, "loss": 3.0}\n{"step": 1, "eval": true, "loss": 9.0, "rows": 2, "seconds": 1.0}\n'
         '{"step": 2, "loss": 2.0}\n{"step": 2, "eval": true, "loss": 8.0, "accuracy": 0.5, "rows": 2, "seconds": 1.0}\n'
     )
-    found = start.outcome(here)
+    found = train.outcome(here)
     assert (found.step, found.loss, dict(found.evaluation)) == (2, 2.0, {"loss": 8.0, "accuracy": 0.5})
 
 
@@ -502,12 +506,12 @@ def test_a_process_that_died_over_a_file_that_changed_leaves_its_name_to_the_lau
     path = here / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 9)
     watched = [open_source(path, "text")]
-    with pytest.raises(local.LostWorkerError, match=r"^rank 1 died$"), start._naming_what_changed(watched):
-        raise local.LostWorkerError("rank 1 died", 9)
+    with pytest.raises(local_processes.LostWorkerError, match=r"^rank 1 died$"), train._naming_what_changed(watched):
+        raise local_processes.LostWorkerError("rank 1 died", 9)
     path.write_text("")
-    with pytest.raises(local.LostWorkerError) as lost, start._naming_what_changed(watched):
-        raise local.LostWorkerError("rank 1 died", 9)
+    with pytest.raises(local_processes.LostWorkerError) as lost, train._naming_what_changed(watched):
+        raise local_processes.LostWorkerError("rank 1 died", 9)
     assert f"rank 1 died {path} has changed since it was opened: it had 126 bytes and has 0;" in str(lost.value)
     assert lost.value.exit_code == 9
-    with pytest.raises(RunError, match=r"^another reason$"), start._naming_what_changed(watched):
+    with pytest.raises(RunError, match=r"^another reason$"), train._naming_what_changed(watched):
         raise RunError("another reason")

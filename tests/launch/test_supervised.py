@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from tests.launch import jobs
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.supervise import inject, procs
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.supervise import fault_injection, processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "layout.world_size=2", "train.steps=8")
@@ -71,7 +71,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     words = ("task.sleep=0.2", f"task.marks={folder}/marks")
     with jobs.started([jobs.UNISONO, *TRAIN, *words], folder) as process:
         jobs.training(folder / "marks", 2, 200)
-        (monitor,) = [p.pid for p in procs.everyone() if p.parent == process.pid and "supervise.monitor" in line(p.pid)]
+        (monitor,) = [
+            p.pid for p in processes.everyone() if p.parent == process.pid and "supervise.monitor" in line(p.pid)
+        ]
         subprocess.run(["kill", "-9", str(monitor)], check=True)
         _, errors = process.communicate(timeout=120)
     return Told(folder, process.returncode, errors)
@@ -83,7 +85,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     faults = ";".join(f"{fault},attempt={number}" for number, fault in enumerate(FAULTS))
     folder = tmp_path_factory.mktemp("disturbed")
     words = (f"launch.max_restarts={len(FAULTS)}", "launch.stuck_after=2", "launch.deadlines={data: 3, shape: 60}")
-    return told(folder, *words, **{inject.VARIABLE: faults})
+    return told(folder, *words, **{fault_injection.VARIABLE: faults})
 
 
 def line(pid: int) -> str:
@@ -156,7 +158,7 @@ def test_all_stacks_are_kept_of_processes_that_could_not_answer(disturbed: Told)
 def test_nothing_is_left_of_a_run(disturbed: Told, undisturbed: Told):
     for one in (disturbed, undisturbed):
         assert jobs.working_in(one.folder) == []
-    assert not [p for p in procs.everyone() if str(disturbed.run) in line(p.pid)]
+    assert not [p for p in processes.everyone() if str(disturbed.run) in line(p.pid)]
 
 
 def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(tmp_path: Path):

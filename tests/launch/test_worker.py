@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from unisono import pulse
-from unisono.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
-from unisono.launch import environment, worker
-from unisono.place import Place
+from unisono.launch import cluster, rank_process
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
 
 
 class Left(BaseException):
@@ -27,7 +27,7 @@ def stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> Any:
         raise Left(code)
 
-    monkeypatch.setattr(worker, "leave_now", leave)
+    monkeypatch.setattr(rank_process, "leave_now", leave)
 
 
 def ended(error: Exception, rank: int, report: Path | None = None) -> int:
@@ -37,7 +37,7 @@ def ended(error: Exception, rank: int, report: Path | None = None) -> int:
         raise error
 
     with pytest.raises(Left) as caught:
-        worker.guarded(work, Place(rank, 2, rank, 2, "torchrun"), report)
+        rank_process.guarded(work, Place(rank, 2, rank, 2, "torchrun"), report)
     code: int = caught.value.args[0]
     return code
 
@@ -76,7 +76,7 @@ def test_the_launcher_reads_what_the_fault_is_called(tmp_path: Path, error: Exce
     [(CheckpointError("the sky fell"), " rank 3 ERROR: the sky fell"), (KeyError("x"), "KeyError: 'x'")],
 )
 def test_a_fault_is_in_the_rank_s_log(tmp_path: Path, error: Exception, line: str):
-    with pytest.raises(type(error)), worker.logged(tmp_path, Place(3, 4, 1, 2, "slurm")):
+    with pytest.raises(type(error)), rank_process.logged(tmp_path, Place(3, 4, 1, 2, "slurm")):
         raise error
     assert (tmp_path / "logs" / "rank-00003.log").read_text().splitlines()[-1].endswith(line)
 
@@ -84,15 +84,15 @@ def test_a_fault_is_in_the_rank_s_log(tmp_path: Path, error: Exception, line: st
 def test_a_fault_that_the_folder_has_no_room_for_is_left_in_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(pulse.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path))
     (tmp_path / "logs").touch()  # nothing can be written into it
-    worker._record(tmp_path / "logs" / "rank-00003.fault.json", Place(3, 4, 1, 2), SaveError("no space"))
+    rank_process._record(tmp_path / "logs" / "rank-00003.fault.json", Place(3, 4, 1, 2), SaveError("no space"))
     told = json.loads((tmp_path / "rank-00003.fault.json").read_text())
     assert (told["rank"], told["kind"], told["text"], told["code"]) == (3, "SaveError", "no space", 7)
 
 
 def test_a_process_without_our_launcher_leaves_its_fault_for_whoever_explains_the_run(tmp_path: Path):
-    with pytest.raises(SaveError), worker.recorded(tmp_path, Place(0, 1, 0, 1)):
+    with pytest.raises(SaveError), rank_process.recorded(tmp_path, Place(0, 1, 0, 1)):
         raise SaveError("no space")
     told = json.loads((tmp_path / "logs" / "rank-00000.fault.json").read_text())
     assert (told["text"], told["code"]) == ("no space", 7)
@@ -104,15 +104,15 @@ def test_a_process_without_our_launcher_leaves_its_fault_for_whoever_explains_th
 def test_a_process_whose_launcher_was_killed_before_it_came_to_itself_ends_at_once(killed: bool) -> None:
     launcher = os.getpid() if not killed else os.getpid() + 1
     run_id = f"unisono-{launcher}"
-    program = "from unisono.launch import worker; worker.die_with_parent(); print('goes on')"
+    program = "from unisono.launch import rank_process; rank_process.die_with_parent(); print('goes on')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
-        env={**os.environ, environment.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id},
+        env={**os.environ, cluster.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == ((-signal.SIGKILL, "") if killed else (0, "goes on\n"))
 
 
 def test_a_process_that_another_launcher_has_started_has_none_of_ours() -> None:
-    assert environment.launcher({}) is None
-    assert environment.launcher({environment.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "theirs"}) is None
-    assert environment.launcher({environment.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "unisono-7"}) == 7
+    assert cluster.launcher({}) is None
+    assert cluster.launcher({cluster.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "theirs"}) is None
+    assert cluster.launcher({cluster.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "unisono-7"}) == 7

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import RecordError
 from unisono.observe.events import Events, last_evaluation, read
+from unisono.runtime.errors import RecordError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unisono.observe import logs
-from unisono.place import Place
+from unisono.runtime.communicator import Place
 
 log = logging.getLogger("unisono.test")
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.observe import peaks
-from unisono.observe.peaks import PEAKS, Peak, peak_flops
+from unisono.observe import peak_rates
+from unisono.observe.peak_rates import PEAKS, Peak, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_every_entry_has_a_source(peak: Peak) -> None:
 @pytest.mark.parametrize("number", range(len(PEAKS)), ids=[entry(peak) for peak in PEAKS])
 def test_no_entry_is_hidden_by_one_before_it(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     numbered = tuple(replace(peak, fp32=1.0 + place) for place, peak in enumerate(PEAKS))
-    monkeypatch.setattr(peaks, "PEAKS", numbered)
+    monkeypatch.setattr(peak_rates, "PEAKS", numbered)
     assert peak_flops(entry(PEAKS[number]), "fp32") == (1.0 + number) * 1e12
 
 

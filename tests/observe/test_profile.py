@@ -11,12 +11,12 @@ import pytest
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono import trainer
-from unisono.config.schema import Observe
+from unisono.config.schema.run import Observe
 from unisono.engines.torch.profiler import Profiler
 from unisono.observe import events
 from unisono.observe.profile import PARTS, breakdown, read, table
-from unisono.place import Alone, Group, Place
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.training import loop
 
 OWN, GPU_OWN = "user_annotation", "gpu_user_annotation"
 
@@ -126,7 +126,7 @@ def run(folder: Path, place: Place | None = None, group: Group | None = None, **
         observe={"progress": False, **observe},
         eval={"every": 3},
     )
-    trainer.run(TransformerTask(TransformerTask.Config(dropout=0.2)), config, place, group or Alone(), folder)
+    loop.run(TransformerTask(TransformerTask.Config(dropout=0.2)), config, place, group or Alone(), folder)
     return folder
 
 

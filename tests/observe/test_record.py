@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from unisono.config.schema import Observe
-from unisono.engines.base import StepResult
-from unisono.errors import ConfigError
+from unisono.config.schema.run import Observe
+from unisono.engines.protocol import StepResult
 from unisono.observe import events, trackers
 from unisono.observe.progress import Speed
-from unisono.observe.record import Record
-from unisono.place import Place
+from unisono.observe.run_record import Record
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
 
 SPEED = Speed("tokens", 2000.0, None, 0.25, 0.5)
 SCALARS = {"lr": 0.1, "clip_norm": 1.0}

@@ -19,11 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
-from unisono import trainer
-from unisono.errors import ConfigError
 from unisono.observe import trackers
 from unisono.observe.trackers import Tracked
-from unisono.place import Alone, Place
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import ConfigError
+from unisono.training import loop
 
 CURVE = tuple[int, float]
 
@@ -187,7 +187,7 @@ def train(folder: Path, tracker: str, until: int | None) -> None:
         train={"steps": 5}, checkpoint={"every": 2}, observe={"progress": False, "trackers": [tracker]}
     )
     with interrupted(before=until):
-        trainer.run(TransformerTask(), config, Place(), Alone(), folder)
+        loop.run(TransformerTask(), config, Place(), Alone(), folder)
 
 
 @pytest.fixture
@@ -293,8 +293,8 @@ def test_a_resumed_run_goes_on_in_trackio(resumed: tuple[Path, str]) -> None:
 
 
 def test_only_rank_0_has_trackers(tmp_path: Path) -> None:
-    from unisono.config.schema import Observe
-    from unisono.observe.record import Record
+    from unisono.config.schema.run import Observe
+    from unisono.observe.run_record import Record
 
     with Record(tmp_path, Observe(trackers=["tensorboard"]), Place(1, 2), 0, 4):
         pass

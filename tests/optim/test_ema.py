@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config.schema import Ema
-from unisono.errors import ConfigError
+from unisono.config.schema.run import Ema
 from unisono.optim import ema
+from unisono.runtime.errors import ConfigError
 
 
 def test_it_is_the_weights_until_it_begins() -> None:

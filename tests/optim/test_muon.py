@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests import processes
 from tests.optim.test_optimizers import config
 from tests.tasks import Transformer
-from unisono.config.optimizers import OptimizerGroup
-from unisono.engines.torch.wrap import blocks
-from unisono.errors import ConfigError
+from unisono.config.schema.optimizers import OptimizerGroup
+from unisono.engines.torch.parallel.wrap import blocks
 from unisono.optim.muon import Muon, adjustment, dealt_out, orthogonalised
 from unisono.optim.optimizers import Together, build, schedule, told
-from unisono.place import Group, Place
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = [(6, 4), (5, 7), (1, 3), (3, 8), (9, 2), (4, 4), (2, 2)]  # fewer rows than processes, and rows left over

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
 
-from unisono.config.optimizers import Optimizer, OptimizerGroup
-from unisono.errors import ConfigError
+from unisono.config.schema.optimizers import Optimizer, OptimizerGroup
 from unisono.optim.optimizers import build, parameter_groups, schedule
+from unisono.runtime.errors import ConfigError
 
 
 def config(kind: str = "adamw", **values: Any) -> OptimizerGroup:

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from unisono.config.schedules import Schedule, ScheduleGroup
-from unisono.errors import ConfigError
+from unisono.config.schema.schedules import Schedule, ScheduleGroup
 from unisono.optim.schedules import check, factor, value
+from unisono.runtime.errors import ConfigError
 
 KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 FALLING = ("linear", "cosine", "wsd")  # those that arrive at the floor with the run

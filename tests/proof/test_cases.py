@@ -7,9 +7,9 @@ from typing import Any, get_args
 import pytest
 
 from tests.runs import configuration
-from unisono.errors import ConfigError
 from unisono.proof.cases import Case, Proof, Variation, cases, layout_of
 from unisono.proof.prove import phases
+from unisono.runtime.errors import ConfigError
 
 EVERY = [*get_args(Variation)]
 

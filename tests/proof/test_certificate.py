@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from tests.launch import jobs
-from unisono import cli, trainer
-from unisono.config import code, resolve
-from unisono.config.schema import RunConfig
+from unisono.cli import main
+from unisono.config import code_digest, resolve
+from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.errors import RunError
-from unisono.launch import folder, local, start
-from unisono.place import Place
-from unisono.proof import certificate, prove, worker
+from unisono.launch import local_processes, run_directory, train
+from unisono.proof import case_process, certificate, prove
 from unisono.proof.cases import Proof, cases
 from unisono.proof.comparison import Compared
 from unisono.proof.verdict import Verdict
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import RunError
+from unisono.training import loop
 
 TWO = ("train.steps=3", "train.global_batch=8", "layout.world_size=2", "layout.device=cpu")
 FACTS = {"rows": 40, "held_out": 9, "steps": 3}
@@ -51,12 +52,12 @@ def certify(
     proof = Proof()
     about = {
         **prove.about(config, proof, FACTS),
-        "code": code.digests(config.recipe),
-        "layouts": {c.name: certificate.described(worker.configured(config, c, proof, None)) for c in every},
+        "code": code_digest.digests(config.recipe),
+        "layouts": {c.name: certificate.described(case_process.configured(config, c, proof, None)) for c in every},
     }
     found = [Verdict(c.name, c.reference, c.bitwise, [Compared("loss", mark(c.name))]) for c in every if c.reference]
     alone = [Verdict(c.name, "", False) for c in every if not c.reference and not c.perturbed]
-    return certificate.write(folder.path_of(config), found, alone, about)
+    return certificate.write(run_directory.path_of(config), found, alone, about)
 
 
 def changed(file: Path, **values: Any) -> None:
@@ -67,7 +68,7 @@ def changed(file: Path, **values: Any) -> None:
 def asked(*overrides: str, facts: dict[str, Any] | None = FACTS) -> str:
     """The line about the certificate that fits."""
     words = ["small.py:Small", *TWO, *overrides]
-    return certificate.require(start.concrete(configured(*overrides), None), facts, words)[0]
+    return certificate.require(train.concrete(configured(*overrides), None), facts, words)[0]
 
 
 def refusal(*overrides: str, facts: dict[str, Any] | None = FACTS) -> list[str]:
@@ -88,7 +89,7 @@ def test_a_certificate_holds_verdicts_config_code_data_versions_and_hardware():
     held = json.loads(certify(mark=lambda case: "FAIL" if "m1" in case else "PASS").read_text())
     assert (held["verdict"], held["recipe"]) == ("FAIL", "small.py:Small")
     assert held["config"]["train"]["steps"] == 3
-    assert {"small.py", "scale.py", "unisono/trainer.py"} <= held["code"].keys()
+    assert {"small.py", "scale.py", "unisono/training/loop.py"} <= held["code"].keys()
     assert held["data"] == FACTS
     assert {"unisono", "python", "torch", "numpy", "safetensors"} <= held["versions"].keys()
     assert held["hardware"]["machine"]
@@ -111,7 +112,7 @@ def test_a_certificate_is_there_whole_or_as_it_was(monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError, match="no space left"):
             certify()
     assert file.read_text() == before
-    folder.check(configured("run.name=proved"))  # what is left behind does not keep a run from starting
+    run_directory.check(configured("run.name=proved"))  # what is left behind does not keep a run from starting
 
 
 def test_a_proof_in_the_folder_of_another_one_says_what_it_takes_the_place_of():
@@ -178,7 +179,7 @@ def test_a_file_that_is_no_certificate_is_skipped_and_named():
         path = Path("runs") / name
         path.mkdir()
         (path / "certificate.json").write_text(text)
-    config = start.concrete(configured(), None)
+    config = train.concrete(configured(), None)
     told, skipped = certificate.require(config, FACTS, ["small.py:Small"])
     assert "runs/b/certificate.json" in told
     assert [line.split(" is skipped: ")[0] for line in skipped] == [f"runs/{n}/certificate.json" for n in "acde"]
@@ -335,12 +336,12 @@ def test_a_newer_failure_of_the_same_run_takes_a_pass_back():
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The error of a `train --proved` that may start nothing, prepare nothing and leave nothing behind."""
-    for module, name in ((local, "launch"), (trainer, "run"), (start, "preflight")):
+    for module, name in ((local_processes, "launch"), (loop, "run"), (train, "preflight")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
 
     def run(*words: str) -> str:
         before = sorted(Path().rglob("*"))
-        assert cli.main(["train", "small.py:Small", *TWO, "--proved", *words]) == 2
+        assert main.main(["train", "small.py:Small", *TWO, "--proved", *words]) == 2
         assert sorted(Path().rglob("*")) == before
         told = capsys.readouterr()
         assert told.out == ""
@@ -362,7 +363,7 @@ def test_a_run_without_a_proof_does_not_start_and_leaves_nothing(refused: Callab
 def test_other_data_are_refused_before_a_folder_is_made(capsys: pytest.CaptureFixture[str]):
     changed(certify(), data={"rows": 39})
     before = sorted(Path().rglob("*"))
-    assert cli.main(["train", "small.py:Small", *TWO, "--proved"]) == 2
+    assert main.main(["train", "small.py:Small", *TWO, "--proved"]) == 2
     assert "  data: rows: 39 there, 40 here\n" in capsys.readouterr().err
     assert sorted(Path().rglob("*")) == before
 
@@ -372,10 +373,10 @@ def test_the_refusal_of_one_rank_is_that_of_all(monkeypatch: pytest.MonkeyPatch)
         def gather(self, value: Any, what: str) -> list[Any]:
             return [value, "scale.py has changed"]
 
-    monkeypatch.setattr(start.worker, "part", lambda: None)
+    monkeypatch.setattr(train.worker, "part", lambda: None)
     for place in (Place(0, 2), Place(1, 2)):
         with pytest.raises(RunError, match=r"^rank 1: scale\.py has changed$"):
-            start._allowed_everywhere(configured(), place, Two(), lambda *_: None)  # type: ignore[arg-type]
+            train._allowed_everywhere(configured(), place, Two(), lambda *_: None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

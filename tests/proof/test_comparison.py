@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from unisono.proof.comparison import Compared, Difference, compare, distances, first_failed, invariants
-from unisono.proof.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.recording.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
 
 EXACT = {"sample ids": 0.0, "samples": 0.0, "initial parameters": 0.0, "learning rate": 0.0, "replicas": 0.0}
 TOLERANCE = {**dict.fromkeys(QUANTITIES, 1e-12), **EXACT}

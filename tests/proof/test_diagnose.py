@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.proof import diagnose
+from unisono.proof import diagnosis
 from unisono.proof.comparison import Compared, Difference
-from unisono.proof.diagnose import of_error
-from unisono.proof.faults import Diagnosis
-from unisono.proof.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.diagnosis import of_error
+from unisono.proof.fault_names import Diagnosis
+from unisono.proof.recording.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
 
 
 def trace(folder: Path, counts: list[list[int]], gradient: Any = None, loss: float | None = 1.0, **facts: Any) -> Trace:
@@ -42,7 +42,7 @@ def told(
     folder.mkdir(exist_ok=True)
     mine = trace(folder / "mine", counts, **facts)
     reference = trace(folder / "one", [[sum(step)] for step in counts])
-    found = diagnose.diagnose(mine, reference, [first, *more], 2, starts)
+    found = diagnosis.diagnose(mine, reference, [first, *more], 2, starts)
     assert found is not None
     return found
 
@@ -58,12 +58,12 @@ def passed(quantity: str) -> Compared:
 
 
 def test_every_quantity_has_a_rule() -> None:
-    assert set(QUANTITIES) <= set(diagnose._RULES)
+    assert set(QUANTITIES) <= set(diagnosis._RULES)
 
 
 def test_nothing_is_told_where_nothing_failed(tmp_path: Path) -> None:
     one = trace(tmp_path / "one", EVEN)
-    assert diagnose.diagnose(one, one, [passed("loss")], 2) is None
+    assert diagnosis.diagnose(one, one, [passed("loss")], 2) is None
 
 
 # outputs --------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def of_terms(folder: Path, ours: dict[str, float], theirs: dict[str, float], cro
     folder.mkdir(exist_ok=True)
     mine, reference = trace(folder / "mine", EVEN, crosses=crosses), trace(folder / "one", [[8], [8]])
     mine.facts.steps[0].terms, reference.facts.steps[0].terms = ours, theirs
-    found = diagnose.diagnose(mine, reference, [failed("loss", 1), failed("raw gradients", 1)], 2)
+    found = diagnosis.diagnose(mine, reference, [failed("loss", 1), failed("raw gradients", 1)], 2)
     assert found is not None
     return found.fault
 
@@ -200,7 +200,7 @@ ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np
 def test_matrices_of_adapters_without_a_gradient_yet_say_nothing(tmp_path: Path, change: Any, fault: str) -> None:
     mine = trace(tmp_path / "mine", EVEN, {**ADAPTERS, **change})
     reference = trace(tmp_path / "one", [[sum(step)] for step in EVEN], ADAPTERS)
-    found = diagnose.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
+    found = diagnosis.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
     assert found is not None
     assert found.fault == fault
 
@@ -280,7 +280,7 @@ def test_initial_parameters_are_no_sums(tmp_path: Path) -> None:
 
 def test_an_error_that_told_its_name(tmp_path: Path) -> None:
     one = trace(tmp_path / "one", EVEN, fault="GuardError: …", called="The optimizer was built before wrapping")
-    found = diagnose.diagnose(one, one, [], 2)
+    found = diagnosis.diagnose(one, one, [], 2)
     assert found is not None
     assert found.fault == "The optimizer was built before wrapping"
 

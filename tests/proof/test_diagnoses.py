@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.errors import page
-from unisono.proof.faults import REMEDIES, named
+from unisono.proof.fault_names import REMEDIES, named
+from unisono.runtime.errors import page
 
 SOURCE = Path(unisono.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"

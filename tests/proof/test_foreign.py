@@ -15,12 +15,13 @@ import pytest
 
 from tests.launch import jobs
 from unisono.config import resolve
-from unisono.errors import ConfigError
-from unisono.launch import local
-from unisono.proof import Report, compare, foreign
+from unisono.launch import local_processes
+from unisono.proof import Report, compare
 from unisono.proof.cases import Case
-from unisono.proof.foreign_worker import Run
-from unisono.proof.trace import Trace
+from unisono.proof.recording.trace import Trace
+from unisono.proof.scripts import script_comparison
+from unisono.proof.scripts.script_process import Run
+from unisono.runtime.errors import ConfigError
 
 SCRIPT = '''
 import os
@@ -150,7 +151,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
 def ended(script: ModuleType, name: str, processes: int, folder: Path, timeout: float = 120.0) -> Trace:
     """One run of a function of the script."""
     run = Run(f"{script.__file__}:{name}", "fp64", timeout, "", arguments=sys.argv)
-    return foreign._ran(Case(f"{processes} processes", processes, {}, "fp64"), run, folder, threads=1)
+    return script_comparison._ran(Case(f"{processes} processes", processes, {}, "fp64"), run, folder, threads=1)
 
 
 def text(report: Report) -> str:
@@ -222,7 +223,7 @@ def test_a_script_that_hangs_on_many_processes_is_a_fault_of_these(script: Modul
 
 
 def test_an_error_of_one_rank_is_told_with_the_line_of_the_script(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(local.WorkerError) as caught:
+    with pytest.raises(local_processes.WorkerError) as caught:
         ended(script, "train_raising", 2, tmp_path)
     told = str(caught.value)
     assert told.startswith("rank 1: RuntimeError: the sky fell (script_of_mine.py, line ")
@@ -237,7 +238,7 @@ def test_an_error_on_one_process_leaves_nothing_to_compare_with(script: ModuleTy
 
 
 def test_single_precision_in_a_run_of_double_is_named(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(local.WorkerError) as caught:
+    with pytest.raises(local_processes.WorkerError) as caught:
         ended(script, "train_from_numpy", 1, tmp_path)
     assert caught.value.fault == "Single precision meets double"
     assert "in forward: return super().forward(words) @ torch.from_numpy" in str(caught.value)

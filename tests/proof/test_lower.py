@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.proof.lower import Lower
+from unisono.proof.recording.lower_precision import Lower
 
 
 class Lowered(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.proof.outputs import distance, row_differs, sketch, tensors
+from unisono.proof.recording.output_digest import distance, row_differs, sketch, tensors
 
 
 def test_tensors_are_named_and_parameters_are_none() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch import jobs
-from unisono.errors import ConfigError
 from unisono.proof.prove import split_words
+from unisono.runtime.errors import ConfigError
 
 TASK = '''
 import numpy as np, torch, unisono

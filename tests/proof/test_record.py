@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import ADAMW, configuration
 from tests.tasks import LinearTask
-from unisono.errors import KernelError
-from unisono.place import Group, Place
-from unisono.proof import prove, record
+from unisono.proof import prove
 from unisono.proof.cases import EPSILON, Case, Proof
-from unisono.proof.trace import Trace, folder_of
+from unisono.proof.recording import case_recorder
+from unisono.proof.recording.trace import Trace, folder_of
 from unisono.proof.verdict import Verdict
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import KernelError
 from unisono.task import Batch, Context
 
 PROOF = Proof(global_batch=8, layouts=["ddp:2"])
@@ -139,7 +140,7 @@ def run(place: Place, group: Group, root: Path) -> None:
                     train={"global_batch": 8, "steps": 3, "precision": "fp64", "guard_every": 10**9},
                     optim=ADAMW,
                 )
-                record.record(made, config, place, group, case, PROOF, root)
+                case_recorder.record(made, config, place, group, case, PROOF, root)
 
 
 @pytest.fixture(scope="module")

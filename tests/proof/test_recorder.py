@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests import processes
-from unisono.errors import ConfigError
-from unisono.place import Group, Place
 from unisono.proof import Records, World
-from unisono.proof.trace import Trace
+from unisono.proof.recording.trace import Trace
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError
 
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
 

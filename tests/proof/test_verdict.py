@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.proof.comparison import Compared, Difference
-from unisono.proof.faults import named
+from unisono.proof.fault_names import named
 from unisono.proof.verdict import Verdict, exit_code, lines
 
 GOOD = Verdict("ddp:2 fp64", "single fp64", False, [Compared("loss", "PASS", Difference(3e-16, 1, "loss"))])

@@ -14,7 +14,7 @@ import numpy as np
 from tests import processes
 from tests.runs import SGD, Trace, configuration, traces
 from tests.tasks import TransformerTask
-from unisono.config.schema import RunConfig
+from unisono.config.schema.run import RunConfig
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
 from unisono.task import Task

@@ -10,7 +10,7 @@ import pytest
 from tests import processes
 from tests.pairs import ROWS, Paired
 from tests.runs import SGD, Trace, configuration, distance, traces
-from unisono.config.schema import RunConfig
+from unisono.config.schema.run import RunConfig
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from tests.pairs import FEATURES, WIDTH, Paired
 from tests.proofs import test_resume_is_exact as resume
 from tests.proofs.test_cross_sample import LAYOUTS
 from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
-from unisono.config.schema import RunConfig
-from unisono.place import Group, Place
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss, Task
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from tests import processes
 from tests.proofs.matrix import LAYOUTS, TOLERANCE
 from tests.recipes.language import corpora
 from tests.runs import SGD, Trace, configuration, distance, traces
-from unisono.config.schema import RunConfig
+from unisono.config.schema.run import RunConfig
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
 from unisono.task import Context

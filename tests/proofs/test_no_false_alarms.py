@@ -15,13 +15,14 @@ from tests import processes
 from tests.proofs.zoo.architectures import WIDTH, task_of
 from tests.recipes.language import corpora
 from tests.runs import ADAMW, SGD, configuration
-from unisono.config.schema import RunConfig
-from unisono.place import Group, Place
-from unisono.proof import comparison, prove, record
+from unisono.config.schema.run import RunConfig
+from unisono.proof import comparison, prove
 from unisono.proof.cases import Case, Proof
 from unisono.proof.comparison import Compared
-from unisono.proof.trace import QUANTITIES, Trace, folder_of, write_tensors
+from unisono.proof.recording import case_recorder
+from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of, write_tensors
 from unisono.proof.verdict import Verdict
+from unisono.runtime.communicator import Group, Place
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +138,7 @@ def run(place: Place, group: Group, root: Path) -> None:
         task = task_of(name, root)
         for case in cases_of(name):
             if case.world_size == place.world_size:
-                record.record(task, config_of(case, clean), place, group, case, PROOF, root)
+                case_recorder.record(task, config_of(case, clean), place, group, case, PROOF, root)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests import processes
 from tests.runs import ADAMW, Recording, Trace, configuration, distance, trace
 from tests.tasks import TransformerTask
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.place import Group, Place
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.runtime.communicator import Group, Place
 
 pytestmark = pytest.mark.slow
 

@@ -13,14 +13,15 @@ from tests import processes
 from tests.proofs.test_optimizers import NO_TRUE_GRADIENT, OPTIMIZERS
 from tests.runs import configuration, distance
 from tests.tasks import TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.config.schema import RunConfig
-from unisono.place import Group, Place
-from unisono.proof import prove, record
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.config.schema.run import RunConfig
+from unisono.proof import prove
 from unisono.proof.cases import EPSILON, Case, Proof
-from unisono.proof.trace import Trace, folder_of
+from unisono.proof.recording import case_recorder
+from unisono.proof.recording.trace import Trace, folder_of
+from unisono.runtime.communicator import Group, Place
+from unisono.training import loop
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +72,7 @@ def prove_all(place: Place, group: Group, root: Path) -> None:
     for name, optim in NEW.items():
         for case in cases_of(name):
             if case.world_size == place.world_size:
-                record.record(TransformerTask(), config_of(case, optim), place, group, case, PROOF, root)
+                case_recorder.record(TransformerTask(), config_of(case, optim), place, group, case, PROOF, root)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def train(place: Place, group: Group, root: Path, layout: str, runs: list[tuple[
             observe={"progress": False},
         )
         (root / folder).mkdir(exist_ok=True)
-        with trainer.Training(TransformerTask(), config, place, group, root / folder) as training:
+        with loop.Training(TransformerTask(), config, place, group, root / folder) as training:
             for step, _ in enumerate(training.steps(), training.first + 1):
                 if step == until:
                     break

@@ -13,12 +13,12 @@ import pytest
 from tests import processes
 from tests.runs import ADAMW, SGD, configuration, distance, interrupted
 from tests.tasks import TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.observe.events import NOTES
-from unisono.place import Group, Place
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Task
+from unisono.training import loop
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def train(
     for number, (config, folder, until) in enumerate(runs):
         task = tasks[number] if tasks else TransformerTask(TransformerTask.Config(dropout=0.2))
         with interrupted(before=until):
-            trainer.run(task, config, place, group, folder)
+            loop.run(task, config, place, group, folder)
 
 
 def _config(layout: str, optim: Any, precision: str) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests import processes
-from unisono.errors import Preempted, RunError
-from unisono.place import Alone, Group, Place
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import Preempted, RunError
 from unisono.supervise import preemption
-from unisono.supervise.boundary import Boundary, Decision
-from unisono.supervise.lease import Lease
+from unisono.supervise.run_lock import Lease
+from unisono.supervise.step_sync import Boundary, Decision
 
 
 class Beside(Alone):

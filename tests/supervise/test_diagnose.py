@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from unisono import cli
-from unisono.checkpoint import commit
-from unisono.errors import RunError
-from unisono.place import Alone
-from unisono.state import Shard
+from unisono.checkpoint.core import commit
+from unisono.cli import main
+from unisono.engines.state import Shard
+from unisono.runtime.communicator import Alone
+from unisono.runtime.errors import RunError
 from unisono.supervise.diagnose import explained
 
 
@@ -99,7 +99,7 @@ def test_a_finished_run_needs_nothing(run: Path):
 
 
 def test_the_verb_prints_the_page(run: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["diagnose", str(run)]) == 0
+    assert main.main(["diagnose", str(run)]) == 0
     assert capsys.readouterr().out.splitlines() == explained(run)
 
 

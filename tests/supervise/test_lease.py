@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from tests.launch import jobs
-from unisono.errors import RunError
-from unisono.launch import folder as runs
-from unisono.supervise import identity, lease
+from unisono.launch import run_directory as runs
+from unisono.runtime.errors import RunError
+from unisono.supervise import identity, run_lock
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from unisono.errors import RunError
-from unisono.supervise import lease
+from unisono.runtime.errors import RunError
+from unisono.supervise import run_lock
 folder = Path(sys.argv[1])
-with lease.held(folder, every=0.1) as mine:
+with run_lock.held(folder, every=0.1) as mine:
     print(mine.token, flush=True)
     for _ in sys.stdin:  # a commit, whenever it is asked for
         try:
@@ -72,7 +72,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(folder: Path, **how: float) -> str:
-    with pytest.raises(RunError) as caught, lease.held(folder, **how):
+    with pytest.raises(RunError) as caught, run_lock.held(folder, **how):
         pass
     return str(caught.value)
 
@@ -83,22 +83,22 @@ def test_a_living_owner_is_named_and_a_dead_one_is_replaced_at_once(tmp_path: Pa
         assert told.startswith(
             f"{tmp_path} is held by process {process.pid} on {platform.node()}, which trains this run"
         )
-        assert (lease.holder(tmp_path) or {})["pid"] == process.pid
+        assert (run_lock.holder(tmp_path) or {})["pid"] == process.pid
         assert asked(process) == "committed"
         process.kill()
         process.wait()
-        assert lease.holder(tmp_path) is None
+        assert run_lock.holder(tmp_path) is None
         began = time.monotonic()
-        with lease.held(tmp_path) as mine:
+        with run_lock.held(tmp_path) as mine:
             assert (mine.token, mine.seized) == (2, True)
         assert time.monotonic() - began < 5
 
 
 def test_who_lets_go_leaves_nothing_to_wait_for_and_tokens_only_grow(tmp_path: Path, elsewhere: None):
     for token in range(1, 9):
-        with lease.held(tmp_path) as mine:
+        with run_lock.held(tmp_path) as mine:
             assert (mine.token, mine.seized) == (token, False)
-        assert lease.holder(tmp_path) is None
+        assert run_lock.holder(tmp_path) is None
     assert len(list((tmp_path / "lease").glob("*.json"))) == 5
 
 
@@ -121,7 +121,7 @@ def test_an_owner_that_slept_too_long_is_replaced_and_commits_nothing_when_it_wa
         (tmp_path / "commit").unlink()
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        with lease.held(tmp_path, patience=1.0) as mine:
+        with run_lock.held(tmp_path, patience=1.0) as mine:
             assert time.monotonic() - began >= 1.0
             assert (mine.token, mine.seized) == (2, True)
             process.send_signal(signal.SIGCONT)
@@ -133,7 +133,7 @@ def test_an_owner_that_slept_too_long_is_replaced_and_commits_nothing_when_it_wa
             mine.check()
         process.stdin.close()  # type: ignore[union-attr]
         process.wait()
-    assert lease.holder(tmp_path) is None  # what the old one lets go of is not the new one's
+    assert run_lock.holder(tmp_path) is None  # what the old one lets go of is not the new one's
 
 
 def test_of_many_who_find_a_dead_owner_one_takes_its_place(tmp_path: Path):
@@ -147,7 +147,7 @@ def test_of_many_who_find_a_dead_owner_one_takes_its_place(tmp_path: Path):
     def challenge() -> None:
         ready.wait()
         try:
-            taken = lease._take(tmp_path, 1.0, 1.0)
+            taken = run_lock._take(tmp_path, 1.0, 1.0)
             won.append(taken.token)
         except RunError as error:
             lost.append(str(error))
@@ -165,7 +165,7 @@ def test_of_many_who_find_a_dead_owner_one_takes_its_place(tmp_path: Path):
 def test_an_owner_that_is_being_written_or_damaged_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "lease").mkdir()
     (tmp_path / "lease" / "00000004.json").write_text("{")
-    with lease.held(tmp_path, patience=0.3) as mine:
+    with run_lock.held(tmp_path, patience=0.3) as mine:
         assert mine.token == 5
     assert "last held by process 0 on an unknown host" in capsys.readouterr().err
 
@@ -175,22 +175,22 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", none)
-    with lease.held(tmp_path) as mine:
+    with run_lock.held(tmp_path) as mine:
         assert mine.token == 1
         assert "is held by" in refused(tmp_path)
     assert json.loads((tmp_path / "lease" / "00000001.json").read_text())["released"]
 
 
 def test_processes_of_an_owner_know_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(lease.TOKEN, raising=False)
+    monkeypatch.delenv(run_lock.TOKEN, raising=False)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with lease.held(tmp_path / "a") as mine:
-        found = lease.inherited(tmp_path / "a")
+    with run_lock.held(tmp_path / "a") as mine:
+        found = run_lock.inherited(tmp_path / "a")
         assert found is not None and found.token == mine.token
-        assert lease.inherited(tmp_path / "b") is None
-    assert lease.inherited(tmp_path / "a") is None
-    assert lease.TOKEN not in os.environ
+        assert run_lock.inherited(tmp_path / "b") is None
+    assert run_lock.inherited(tmp_path / "a") is None
+    assert run_lock.TOKEN not in os.environ
 
 
 def test_who_takes_over_removes_what_the_last_one_was_writing(tmp_path: Path):
@@ -222,7 +222,7 @@ def test_a_run_that_slept_while_another_host_took_it_over_ends_without_a_commit(
         jobs.training(marks, 1)
         jobs.wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir(), 30)
         process.send_signal(signal.SIGSTOP)
-        with lease.held(run, patience=1.0):
+        with run_lock.held(run, patience=1.0):
             before = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
             process.send_signal(signal.SIGCONT)
             _, told = process.communicate(timeout=30)

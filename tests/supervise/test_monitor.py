@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from unisono import pulse
-from unisono.supervise import monitor, procs, stacks
+from unisono.runtime import heartbeat
+from unisono.supervise import monitor, processes, stacks
 from unisono.supervise.monitor import Specification
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
 RANK = """
 import os, sys, time
-from unisono import pulse
-pulse.start(sys.argv[1], int(sys.argv[2]))
-pulse.step(3, 0.1)
-with pulse.phase("record"):
+from unisono.runtime import heartbeat
+heartbeat.start(sys.argv[1], int(sys.argv[2]))
+heartbeat.step(3, 0.1)
+with heartbeat.phase("record"):
     {act}
-pulse.stop({code})
+heartbeat.stop({code})
 """
-WAITS = "\n    with pulse.phase('compute'), pulse.phase('wait', 'the sums of step 4'):\n        time.sleep(99)"
+WAITS = "\n    with heartbeat.phase('compute'), heartbeat.phase('wait', 'the sums of step 4'):\n        time.sleep(99)"
 
 
 class Node:
@@ -118,11 +118,11 @@ def test_the_stack_of_a_stopped_rank_is_that_of_where_it_was_stopped_and_not_of_
 
 def test_a_stopped_rank_is_asked_before_it_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[int, int]] = []
-    pulse.stacks_of(tmp_path, 0).touch()
+    heartbeat.stacks_of(tmp_path, 0).touch()
     monkeypatch.setattr(stacks.procs, "catches", lambda pid, number: True)
     monkeypatch.setattr(stacks.os, "kill", lambda pid, number: sent.append((pid, number)))
     stacks.ask(tmp_path, {0: 99}, patience=0.0, stopped=True)
-    assert sent == [(99, pulse.STACKS), (99, signal.SIGCONT)]
+    assert sent == [(99, heartbeat.STACKS), (99, signal.SIGCONT)]
 
 
 def test_the_end_of_its_launcher_is_the_end_of_all(node: Node):
@@ -139,4 +139,4 @@ def test_it_imports_next_to_nothing():
     code = "import sys, unisono.supervise.monitor; print({'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout == "set()\n"
-    assert procs.look(os.getpid()) is not None
+    assert processes.look(os.getpid()) is not None

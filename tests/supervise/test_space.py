@@ -10,17 +10,17 @@ import pytest
 
 from tests.runs import ADAMW, SGD, configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono import trainer
-from unisono.errors import RunError
-from unisono.place import Alone, Place
-from unisono.supervise import space
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import RunError
+from unisono.supervise import disk_space
+from unisono.training import loop
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what is free on every disk."""
     return lambda size: monkeypatch.setattr(
-        space, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=size))
+        disk_space, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=size))
     )
 
 
@@ -36,18 +36,20 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_a_checkpoint_has_weights_optimizer_and_average(groups: dict[str, Any], bytes_each: int):
-    assert space.estimated(configuration(**groups), 1000) == 1000 * bytes_each
+    assert disk_space.estimated(configuration(**groups), 1000) == 1000 * bytes_each
 
 
 @pytest.mark.parametrize("groups", [{"optim": ADAMW}, {"optim": SGD}, {"optim": ADAMW, "ema": {"decay": 0.9}}])
 def test_the_estimate_is_what_a_run_writes(tmp_path: Path, groups: dict[str, Any]):
     config = configuration(**groups, eval={"at_end": False})
     task = TransformerTask()
-    trainer.run(task, config, Place(), Alone(), tmp_path)
+    loop.run(task, config, Place(), Alone(), tmp_path)
     parameters = sum(p.numel() for p in task.build().parameters())
     written = sum(file.stat().st_size for file in tmp_path.glob("checkpoints/*/*.safetensors"))
-    assert space.estimated(config, parameters) <= written <= 1.6 * space.estimated(config, parameters)  # with its names
-    assert space.of_newest(tmp_path) >= written
+    assert (
+        disk_space.estimated(config, parameters) <= written <= 1.6 * disk_space.estimated(config, parameters)
+    )  # with its names
+    assert disk_space.of_newest(tmp_path) >= written
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_the_estimate_is_what_a_run_writes(tmp_path: Path, groups: dict[str, Any
     ],
 )  # fmt: skip
 def test_checkpoints_that_will_be_written_are_counted(checkpoint: dict[str, Any], first: int, count: int):
-    assert space.planned(configuration(checkpoint=checkpoint), first, 10) == count
+    assert disk_space.planned(configuration(checkpoint=checkpoint), first, 10) == count
 
 
 @pytest.mark.parametrize(("size", "fits"), [(3.1e9, True), (3.0e9, False)])
@@ -66,9 +68,9 @@ def test_the_older_ones_and_the_one_that_is_written_have_to_fit(tmp_path: Path, 
     free(size)
     config = configuration(checkpoint={"keep": 2})
     if fits:
-        return space.check(tmp_path / "a" / "b", config, 10**9, 7)
+        return disk_space.check(tmp_path / "a" / "b", config, 10**9, 7)
     with pytest.raises(RunError) as caught:
-        space.check(tmp_path / "a" / "b", config, 10**9, 7)
+        disk_space.check(tmp_path / "a" / "b", config, 10**9, 7)
     assert "a/b needs 3.06 GB for 3 more checkpoints of 1 GB (checkpoint.keep=2, and" in str(caught.value)
     assert f"and 3 GB are free at {tmp_path}. Free some" in str(caught.value)
     return None
@@ -76,13 +78,13 @@ def test_the_older_ones_and_the_one_that_is_written_have_to_fit(tmp_path: Path, 
 
 def test_no_more_is_asked_for_than_will_be_written(tmp_path: Path, free: Any):
     free(1.5e9)
-    space.check(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 1)
+    disk_space.check(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 1)
     free(0)
-    space.check(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 0)
+    disk_space.check(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 0)
 
 
 def test_a_run_on_a_full_disk_is_refused_before_its_first_step(tmp_path: Path, free: Any):
     free(10)
     with pytest.raises(RunError, match=r"needs 3\.\d+e-08 GB for 1 more checkpoint of"):
-        trainer.run(LinearTask(), configuration(), Place(), Alone(), tmp_path)
+        loop.run(LinearTask(), configuration(), Place(), Alone(), tmp_path)
     assert not (tmp_path / "checkpoints").exists()

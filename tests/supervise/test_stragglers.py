@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.pulse import PHASES, Record
+from unisono.runtime.heartbeat import PHASES, Record
 from unisono.supervise.stragglers import Stragglers
 
 

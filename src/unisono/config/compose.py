@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from unisono.config import plain_yaml, secrets
-from unisono.errors import ConfigError, nearest
+from unisono.config import safe_yaml, secrets
+from unisono.runtime.errors import ConfigError, nearest
 
 GROUPS = Path(__file__).parent / "groups"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -123,7 +123,7 @@ def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     own = [config_dir.resolve()] if config_dir else []
     for folder in own:
         for path in sorted(folder.rglob("*.yaml")):
-            plain_yaml.check(path)
+            safe_yaml.check(path)
     packaged = recipes()
     if ":" in recipe:
         _refuse_shadows(own[0] if own else None, [GROUPS])

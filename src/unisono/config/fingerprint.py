@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unisono.config.schema import RunConfig
+from unisono.config.schema.run import RunConfig
 
 # Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.
 _HARMLESS = (

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from unisono.config import fingerprint, plain_yaml, secrets
+from unisono.config import fingerprint, safe_yaml, secrets
 from unisono.config.compose import Composed, compose
-from unisono.config.data import Data
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, nearest
+from unisono.config.schema.data import Data
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from unisono.task import Task
@@ -49,7 +49,7 @@ def read(path: Path, moved: str | None = None) -> RunConfig:
     Raises:
         ConfigError: where the file is missing or is not a configuration.
     """
-    values = plain_yaml.read(path)
+    values = safe_yaml.read(path)
     if moved is not None and fingerprint.task(str(values.get("recipe"))) == fingerprint.task(moved):
         values["recipe"] = moved
     return validate(Composed(values, {name: str(path) for name in values}))
@@ -78,7 +78,7 @@ def validate(composed: Composed) -> RunConfig:
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     if not isinstance(typed["data"], Data):
-        raise ConfigError(f"{values['recipe']}: the task's Data type must extend unisono.config.schema.Data")
+        raise ConfigError(f"{values['recipe']}: the task's Data type must extend unisono.config.schema.run.Data")
     secrets.refuse({group: settings.model_dump() for group, settings in typed.items()})  # also those of secret types
     return config.model_copy(update=typed)
 

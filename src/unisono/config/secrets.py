@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.errors import ConfigError
+from unisono.runtime.errors import ConfigError
 
 MASK = "[hidden]"
 

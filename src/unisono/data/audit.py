@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from unisono.config import resolve
-from unisono.data import content, ledger
+from unisono.data import ledger
 from unisono.data.ledger import Line, Start
-from unisono.data.making import Maker
-from unisono.data.plan import Plan, Taken
-from unisono.data.planning import plan_of, source_of
-from unisono.errors import RunError, UnisonoError, ranges
-from unisono.keys import key
+from unisono.data.loading import checksum
+from unisono.data.loading.batch_builder import Maker
+from unisono.data.order.plan import Plan, Taken
+from unisono.data.order.planning import plan_of, source_of
+from unisono.runtime.errors import RunError, UnisonoError, ranges
+from unisono.runtime.rng import key
 from unisono.task import Source, Task
 
 _SHOWN = 20  # faults that are listed
@@ -184,7 +185,7 @@ def anew(
         except UnisonoError as error:
             report.faults.append(f"step {step} cannot be made anew: {error}")
             continue
-        contents = np.array([content.checksum(piece) for piece in pieces], dtype=np.uint64)
+        contents = np.array([checksum.checksum(piece) for piece in pieces], dtype=np.uint64)
         if ledger.contents_of(good, contents) != _total(counted[step]):
             report.faults.append(
                 f"step {step}: its rows hold something else now than when they were trained on: the data or the task "

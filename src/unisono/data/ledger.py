@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.making import MicroBatch
-from unisono.data.order import mix
-from unisono.data.plan import Taken
-from unisono.errors import RecordError, RunError
-from unisono.files import recording
+from unisono.data.loading.batch_builder import MicroBatch
+from unisono.data.order.order import mix
+from unisono.data.order.plan import Taken
+from unisono.runtime.errors import RecordError, RunError
+from unisono.runtime.files import recording
 
 FOLDER = "ledger"
 _BYTES = 8  # of a digest

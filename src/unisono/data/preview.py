@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
-from unisono.data.mixture import Joined
-from unisono.data.planning import plan_of, source_of
-from unisono.errors import ConfigError
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.data.order.mixture import Joined
+from unisono.data.order.planning import plan_of, source_of
+from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 
 _WIDTH = 60  # characters of a record

@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from unisono.config import surroundings
-from unisono.launch import network
-from unisono.launch.network import Interface
-from unisono.place import cores
+from unisono.config import environment
+from unisono.launch.nodes import network
+from unisono.launch.nodes.network import Interface
+from unisono.runtime.communicator import cores
 
 GIB = 2**30
 _TOLD = ("torchaudio", "accelerate", "peft", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "filelock", "hydra-core")
@@ -119,7 +119,7 @@ def _versions(kind: str) -> dict[str, str]:
     import torch
 
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    found = {**surroundings.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
+    found = {**environment.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
     found["torch"] = torch.__version__  # with its build
     with suppress(Exception):  # each of these is there on some builds only
         if torch.version.cuda:

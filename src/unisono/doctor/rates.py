@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 
 from unisono.doctor.facts import Facts
-from unisono.errors import UnisonoError
-from unisono.launch import local, start
+from unisono.launch import local_processes, train
+from unisono.runtime.errors import UnisonoError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _SECONDS = 0.5  # of one measurement
@@ -106,8 +106,13 @@ def all_reduce(processes: int, device: str) -> Rate:
         place = Path(folder)
         (place / "device").write_text(device, encoding="utf-8")
         try:
-            local.processes(
-                "unisono.doctor.worker", place, processes, start.threads_per_process(processes), "", device == "cpu"
+            local_processes.processes(
+                "unisono.doctor.all_reduce_process",
+                place,
+                processes,
+                train.threads_per_process(processes),
+                "",
+                device == "cpu",
             )
             seconds, size = map(float, (place / RESULT).read_text(encoding="utf-8").split())
         except (UnisonoError, OSError) as error:

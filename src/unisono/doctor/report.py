@@ -10,9 +10,9 @@ from typing import Any
 from unisono.doctor import facts, rules
 from unisono.doctor.facts import Facts
 from unisono.doctor.rates import Rate
-from unisono.launch import network
-from unisono.launch.variables import Finding
-from unisono.observe.peaks import peak_flops
+from unisono.launch.host_variables import Finding
+from unisono.launch.nodes import network
+from unisono.observe.peak_rates import peak_flops
 
 _SLOW = 0.3  # of the data sheet; a product of 8192 × 8192 reaches more than half of it on a healthy device
 

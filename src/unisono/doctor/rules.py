@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.doctor.facts import Facts
-from unisono.launch import network, variables
-from unisono.launch.variables import Finding, Level
+from unisono.launch import host_variables
+from unisono.launch.host_variables import Finding, Level
+from unisono.launch.nodes import network
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ CONDITIONS = (
 
 def examine(facts: Facts) -> Iterator[Finding]:
     """What the rules find, in the order of the tables."""
-    yield from variables.examine(facts.environment)
+    yield from host_variables.examine(facts.environment)
     for condition in CONDITIONS:
         unknown = [name for name in condition.needs.split() if getattr(facts, name) is None]
         if unknown:
@@ -162,11 +163,11 @@ def _stale(environment: Mapping[str, str]) -> str | None:
 
 def _absent(facts: Facts, name: str, *, whole: bool) -> str | None:
     up = [interface.name for interface in facts.interfaces if interface.up]
-    return variables.absent(facts.environment, up, name, whole=whole)
+    return host_variables.absent(facts.environment, up, name, whole=whole)
 
 
 def _misspelt(environment: Mapping[str, str]) -> str | None:
-    return "; ".join(variables.misspelt(environment)) or None
+    return "; ".join(host_variables.misspelt(environment)) or None
 
 
 def _proxied(environment: Mapping[str, str]) -> str | None:

@@ -6,14 +6,14 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from itertools import islice
 
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split, divisors
-from unisono.data.loader import Loader, MicroBatch
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.base import Engine
-from unisono.errors import DataError
-from unisono.place import Place
+from unisono.config.batch_split import Split, divisors
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.protocol import Engine
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import DataError
 from unisono.task import Source, Task
 
 

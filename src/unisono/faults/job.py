@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.faults import task
-from unisono.faults.warm import Ranks, Stem
-from unisono.supervise import procs
+from unisono.faults.fork_server import Ranks, Stem
+from unisono.supervise import processes
 
 if TYPE_CHECKING:
     from unisono.faults.matrix import Ground
@@ -73,7 +73,7 @@ class Job:
         command: of another verb, or a whole command that starts with a program.
         variables: of the environment.
         output: file for what it says.
-        stem: starts so many ranks without a launcher; see `unisono.faults.warm`.
+        stem: starts so many ranks without a launcher; see `unisono.faults.fork_server`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Job:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for pid in {self.process.pid, *self.processes()}:
+        for pid in {self.process.pid, *self.pids()}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=30)
@@ -121,9 +121,9 @@ class Job:
         """The folder of the run."""
         return self.folder / "runs" / RUN
 
-    def processes(self) -> list[int]:
+    def pids(self) -> list[int]:
         """Processes of the job: those of its folder, and ranks that are not there yet."""
-        early = [one.pid for one in getattr(self.process, "all", ()) if procs.same(one)]
+        early = [one.pid for one in getattr(self.process, "all", ()) if processes.same(one)]
         return sorted({*early, *(pid for pid in pids() if _works_in(pid, self.folder))})
 
     def workers(self, count: int, seconds: float = 60.0) -> list[int]:
@@ -147,20 +147,20 @@ class Job:
             code = 124
         ended = time.monotonic()
         with suppress(TimeoutError):
-            wait_for(lambda: not self.processes(), 10.0, "no process left")
+            wait_for(lambda: not self.pids(), 10.0, "no process left")
         self._output.flush()
         said = self.output.read_text(encoding="utf-8", errors="replace")
-        return Done(code, said, ended, tuple(self.processes()))
+        return Done(code, said, ended, tuple(self.pids()))
 
     def _ranks(self) -> dict[int, int]:
         found = {}
-        for pid in self.processes():
+        for pid in self.pids():
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 variables = dict(
                     v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in v
                 )
-                if b"RANK" in variables and any(b"unisono.launch.worker" in word for word in command):
+                if b"RANK" in variables and any(b"unisono.launch.rank_process" in word for word in command):
                     found[int(variables[b"RANK"])] = pid
         return found
 
@@ -218,7 +218,7 @@ def finished(ground: Ground, *words: str) -> Path:
 
 def rewrite(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change what a commit's manifest says, and let its own hash fit."""
-    from unisono.checkpoint import manifest
+    from unisono.checkpoint.core import manifest
 
     content = change(json.loads((commit / manifest.NAME).read_text()))
     (commit / manifest.NAME).write_bytes(manifest.dumps({k: v for k, v in content.items() if k != "sha256"}))
@@ -231,8 +231,8 @@ def saving(run: Path) -> bool:
 
 def newest(run: Path) -> int:
     """The step of the newest commit whose content is what was written; -1 if there is none, or it is damaged."""
-    from unisono.checkpoint import commit
-    from unisono.errors import CheckpointError
+    from unisono.checkpoint.core import commit
+    from unisono.runtime.errors import CheckpointError
 
     found = commit.find(run / "checkpoints")
     try:
@@ -243,7 +243,7 @@ def newest(run: Path) -> int:
 
 def state(run: Path) -> dict[str, str]:
     """Hashes of everything that a run's newest commit holds, and what the ledger says that each step took."""
-    from unisono.checkpoint import commit
+    from unisono.checkpoint.core import commit
 
     checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
     reader = checkpoint.reader()
@@ -258,7 +258,7 @@ def state(run: Path) -> dict[str, str]:
 
 def values(run: Path) -> dict[str, Any]:
     """Everything that a run's newest commit holds."""
-    from unisono.checkpoint import commit
+    from unisono.checkpoint.core import commit
 
     checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
     reader = checkpoint.reader()

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from unisono.errors import ConfigError, nearest
 from unisono.faults.matrix import FAULTS, Fault, Outcome, ground
-from unisono.place import cores
+from unisono.runtime.communicator import cores
+from unisono.runtime.errors import ConfigError, nearest
 
 GROUPS = {
     "A": "Processes that die or freeze",

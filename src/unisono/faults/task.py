@@ -3,7 +3,7 @@
 The file is copied to where the runs are, since it stands for a user's.
 A fault is asked for in the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, and not in the configuration, which
 has to be the same when the run goes on. It happens once in a run's life: the moment before, its time is written down.
-`UNISONO_FAULT` (`unisono.supervise.inject`) cannot do this: it knows no task, and it happens again in every start.
+`UNISONO_FAULT` (`unisono.supervise.fault_injection`) cannot do this: it knows no task, and it happens again in every start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from unisono.config.base import Settings
+from unisono.config.schema.base import Settings
 from unisono.task import Context, Loss, Task
 
 VARIABLE = "UNISONO_MISBEHAVE"

@@ -18,16 +18,16 @@ from typing import Any
 
 import yaml
 
-from unisono.checkpoint import commit
-from unisono.checkpoint.export import newest
-from unisono.checkpoint.manifest import Checkpoint
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.manifest import Checkpoint
+from unisono.checkpoint.exchange.export import newest
 from unisono.config import fingerprint, resolve
-from unisono.config.schema import RunConfig, Upload
+from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
-from unisono.errors import ConfigError, RunError, ranges
-from unisono.launch import environment, start
-from unisono.launch.folder import FILES
+from unisono.launch import cluster, train
+from unisono.launch.run_directory import FILES
 from unisono.observe import events
+from unisono.runtime.errors import ConfigError, RunError, ranges
 
 FOLDER = "replays"  # in the run's
 _COMPARED = ("loss", "grad_norm")  # of each step
@@ -101,7 +101,7 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
         RunError: if there are no such checkpoints, or none from which a run can go on.
         CheckpointError: if one of them is damaged.
     """
-    place = environment.place()
+    place = cluster.place()
     if place is not None and place.world_size > 1:
         raise ConfigError(f"unisono replay starts the processes itself; give it without {place.launcher}")
     before, after = _chosen(run, first, last)
@@ -110,7 +110,7 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
         folder, config = _prepared(run, before, after)
     except OSError as error:
         raise RunError(f"{run}: no folder can be made there to make steps in: {error.strerror}") from error
-    start.start(config)
+    train.start(config)
     again = commit.open_(folder / "checkpoints" / after.path.name)
     then, now = _steps(run, made, after.step), _steps(folder, made, after.step)
     common = sorted(then.keys() & now.keys())

@@ -12,19 +12,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint import commit
-from unisono.config import plain_yaml
-from unisono.config.schema import RunConfig
-from unisono.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
-from unisono.launch import local
+from unisono.checkpoint.core import commit
+from unisono.config import safe_yaml
+from unisono.config.schema.run import RunConfig
+from unisono.launch import local_processes
 from unisono.observe import events
-from unisono.supervise import inject, preemption
+from unisono.runtime.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
+from unisono.supervise import fault_injection, preemption
 
 AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code)
 
 
 def launch(config: RunConfig, folder: Path, threads: int) -> None:
-    """Launch a run on this host, as often as `launch.max_restarts` allows; see `unisono.launch.local.launch`.
+    """Launch a run on this host, as often as `launch.max_restarts` allows; see `unisono.launch.local_processes.launch`.
 
     Raises:
         WorkerError: the fault of the last attempt, or one after which there is no other.
@@ -32,10 +32,10 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
     rows = config.layout.micro_batch
     for attempt in range(config.launch.max_restarts + 1):
         try:
-            with local.variables_set({inject.ATTEMPT: str(attempt)}):
-                local.launch(config, folder, threads)
+            with local_processes.variables_set({fault_injection.ATTEMPT: str(attempt)}):
+                local_processes.launch(config, folder, threads)
             return
-        except local.WorkerError as error:
+        except local_processes.WorkerError as error:
             left = config.launch.max_restarts - attempt
             before, rows = rows, _micro_batch(folder)
             smaller = error.exit_code == MemoryExhaustedError.exit_code and rows != before
@@ -49,10 +49,10 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
 
 def _micro_batch(folder: Path) -> Any:
     """That of the configuration with which the processes would be started now."""
-    return plain_yaml.read(folder / "config.yaml")["layout"]["micro_batch"]
+    return safe_yaml.read(folder / "config.yaml")["layout"]["micro_batch"]
 
 
-def _tell(folder: Path, attempt: int, left: int, error: local.WorkerError) -> None:
+def _tell(folder: Path, attempt: int, left: int, error: local_processes.WorkerError) -> None:
     """Say that the processes are started again, and why, here and in `events.jsonl`."""
     found = commit.find(folder / "checkpoints")
     step = int(found[-1].name.removeprefix("step-")) if found else 0

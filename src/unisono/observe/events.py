@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from unisono.files import recording, write_whole
+from unisono.runtime.files import recording, write_whole
 
 NOTES = frozenset({"changed", "fallback", "brought_again"})  # events that say where and how a run went on
 

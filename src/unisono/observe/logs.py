@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from unisono.config import secrets
-from unisono.place import Place
+from unisono.runtime.communicator import Place
 
 _undo = ExitStack()
 

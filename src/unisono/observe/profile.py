@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.engines.base import PREFIX, Engine
+from unisono.engines.protocol import PREFIX, Engine
 
 log = logging.getLogger(__name__)
 

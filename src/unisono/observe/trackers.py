@@ -23,8 +23,8 @@ from time import monotonic
 from typing import Any, Protocol
 
 from unisono.config import secrets
-from unisono.errors import ConfigError
-from unisono.files import write_whole
+from unisono.runtime.errors import ConfigError
+from unisono.runtime.files import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.errors import ConfigError
 from unisono.observe.trackers import Tracked
+from unisono.runtime.errors import ConfigError
 
 
 def check() -> None:

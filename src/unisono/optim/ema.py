@@ -5,8 +5,8 @@ So an average needs no counter of its own: a resume needs nothing but the step, 
 
 from __future__ import annotations
 
-from unisono.config.schema import Ema
-from unisono.errors import ConfigError
+from unisono.config.schema.run import Ema
+from unisono.runtime.errors import ConfigError
 
 
 def decay(config: Ema, made: int) -> float | None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from unisono.config import optimizers as settings
-from unisono.config.optimizers import AdamW, OptimizerGroup, Sgd
-from unisono.errors import ConfigError, nearest
+from unisono.config.schema import optimizers as settings
+from unisono.config.schema.optimizers import AdamW, OptimizerGroup, Sgd
 from unisono.optim.adafactor import Adafactor
 from unisono.optim.adam_atan2 import AdamAtan2
 from unisono.optim.muon import Muon
+from unisono.runtime.errors import ConfigError, nearest
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

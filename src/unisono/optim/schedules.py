@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from unisono.config.schedules import Constant, Cosine, InverseSqrt, Linear, ScheduleGroup, Wsd
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
+from unisono.config.schema.run import RunConfig
+from unisono.config.schema.schedules import Constant, Cosine, InverseSqrt, Linear, ScheduleGroup, Wsd
+from unisono.runtime.errors import ConfigError
 
 
 def value(schedule: ScheduleGroup, peak: float, step: int, total: int) -> float:
@@ -32,7 +32,7 @@ def factor(schedule: ScheduleGroup, step: int, total: int) -> float:
     The first update is made at `1/warmup` of the way and the peak is reached with the last update of the warm-up, so no
     update is wasted at zero; the last update of a decay stands one step before the floor, for the same reason.
 
-    >>> from unisono.config.schedules import Linear
+    >>> from unisono.config.schema.schedules import Linear
     >>> [round(factor(Linear(kind="linear", warmup=2), step, 6), 3) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

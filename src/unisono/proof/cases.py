@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.base import Settings
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
+from unisono.config.schema.base import Settings
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError
 
 Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"

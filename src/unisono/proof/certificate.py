@@ -19,16 +19,16 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from unisono.config import code, fingerprint, secrets, surroundings
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
+from unisono.config import code_digest, environment, fingerprint, secrets
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.errors import RunError
-from unisono.files import write_whole
-from unisono.launch import folder
+from unisono.launch import run_directory
 from unisono.proof.cases import Proof
 from unisono.proof.comparison import Mark
 from unisono.proof.verdict import Verdict, exit_code
+from unisono.runtime.errors import RunError
+from unisono.runtime.files import write_whole
 
 _SHOWN = 6  # files of code that are named where many have changed
 
@@ -96,8 +96,8 @@ def write(path: Path, verdicts: list[Verdict], alone: list[Verdict], about: dict
         "cases": [{**asdict(verdict), "mark": verdict.mark} for verdict in (*alone, *verdicts)],
     }
     path.mkdir(parents=True, exist_ok=True)
-    write_whole(path / folder.CERTIFICATE, json.dumps(secrets.hidden(described), indent=1, default=str) + "\n")
-    return path / folder.CERTIFICATE
+    write_whole(path / run_directory.CERTIFICATE, json.dumps(secrets.hidden(described), indent=1, default=str) + "\n")
+    return path / run_directory.CERTIFICATE
 
 
 def described(config: RunConfig) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Here:
         """The run that this process is about to start."""
         device = devices.product(config.layout.device)
         data = None if facts is None else json.loads(json.dumps(dict(facts), default=str))
-        return cls(config, code.digests(config.recipe), surroundings.versions(), device, data)
+        return cls(config, code_digest.digests(config.recipe), environment.versions(), device, data)
 
     def misfits(self, certificate: Certificate) -> list[str]:
         """Every way in which a certificate is not one of this run."""
@@ -219,7 +219,7 @@ class Here:
         return f"proved: {certificate} covers {', '.join(parts)}"
 
     def _differences(self, certificate: Certificate) -> Iterator[str]:
-        changed = code.changes(certificate.code, self.code)
+        changed = code_digest.changes(certificate.code, self.code)
         yield from changed[:_SHOWN]
         if len(changed) > _SHOWN:
             yield f"and {len(changed) - _SHOWN} more files of code"
@@ -290,7 +290,7 @@ def _read(*folders: Path) -> tuple[list[Certificate], list[str]]:
     """The certificates of these folders, and a warning for each file that is called so and is none."""
     found, skipped = [], []
     for path in folders:
-        file = path / folder.CERTIFICATE
+        file = path / run_directory.CERTIFICATE
         if not file.is_file():
             continue
         try:

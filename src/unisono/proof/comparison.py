@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.proof.outputs import distance
-from unisono.proof.trace import QUANTITIES, Array, StepFacts, Trace
+from unisono.proof.recording.output_digest import distance
+from unisono.proof.recording.trace import QUANTITIES, Array, StepFacts, Trace
 
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
 _ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing

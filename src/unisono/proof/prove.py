@@ -12,15 +12,15 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code, fingerprint, surroundings
-from unisono.config.optimizers import Sgd
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, KernelError, RunError
-from unisono.launch import local, start
-from unisono.proof import certificate, comparison, diagnose, worker
+from unisono.config import code_digest, environment, fingerprint
+from unisono.config.schema.optimizers import Sgd
+from unisono.config.schema.run import RunConfig
+from unisono.launch import local_processes, train
+from unisono.proof import case_process, certificate, comparison, diagnosis
 from unisono.proof.cases import EPSILON, Case, Proof, cases
-from unisono.proof.trace import QUANTITIES, Trace, folder_of
+from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
+from unisono.runtime.errors import ConfigError, KernelError, RunError
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
@@ -42,29 +42,29 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
         ConfigError: for layouts that cannot be, before any process starts.
     """
     every = cases(proof, config)
-    layouts = {case.name: certificate.described(worker.configured(config, case, proof, None)) for case in every}
-    digests, asked = code.digests(config.recipe), config
-    facts = start.preflight(_task(config), worker.configured(config, every[0], proof, None)).facts
+    layouts = {case.name: certificate.described(case_process.configured(config, case, proof, None)) for case in every}
+    digests, asked = code_digest.digests(config.recipe), config
+    facts = train.preflight(_task(config), case_process.configured(config, every[0], proof, None)).facts
     config, shrunk = _shrunk(config, proof)
     folder = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
     try:
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(config), sort_keys=False), "utf-8")
-        ended: dict[str, local.WorkerError] = {}
-        threads = start.threads_per_process(max(case.world_size for case in every))
+        ended: dict[str, local_processes.WorkerError] = {}
+        threads = train.threads_per_process(max(case.world_size for case in every))
         for phase in phases(every):
             one = phase[0]
-            worker.write(folder, phase, proof)
-            settled = worker.configured(config, one, proof, None)
+            case_process.write(folder, phase, proof)
+            settled = case_process.configured(config, one, proof, None)
             print(f"{one.world_size} process{'es' if one.world_size > 1 else ''}", file=sys.stderr, flush=True)
             try:
-                local.launch(settled, folder, threads, module="unisono.proof.worker")
-            except local.WorkerError as error:
-                missing = (case for case in phase if not worker.is_recorded(folder, case.name))
+                local_processes.launch(settled, folder, threads, module="unisono.proof.case_process")
+            except local_processes.WorkerError as error:
+                missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
                 ended[next(missing, phase[-1]).name] = error  # the first that is missing was under way
-        made = [case for case in every if worker.is_recorded(folder, case.name)]
+        made = [case for case in every if case_process.is_recorded(folder, case.name)]
         traces = {case.name: Trace(folder_of(folder, case.name)) for case in made}
         adaptive = not isinstance(config.optim, Sgd)
-        changed = code.changes(digests, code.digests(asked.recipe))
+        changed = code_digest.changes(digests, code_digest.digests(asked.recipe))
         if changed:
             raise RunError(f"the code was changed while it was proved: {', '.join(changed)}. Start the proof again")
         return *judged(every, traces, adaptive, ended), {
@@ -98,7 +98,10 @@ def phases(every: list[Case]) -> list[list[Case]]:
 
 
 def judged(
-    every: list[Case], traces: Mapping[str, Trace], adaptive: bool, ended: Mapping[str, local.WorkerError] | None = None
+    every: list[Case],
+    traces: Mapping[str, Trace],
+    adaptive: bool,
+    ended: Mapping[str, local_processes.WorkerError] | None = None,
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Compare every case with its reference; returns the verdicts, and those of references alone.
 
@@ -120,7 +123,11 @@ def judged(
 
 
 def _judged(
-    case: Case, every: list[Case], traces: Mapping[str, Trace], adaptive: bool, ended: Mapping[str, local.WorkerError]
+    case: Case,
+    every: list[Case],
+    traces: Mapping[str, Trace],
+    adaptive: bool,
+    ended: Mapping[str, local_processes.WorkerError],
 ) -> Verdict:
     known = case.name in traces and case.reference in traces and case.name not in ended
     if not known or traces[case.reference].facts.fault:
@@ -136,7 +143,7 @@ def _judged(
         allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else tolerance(case, every, traces, adaptive)
         found.compared = comparison.compare(mine, reference, allowed, adaptive and not case.bitwise)
         found.invariants = comparison.invariants(mine)
-    found.diagnosis = diagnose.diagnose(
+    found.diagnosis = diagnosis.diagnose(
         mine, reference, [*found.compared, *found.invariants], case.world_size, case.starts
     )
     return found
@@ -244,18 +251,18 @@ def about(config: RunConfig, proof: Proof, facts: dict[str, Any]) -> dict[str, A
         "config": fingerprint.plain(config),
         "proof": json.loads(proof.model_dump_json()),
         "data": facts,
-        "versions": surroundings.versions(),
+        "versions": environment.versions(),
         "hardware": certificate.hardware(),
     }
 
 
-def _not_run(case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local.WorkerError]) -> Verdict:
+def _not_run(case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local_processes.WorkerError]) -> Verdict:
     """Of a case that says nothing: its reference failed, or its processes ended, in it or in one before."""
     found = Verdict(case.name, case.reference, case.bitwise)
     reference = traces.get(case.reference)
     if case.name in ended:
         error = ended[case.name]
-        found.fault, found.diagnosis = str(error), diagnose.of_error(error.fault)
+        found.fault, found.diagnosis = str(error), diagnosis.of_error(error.fault)
         return found
     if reference is not None and reference.facts.fault:
         why = f"{case.reference} could not be run: {reference.facts.fault}"
@@ -288,12 +295,12 @@ def _alone(case: Case, trace: Trace) -> Verdict:
         found.notes.append(
             f"computes in a lower precision inside, whose floor was measured: {', '.join(trace.facts.lower)}"
         )
-    found.diagnosis = diagnose.diagnose(trace, trace, found.invariants, 1)
+    found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
     return found
 
 
 def _task(config: RunConfig) -> Any:
-    from unisono.launch.worker import task_of
+    from unisono.launch.rank_process import task_of
 
     return task_of(config)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from unisono.proof.comparison import Compared, Difference, Mark, first_failed
-from unisono.proof.faults import Diagnosis
-from unisono.proof.trace import QUANTITIES
+from unisono.proof.fault_names import Diagnosis
+from unisono.proof.recording.trace import QUANTITIES
 
 
 @dataclass

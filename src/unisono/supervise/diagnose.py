@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint import commit
-from unisono.config import plain_yaml
-from unisono.errors import CheckpointError, DeadlineError, RunError, page
+from unisono.checkpoint.core import commit
+from unisono.config import safe_yaml
 from unisono.observe import events
+from unisono.runtime.errors import CheckpointError, DeadlineError, RunError, page
 
 REMEDIES = {
     1: "Mend the code that the traceback names, and give the same command again.",
@@ -43,7 +43,7 @@ def explained(folder: Path) -> list[str]:
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is no run: it has no config.yaml")
-    config = plain_yaml.read(folder / "config.yaml")
+    config = safe_yaml.read(folder / "config.yaml")
     written = folder / "events.jsonl"
     seen = events.read(written) if written.is_file() else []
     steps = [event for event in seen if "loss" in event and not event.get("eval")]

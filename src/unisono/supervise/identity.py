@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from unisono.supervise import procs
+from unisono.supervise import processes
 
 _PROC = Path("/proc")
 
@@ -58,7 +58,7 @@ def alive(who: Mapping[str, Any]) -> bool | None:
 def _born(pid: int) -> str:
     """When a process began, in whatever its system counts; empty if it has ended or is not to be seen."""
     if _PROC.joinpath("self").exists():
-        process = procs.look(pid)
+        process = processes.look(pid)
         return "" if process is None else str(process.began)
     with suppress(psutil.Error):
         other = psutil.Process(pid)

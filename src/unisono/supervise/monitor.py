@@ -1,6 +1,6 @@
 """The monitor of a node: a process outside of those that train, which sees them die, freeze and stand still.
 
-It reads what they tell (`unisono.pulse`) and what the kernel says of them, five times a second. It ends the run of its
+It reads what they tell (`unisono.runtime.heartbeat`) and what the kernel says of them, five times a second. It ends the run of its
 node where that is needed: with one sentence, all stacks in the run's directory, and SIGKILL for every process and all
 that they started. It imports next to nothing, so that it is there before they are.
 
@@ -27,13 +27,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono import pulse
-from unisono.errors import DeadlineError, DesyncError, StuckError
-from unisono.files import write_whole
-from unisono.pulse import Record
-from unisono.supervise import desync, judge, procs, stacks
-from unisono.supervise.judge import Finding, Limits, Seen
-from unisono.supervise.procs import Process
+from unisono.runtime import heartbeat
+from unisono.runtime.errors import DeadlineError, DesyncError, StuckError
+from unisono.runtime.files import write_whole
+from unisono.runtime.heartbeat import Record
+from unisono.supervise import collective_mismatch, hang_detection, processes, stacks
+from unisono.supervise.hang_detection import Finding, Limits, Seen
+from unisono.supervise.processes import Process
 from unisono.supervise.stacks import Stack
 from unisono.supervise.stragglers import Stragglers
 
@@ -87,7 +87,7 @@ class Monitor:
         self._records: dict[int, Record] = {}
         self._stopped: dict[int, float] = {}  # since when a rank's process is seen stopped
         self._troubled: dict[int, float] = {}  # since when a rank is known to be lost or to have failed
-        self._agent = procs.look(told.agent) if told.agent else None
+        self._agent = processes.look(told.agent) if told.agent else None
         self._survivors: dict[int, Seen] = {}  # what all were at when the first one died
         self._looked = self._compared = time.monotonic()
         self._forgiven = 0.0  # what was still before then was so because this host slept
@@ -111,7 +111,7 @@ class Monitor:
             if not self._directory.is_dir():
                 return 0
             seen = self._look()
-            if self._agent is not None and procs.same(self._agent) is None:
+            if self._agent is not None and processes.same(self._agent) is None:
                 time.sleep(_GRACE_LOST)
                 self._end()
                 return 0
@@ -138,17 +138,17 @@ class Monitor:
         self._looked = now
         seen = {}
         for rank in self._told.ranks:
-            record = pulse.read(pulse.file_of(self._directory, rank)) or self._records.get(rank)
+            record = heartbeat.read(heartbeat.file_of(self._directory, rank)) or self._records.get(rank)
             if record is None:
                 continue
             self._records[rank] = record
-            if rank not in self._roots and (process := procs.look(record.pid)):
+            if rank not in self._roots and (process := processes.look(record.pid)):
                 self._roots[rank] = process
             root = self._roots.get(rank)
-            process = procs.same(root) if root else None
+            process = processes.same(root) if root else None
             state = process.state if process else ""
             if not state:  # it may have said so and left, since its record was read
-                record = self._records[rank] = pulse.read(pulse.file_of(self._directory, rank)) or record
+                record = self._records[rank] = heartbeat.read(heartbeat.file_of(self._directory, rank)) or record
             if state != "T":
                 self._stopped.pop(rank, None)
             stopped = now - max(self._stopped.setdefault(rank, now), self._forgiven) if state == "T" else 0.0
@@ -172,12 +172,15 @@ class Monitor:
             if since < (_GRACE_LOST if lost else _GRACE_FAULT):
                 return None
             if lost and (alive or not self._told.held):
-                return self._conclude(judge.lost(started, self._records[started], self._survivors, self._host, None))
+                return self._conclude(
+                    hang_detection.lost(started, self._records[started], self._survivors, self._host, None)
+                )
             if alive:  # one that has told its fault may live on, as a script that goes on to something else
                 self._end([rank for rank, one in seen.items() if one.here])
             return None
         if self._limits.stuck_after and (
-            judge.frozen(seen, self._limits) or judge.stalled(seen, self._limits, self._told.nodes > 1)
+            hang_detection.frozen(seen, self._limits)
+            or hang_detection.stalled(seen, self._limits, self._told.nodes > 1)
         ):
             return self._stuck(seen)
         here = [one.still for one in seen.values() if one.here]
@@ -194,28 +197,35 @@ class Monitor:
         nodes it knows nothing. What rings say together is true whenever they were written, so nothing waits here.
         """
         told: list[str | None] = []
-        _soon(lambda: told.append(desync.explain_across(self._directory, self._folder / "logs", patience=0.0)))
+        _soon(
+            lambda: told.append(
+                collective_mismatch.explain_across(self._directory, self._folder / "logs", patience=0.0)
+            )
+        )
         return told[0] if told else None
 
     def _stuck(self, seen: Mapping[int, Seen]) -> int | None:
         """Ask for all stacks, and see whether nobody has gone on meanwhile; one that is stopped answers once it may."""
         answers = stacks.ask(self._directory, {rank: one.record.pid for rank, one in seen.items() if one.state != "T"})
         again = self._look()
-        if not (judge.frozen(again, self._limits) or judge.stalled(again, self._limits, self._told.nodes > 1)):
+        if not (
+            hang_detection.frozen(again, self._limits)
+            or hang_detection.stalled(again, self._limits, self._told.nodes > 1)
+        ):
             return None
-        described = {rank: procs.described(one.record.pid) for rank, one in seen.items()}
+        described = {rank: processes.described(one.record.pid) for rank, one in seen.items()}
         if stopped := {rank: one.record.pid for rank, one in again.items() if one.state == "T"}:
             for rank in again.keys() - stopped.keys():  # or those would take up the run with them again
                 with suppress(OSError):
                     os.kill(again[rank].record.pid, signal.SIGSTOP)
             answers |= stacks.ask(self._directory, stopped, patience=1.0, stopped=True)
-        return self._conclude(judge.stuck(again, answers, self._limits, self._host), answers, described)
+        return self._conclude(hang_detection.stuck(again, answers, self._limits, self._host), answers, described)
 
     def _conclude(
         self, finding: Finding, answers: Mapping[int, Stack] | None = None, described: Mapping[int, str] | None = None
     ) -> int:
         """Leave the finding where the launcher and people look for it, and end the processes."""
-        if finding.kind == StuckError.__name__ and (differ := desync.explain(self._directory)):
+        if finding.kind == StuckError.__name__ and (differ := collective_mismatch.explain(self._directory)):
             finding = replace(finding, kind=DesyncError.__name__, code=DesyncError.exit_code, text=differ)
         where = self._folder / "logs" / "stacks" / time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime())
         texts = {}
@@ -247,9 +257,9 @@ class Monitor:
     def _end(self, ranks: Iterable[int] | None = None) -> None:
         """Kill the processes of this node, or of some ranks, and all that they started."""
         ranks = self._roots if ranks is None else ranks
-        if left := procs.end([self._roots[rank] for rank in ranks if rank in self._roots]):
+        if left := processes.end([self._roots[rank] for rank in ranks if rank in self._roots]):
             numbers = ", ".join(f"{process.pid} (state {process.state})" for process in left)
-            _say(f"unisono: WARNING: these processes cannot be killed: {numbers}. {procs.STATES['D']}")
+            _say(f"unisono: WARNING: these processes cannot be killed: {numbers}. {processes.STATES['D']}")
 
     def _tell_stragglers(self, seen: Mapping[int, Seen]) -> None:
         for line in self._stragglers.look({rank: one.record for rank, one in seen.items()}):

@@ -1,7 +1,7 @@
 """Being asked to end: SIGTERM and SIGUSR1, by which schedulers and spot machines say that a job has to go.
 
 Before the first step there is nothing to lose, and the process ends at once. From then on a signal is only noted, and
-the next boundary (`unisono.supervise.boundary`) decides for all ranks. A thread hears the signals too, by the
+the next boundary (`unisono.supervise.step_sync`) decides for all ranks. A thread hears the signals too, by the
 interpreter's wakeup descriptor: the main thread may be inside of a call that returns late or never, and the deadline
 holds all the same.
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from unisono.errors import Preempted
+from unisono.runtime.errors import Preempted
 from unisono.supervise import identity
 
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))

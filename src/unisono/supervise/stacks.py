@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono import pulse
-from unisono.supervise import procs
+from unisono.runtime import heartbeat
+from unisono.supervise import processes
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_OURS = str(Path(pulse.__file__).parent) + os.sep
+_OURS = str(Path(heartbeat.__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"engines{os.sep}torch{os.sep}collective.py")
 _BACKWARD = f"torch{os.sep}autograd{os.sep}graph.py"
@@ -80,17 +80,17 @@ def ask(directory: Path, pids: Mapping[int, int], patience: float = 2.0, *, stop
     """
     before = {}
     for rank, pid in pids.items():
-        if procs.catches(pid, pulse.STACKS):
+        if processes.catches(pid, heartbeat.STACKS):
             with suppress(OSError):
-                before[rank] = pulse.stacks_of(directory, rank).stat().st_size
-                os.kill(pid, pulse.STACKS)
+                before[rank] = heartbeat.stacks_of(directory, rank).stat().st_size
+                os.kill(pid, heartbeat.STACKS)
                 if stopped:
                     os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + patience
     found: dict[int, str] = {}
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        now = {rank: _after(pulse.stacks_of(directory, rank), size) for rank, size in before.items()}
+        now = {rank: _after(heartbeat.stacks_of(directory, rank), size) for rank, size in before.items()}
         if now == found and all(now.values()):  # nothing more came since the last look
             break
         found = now

@@ -15,7 +15,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from unisono.pulse import Record
+from unisono.runtime.heartbeat import Record
 
 PHASES = ("data", "compute")
 WINDOW = 20  # steps that are averaged

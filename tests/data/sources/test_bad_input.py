@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.sources.written import FORMATS, opened, plain, rows, write
 from unisono.data.sources import open_source
-from unisono.errors import ConfigError, DataError
+from unisono.runtime.errors import ConfigError, DataError
 
 ROWS = rows(12)
 

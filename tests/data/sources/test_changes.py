@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data.sources.changes import what_changed
+from unisono.data.sources.change_detection import what_changed
 
 BEFORE = [{"name": name, "rows": 3, "digest": name, "size": 9, "stamp": "1"} for name in "abc"]
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
 from tests.recipes.language.corpora import real
 from unisono.data.sources import Files, derived, find, index, lines, npy, open_source
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 from unisono.task import Source
 
 ROWS = rows(29)

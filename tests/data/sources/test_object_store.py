@@ -12,7 +12,7 @@ import pytest
 from tests.data.sources.servers import hurried
 from tests.data.sources.written import plain, rows, write
 from unisono.data.sources import open_source
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 pytest.importorskip("s3fs")
 servers = pytest.importorskip("moto.server")

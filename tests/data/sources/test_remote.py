@@ -15,7 +15,7 @@ import pytest
 from tests.data.sources.servers import hurried, serving
 from tests.data.sources.written import FORMATS, opened, plain, rows, write
 from unisono.data.sources import find, open_source, storage
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 ROWS = rows(29)
 

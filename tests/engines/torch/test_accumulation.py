@@ -12,12 +12,12 @@ import torch.distributed as dist
 from tests import processes
 from tests.runs import Recording, configuration
 from tests.tasks import TransformerTask
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.torch import gradients
-from unisono.place import Group, Place
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.torch.numerics import gradients
+from unisono.runtime.communicator import Group, Place
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),

@@ -16,19 +16,20 @@ from tests import processes
 from tests.engines.torch.test_engine import layout, started
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.config.schema import Lora
-from unisono.engines.torch import adapter, guards
-from unisono.engines.torch.adapter import Adapter
-from unisono.errors import CheckpointError, ConfigError
-from unisono.place import Alone, Group, Place
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.config.schema.run import Lora
+from unisono.engines.torch import lora
+from unisono.engines.torch.guards import replicas
+from unisono.engines.torch.lora import Adapter
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import CheckpointError, ConfigError
+from unisono.training import loop
 
 LORA = Lora(kind="lora", rank=2)
 
 
-def lora(**settings: Any) -> Lora:
+def lora_config(**settings: Any) -> Lora:
     return Lora(kind="lora", **{"rank": 2, **settings})
 
 
@@ -67,14 +68,14 @@ def test_every_linear_layer_gets_one_but_a_head_that_is_tied() -> None:
 )
 def test_layers_are_chosen_by_name_by_last_part_and_by_glob(targets: list[str], chosen: Any) -> None:
     model = transformer()
-    Adapter(lora(targets=targets), model, seed=0)
+    Adapter(lora_config(targets=targets), model, seed=0)
     assert layers(model) == chosen or len(layers(model)) == chosen
 
 
 def test_a_name_is_not_taken_for_the_end_of_another() -> None:
     """PEFT would take '0' for every layer whose name ends in '.0'."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)), nn.Sequential(nn.Linear(1, 1)))
-    Adapter(lora(targets=["0", "1.1"]), model, seed=0)
+    Adapter(lora_config(targets=["0", "1.1"]), model, seed=0)
     assert layers(model) == ["0", "1.1"]
 
 
@@ -96,7 +97,7 @@ class Attending(nn.Module):
 )
 def test_what_can_have_none_is_refused_with_the_reason(model: Any, targets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Adapter(lora(targets=targets), model(), seed=0)
+        Adapter(lora_config(targets=targets), model(), seed=0)
 
 
 def test_out_projections_of_torch_s_attention_are_passed_over() -> None:
@@ -106,10 +107,10 @@ def test_out_projections_of_torch_s_attention_are_passed_over() -> None:
 
 
 def test_without_peft_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
-    adapter.check(None)
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    lora.check(None)
     with pytest.raises(ConfigError, match=r"pip install 'unisono\[lora\]'"):
-        adapter.check(LORA)
+        lora.check(LORA)
 
 
 # their first weights --------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def test_first_weights_depend_on_the_layer_s_name_and_the_seed_alone() -> None:
     torch.manual_seed(5)
     Adapter(LORA, every, seed=3)
     state = torch.get_rng_state()
-    Adapter(lora(targets=["value"]), few, seed=3)
+    Adapter(lora_config(targets=["value"]), few, seed=3)
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn from the generator of others"
     Adapter(LORA, other, seed=4)
     mine, theirs = adapters(every), adapters(other)
@@ -144,7 +145,7 @@ def trained(place: Place, group: Group, config: Any) -> tuple[list[float], dict[
     engine, steps = started(place, group, TransformerTask(), config)
 
     def base() -> dict[str, int]:
-        return {n: guards.digest(p) for n, p in engine._step.model.named_parameters() if ".lora_" not in n}
+        return {n: replicas.digest(p) for n, p in engine._step.model.named_parameters() if ".lora_" not in n}
 
     before = base()
     losses = [engine.step(batches, number, {"lr": 0.1}).loss for number, batches in enumerate(steps)]
@@ -192,7 +193,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
         },
     )
     config = trainer_config(result.folder)
-    with trainer.Training(Whole(), config, Place(), Alone(), result.folder, writing=False) as training:
+    with loop.Training(Whole(), config, Place(), Alone(), result.folder, writing=False) as training:
         model: Any = training._engine._step.model.eval()  # type: ignore[attr-defined]
         with torch.no_grad():
             return result.folder, dict(model.state_dict()), model(TOKENS)
@@ -264,11 +265,11 @@ class OtherBase(TransformerTask):
 def test_a_resume_on_another_base_is_refused(run: Any) -> None:
     config = trainer_config(run[0])
     with pytest.raises(CheckpointError, match="another base: 1 of 35 parameters differ"):
-        trainer.Training(OtherBase(), config, Place(), Alone(), run[0], writing=False).__enter__()
+        loop.Training(OtherBase(), config, Place(), Alone(), run[0], writing=False).__enter__()
 
 
 def test_a_checkpoint_without_adapters_is_refused_by_a_run_that_has_them(tmp_path: Path) -> None:
-    trainer.run(TransformerTask(), configuration(observe={"progress": False}), Place(), Alone(), tmp_path)
+    loop.run(TransformerTask(), configuration(observe={"progress": False}), Place(), Alone(), tmp_path)
     engine, _ = processes.alone(started, TransformerTask(), configuration(adapter=LORA.model_dump()))
     with pytest.raises(CheckpointError, match="has no adapters: it was saved by a run without adapter=lora"):
         engine.load(arrays(tmp_path))

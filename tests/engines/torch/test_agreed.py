@@ -13,11 +13,11 @@ from tests import processes
 from tests.engines.torch.test_engine import layout
 from tests.proofs.matrix import LAYOUTS
 from tests.runs import SGD, Trace, configuration, distance, trace, traces
-from unisono.config.base import Settings
-from unisono.config.schema import RunConfig
+from unisono.config.schema.base import Settings
+from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
-from unisono.errors import KernelError
-from unisono.place import Alone, Group, Place
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import KernelError
 from unisono.task import Context, Loss, Task
 
 ROWS = 41
@@ -148,10 +148,10 @@ def setup(place: Place, group: Group, choices: list[str]) -> Any:
 
     os.environ["CHOSEN"] = choices[place.rank]
     made = configuration(layout=layout("ddp" if place.world_size > 1 else "single"))
-    from unisono.config.split import Split
-    from unisono.data.loader import Loader
-    from unisono.data.order import Order
-    from unisono.data.plan import StreamPlan
+    from unisono.config.batch_split import Split
+    from unisono.data.loading.loader import Loader
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
 
     task = Choosing()
     split = Split.of(12, place.world_size, 3)

@@ -18,12 +18,12 @@ from tests import processes
 from tests.engines.torch.test_engine import layout, started
 from tests.runs import SGD, configuration, whole
 from tests.tasks import LinearTask, TransformerTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.engines.torch import guards
-from unisono.errors import CheckpointError, GuardError
-from unisono.place import Alone, Group, Place
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.engines.torch.guards import replicas
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import CheckpointError, GuardError
+from unisono.training import loop
 
 EMA = {"ema": {"decay": 0.7, "start": 1, "every": 2}}
 
@@ -76,7 +76,7 @@ def laid_out(place: Place, group: Group, config: Any) -> tuple[int, int, bool]:
     engine, steps = started(place, group, TransformerTask(), config)
     engine.step(steps[0], 0, {"lr": 0.1})
     weights = dict(engine._step.model.named_parameters())
-    own = sum(guards.local(value).numel() for value in engine._average.tensors.values())
+    own = sum(replicas.local(value).numel() for value in engine._average.tensors.values())
     alike = all(
         isinstance(value, DTensor) and value.placements == weights[name].placements
         for name, value in engine._average.tensors.items()
@@ -95,8 +95,8 @@ def test_each_process_holds_the_average_of_its_own_shards() -> None:
 
 
 @contextmanager
-def trained(place: Place, group: Group, config: Any, folder: Path) -> Iterator[trainer.Training]:
-    with trainer.Training(TransformerTask(), config, place, group, folder, writing=False) as training:
+def trained(place: Place, group: Group, config: Any, folder: Path) -> Iterator[loop.Training]:
+    with loop.Training(TransformerTask(), config, place, group, folder, writing=False) as training:
         for _ in training.steps():
             pass
         yield training
@@ -106,12 +106,12 @@ def evaluated(place: Place, group: Group, config: Any, folder: Path) -> list[Any
     """What an evaluation says of the average, what one says once the weights are the average, and what was changed."""
     with trained(place, group, config, folder) as training:
         engine: Any = training._engine
-        before = {n: guards.digest(p) for n, p in engine._step.model.named_parameters()}
-        average = {n: guards.digest(p) for n, p in engine._average.tensors.items()}
+        before = {n: replicas.digest(p) for n, p in engine._step.model.named_parameters()}
+        average = {n: replicas.digest(p) for n, p in engine._average.tensors.items()}
         said = dict(training.evaluated)
         training.evaluate(4)
-        left = before == {n: guards.digest(p) for n, p in engine._step.model.named_parameters()}
-        left = left and average == {n: guards.digest(p) for n, p in engine._average.tensors.items()}
+        left = before == {n: replicas.digest(p) for n, p in engine._step.model.named_parameters()}
+        left = left and average == {n: replicas.digest(p) for n, p in engine._average.tensors.items()}
         with engine._average.in_the_model():
             put = engine.evaluate(training.held_out.batches(), 4, {"lr": 0.1}).values
         return [said, training.evaluated, put, left]
@@ -134,7 +134,7 @@ def test_an_evaluation_with_the_average_says_what_a_model_of_it_would_and_change
 @pytest.mark.parametrize(("weights", "names"), [("model", {"loss"}), ("ema", {"ema/loss"})])
 def test_the_configuration_says_which_weights_are_evaluated(tmp_path: Path, weights: str, names: set[str]) -> None:
     config = configuration(train={"steps": 2, "global_batch": 8}, eval={"weights": weights}, ema={"decay": 0.5})
-    with trainer.Training(Kept(), config, Place(), Alone(), tmp_path, writing=False) as training:
+    with loop.Training(Kept(), config, Place(), Alone(), tmp_path, writing=False) as training:
         assert len(list(training.steps())) == 2
     assert set(training.evaluated) == names
 
@@ -157,7 +157,7 @@ def test_the_weights_come_back_when_an_evaluation_fails(tmp_path: Path) -> None:
 
 
 def saved(config: Any, folder: Path) -> ArrayReader:
-    trainer.run(TransformerTask(), config, Place(), Alone(), folder)
+    loop.run(TransformerTask(), config, Place(), Alone(), folder)
     checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
     return ArrayReader(checkpoint.path, checkpoint.arrays)
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import Recording, configuration, distance, whole
 from tests.tasks import LinearTask
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.torch.batch_norm import BatchStatistics
-from unisono.errors import ConfigError
-from unisono.place import Group, Place
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.torch.numerics.batch_norm import BatchStatistics
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError
 
 FLOOR = 1e-12
 

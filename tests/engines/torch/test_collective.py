@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests import processes
-from unisono.engines.torch import collective
-from unisono.errors import DeadlineError
-from unisono.launch import network
-from unisono.place import Alone, Group, Place
+from unisono.engines.torch.parallel import process_group
+from unisono.launch.nodes import network
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import DeadlineError
 
 CPU = torch.device("cpu")
 VALUES = [
@@ -51,14 +51,14 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 )
 def test_ranks_that_do_not_appear_are_named(address: str, world: int, missing: str) -> None:
     with pytest.raises(DeadlineError) as late:
-        collective.start(Place(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
+        process_group.start(Place(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
     assert str(late.value).startswith(f"rank 0: {missing}")
     assert str(late.value).endswith(f"or found no way to {address}, within 0.3 s (launch.start_timeout)")
 
 
 def test_the_store_listens_at_the_address_of_the_meeting_point_alone(address: str) -> None:
-    collective.start(Place(0, 1, 0, 1), CPU, timeout=5, start_timeout=5)
-    collective.stop()
+    process_group.start(Place(0, 1, 0, 1), CPU, timeout=5, start_timeout=5)
+    process_group.stop()
     listens = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [f"{where.ip}:{where.port}" for where in listens if str(where.port) == address.split(":")[1]] == [address]
 
@@ -66,11 +66,11 @@ def test_the_store_listens_at_the_address_of_the_meeting_point_alone(address: st
 def test_a_meeting_point_whose_name_leads_nowhere_is_named_at_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "_AT_ONCE", 0.1)
+    monkeypatch.setattr(process_group, "_AT_ONCE", 0.1)
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     for rank in (0, 1):
         with pytest.raises(DeadlineError, match=r"at no\.such\.host\.invalid:\d+: the name .* leads to no address"):
-            collective.start(Place(rank, 2, rank, 2), CPU, timeout=5, start_timeout=60)
+            process_group.start(Place(rank, 2, rank, 2), CPU, timeout=5, start_timeout=60)
 
 
 def test_a_port_in_use_is_named_at_once(address: str) -> None:
@@ -78,7 +78,7 @@ def test_a_port_in_use_is_named_at_once(address: str) -> None:
         other.bind(("127.0.0.1", int(address.split(":")[1])))
         other.listen()
         with pytest.raises(DeadlineError, match=f"at {address}: port .* is in use; choose another MASTER_PORT"):
-            collective.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=60)
+            process_group.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=60)
 
 
 def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,16 +86,16 @@ def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(kept.getsockname()[1]))
         with pytest.raises(DeadlineError, match="is in use; choose another MASTER_PORT"):
-            collective.start(Place(0, 1, 0, 1, "torchrun"), CPU, timeout=5, start_timeout=5)
-        collective.start(Place(0, 1, 0, 1, "unisono"), CPU, timeout=5, start_timeout=5)
-        collective.stop()
+            process_group.start(Place(0, 1, 0, 1, "torchrun"), CPU, timeout=5, start_timeout=5)
+        process_group.start(Place(0, 1, 0, 1, "unisono"), CPU, timeout=5, start_timeout=5)
+        process_group.stop()
 
 
 def test_a_process_that_meets_nobody_says_where_it_was(address: str) -> None:
     said = f"rank 1 could not meet the other processes at {address}: nobody answered within 3 s "
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=said):
-        collective.start(Place(1, 2, 1, 2), CPU, timeout=5, start_timeout=3)
+        process_group.start(Place(1, 2, 1, 2), CPU, timeout=5, start_timeout=3)
     assert time.monotonic() - began < 6, "torch's second try began anew"
 
 
@@ -104,7 +104,7 @@ def test_an_address_that_is_taken_is_said(address: str) -> None:
         other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
         other.listen()
         with pytest.raises(DeadlineError, match=f"rank 0 could not meet the other processes at {address}: "):
-            collective.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=0.3)
+            process_group.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=0.3)
 
 
 def test_a_deadline_has_its_own_exit_code() -> None:
@@ -124,7 +124,7 @@ def test_a_deadline_has_its_own_exit_code() -> None:
     ],
 )
 def test_a_backends_error_about_a_peer_is_a_sentence_about_the_wait(error: RuntimeError) -> None:
-    with pytest.raises(DeadlineError) as late, collective.waiting(Place(2, 4), "the end of the lesson", 7.5):
+    with pytest.raises(DeadlineError) as late, process_group.waiting(Place(2, 4), "the end of the lesson", 7.5):
         raise error
     assert str(late.value).startswith("rank 2 waited for the end of the lesson, and not all came")
     assert "the deadline of 7.5 s (launch.timeout)" in str(late.value)
@@ -134,7 +134,7 @@ def test_a_backends_error_about_a_peer_is_a_sentence_about_the_wait(error: Runti
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("Timed out")])
 def test_an_error_that_is_about_no_peer_passes_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, collective.waiting(Place(), "anything", 1):
+    with pytest.raises(type(error)) as raised, process_group.waiting(Place(), "anything", 1):
         raise error
     assert raised.value is error
 
@@ -143,7 +143,7 @@ def test_an_error_that_is_about_no_peer_passes_as_it_is(error: Exception) -> Non
 
 
 def test_a_process_that_never_joined_can_stop() -> None:
-    collective.stop()
+    process_group.stop()
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -163,12 +163,12 @@ def until(condition: Callable[[], bool], turns: int = 1500) -> None:
     raise AssertionError("the other process goes on waiting, long after its deadline")
 
 
-def rejoined(place: Place, group: Group, timeout: float) -> collective.TorchGroup:
+def rejoined(place: Place, group: Group, timeout: float) -> process_group.TorchGroup:
     """Leave the process group and start another one with another deadline."""
     ports = group.gather(free_port(), "the new port")
-    collective.stop()
+    process_group.stop()
     os.environ["MASTER_PORT"] = str(ports[0])
-    return collective.start(place, CPU, timeout=timeout, start_timeout=60)
+    return process_group.start(place, CPU, timeout=timeout, start_timeout=60)
 
 
 def late(wait: Callable[[], Any]) -> str:
@@ -179,7 +179,7 @@ def late(wait: Callable[[], Any]) -> str:
     return "it came"
 
 
-def on_two(place: Place, group: collective.TorchGroup, folder: Path) -> dict[str, Any]:
+def on_two(place: Place, group: process_group.TorchGroup, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"who": (group.rank, group.size, group.place)}
     result["values"] = group.gather(VALUES[place.rank], "values")
     result["uneven"] = group.gather(["y" * 10 * place.rank], "lists of other lengths")

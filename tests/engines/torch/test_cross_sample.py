@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from tests import processes
 from tests.pairs import FEATURES, ROWS, Paired
 from tests.runs import Trace, configuration, distance, trace, traces
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
-from unisono.engines.torch.build import built
-from unisono.engines.torch.crossing import gathered
-from unisono.errors import ConfigError, NonFiniteError
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.engines.torch.init_model import built
+from unisono.engines.torch.numerics.cross_sample import gathered
 from unisono.evaluation.held_out import HeldOut
-from unisono.place import Group, Place
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError, NonFiniteError
 from unisono.task import Context, Everyone, Loss, Task
 
 LOSSES = ("distance", "contrast", "whole")
@@ -56,7 +56,7 @@ def plain_gradients(task: Paired, rows: list[int]) -> dict[str, np.ndarray]:
 
 
 def loss_seed() -> int:
-    from unisono.keys import key
+    from unisono.runtime.rng import key
 
     return key(0, "loss", 0)
 

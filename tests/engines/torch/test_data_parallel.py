@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import configuration, distance, trace
 from tests.tasks import LinearTask, TransformerTask
-from unisono.engines.torch import data_parallel, wrap
-from unisono.engines.torch.data_parallel import DataParallel, cut, summed
-from unisono.errors import ConfigError
+from unisono.engines.torch.parallel import data_parallel, wrap
+from unisono.engines.torch.parallel.data_parallel import DataParallel, cut, summed
 from unisono.proof import prove
 from unisono.proof.cases import Case
-from unisono.proof.trace import Facts
+from unisono.proof.recording.trace import Facts
+from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Loss
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ import pytest
 
 from tests import collectives, processes
 from tests.collectives import Outcome
-from unisono.errors import DesyncError
-from unisono.place import Group, Place
-from unisono.supervise import desync
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import DesyncError
+from unisono.supervise import collective_mismatch
 
 SILENT = ("order", "reduce", "dtype", "shape", "line")  # to which gloo has nothing to say
 CASES: dict[str, dict[str, Any]] = {
@@ -177,7 +177,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
             process.kill()
             process.join()
         told = [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)]
-        found[wrong] = Ended([process.exitcode for process in job], told, desync.explain(folder))
+        found[wrong] = Ended([process.exitcode for process in job], told, collective_mismatch.explain(folder))
     return found
 
 

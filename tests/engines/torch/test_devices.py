@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.config.schema import Layout
+from unisono.config.schema.run import Layout
 from unisono.engines.torch import devices
-from unisono.errors import ConfigError
-from unisono.place import Place
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
 
 Host = Callable[[str, int], None]
 

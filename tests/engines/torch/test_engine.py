@@ -15,13 +15,13 @@ from torch import nn
 from tests import processes
 from tests.runs import Recording, configuration, distance, trace, traces, whole
 from tests.tasks import LinearTask, TransformerTask
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.torch import precision
-from unisono.errors import ConfigError, GuardError, NonFiniteError
-from unisono.place import Group, Place
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.torch.numerics import precision
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError
 from unisono.task import Context, Loss
 
 STRATEGIES = ["ddp", "fsdp"]

@@ -14,7 +14,7 @@ from torch import nn
 import unisono
 from tests.launch import jobs
 from tests.tasks import LinearTask
-from unisono.errors import MemoryExhaustedError
+from unisono.runtime.errors import MemoryExhaustedError
 from unisono.task import Context
 
 WORDS = {

@@ -17,11 +17,11 @@ from tests.engines.torch.test_agreed import Products
 from tests.pairs import Paired
 from tests.runs import SGD, configuration, distance, whole
 from tests.tasks import TransformerTask
-from unisono.config.schema import RunConfig
-from unisono.errors import MemoryExhaustedError
-from unisono.place import Group, Place
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import MemoryExhaustedError
 from unisono.task import Context, Task
-from unisono.trainer import Training
+from unisono.training.loop import Training
 
 STEPS, FAILS = 4, 2  # which step
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from tests import processes
 from tests.tasks import LinearTask
-from unisono.config.schema import Layout
-from unisono.engines.torch import gradients, wrap
-from unisono.engines.torch.gradients import OrderedSum, additions
-from unisono.place import Group, Place
+from unisono.config.schema.run import Layout
+from unisono.engines.torch.numerics import gradients
+from unisono.engines.torch.numerics.gradients import OrderedSum, additions
+from unisono.engines.torch.parallel import wrap
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Context
 
 WIDE = torch.float64

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.engines.torch import guards
-from unisono.errors import GuardError
+from unisono.engines.torch.guards import replicas
+from unisono.runtime.errors import GuardError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -38,13 +38,13 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest of the CPU, and that of all other devices."""
     if request.param == "as on a device":
-        monkeypatch.setattr(guards, "_hashed", guards._weighed)
+        monkeypatch.setattr(replicas, "_hashed", replicas._weighed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_digest_changes_with_any_single_bit(dtype: torch.dtype) -> None:
     tensor = some(dtype)
-    before = guards.digest(tensor)
+    before = replicas.digest(tensor)
     bits = words(tensor)
     width = 1 if dtype == torch.bool else 8 * bits.element_size()
     for element in (0, 1, len(bits) // 2, len(bits) - 1):
@@ -52,9 +52,9 @@ def test_the_digest_changes_with_any_single_bit(dtype: torch.dtype) -> None:
             mask = 1 << bit
             number = torch.tensor(mask - (1 << width) if bit == width - 1 and bits.dtype.is_signed else mask)
             bits[element] ^= number.to(bits.dtype)
-            assert guards.digest(tensor) != before, (element, bit)
+            assert replicas.digest(tensor) != before, (element, bit)
             bits[element] ^= number.to(bits.dtype)
-    assert guards.digest(tensor) == before
+    assert replicas.digest(tensor) == before
 
 
 @pytest.mark.usefixtures("where")
@@ -64,12 +64,12 @@ def test_the_digest_changes_when_elements_change_places(dtype: torch.dtype) -> N
     assert tensor[3] != tensor[20]
     swapped = tensor.clone()
     swapped[[3, 20]] = tensor[[20, 3]]
-    assert guards.digest(swapped) != guards.digest(tensor)
+    assert replicas.digest(swapped) != replicas.digest(tensor)
 
 
 @pytest.mark.usefixtures("where")
 def test_the_digest_of_booleans_knows_their_places() -> None:
-    assert guards.digest(torch.tensor([True, False])) != guards.digest(torch.tensor([False, True]))
+    assert replicas.digest(torch.tensor([True, False])) != replicas.digest(torch.tensor([False, True]))
 
 
 @pytest.mark.usefixtures("where")
@@ -78,13 +78,13 @@ def test_the_digest_changes_with_the_signs_of_two_elements(dtype: torch.dtype) -
     tensor = some(dtype)
     flipped = tensor.clone()
     flipped[[4, 9]] *= -1
-    assert guards.digest(flipped) != guards.digest(tensor)
+    assert replicas.digest(flipped) != replicas.digest(tensor)
 
 
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_digest_changes_when_a_number_and_its_negative_change_places(dtype: torch.dtype) -> None:
-    assert guards.digest(torch.tensor([1.5, -1.5], dtype=dtype)) != guards.digest(
+    assert replicas.digest(torch.tensor([1.5, -1.5], dtype=dtype)) != replicas.digest(
         torch.tensor([-1.5, 1.5], dtype=dtype)
     )
 
@@ -93,12 +93,12 @@ def test_the_digest_changes_when_a_number_and_its_negative_change_places(dtype: 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_the_digest_knows_bits_and_not_values(value: float) -> None:
     tensor = torch.tensor([value, 1.0])
-    assert guards.digest(tensor) == guards.digest(tensor.clone())
-    assert guards.digest(torch.tensor([-value, 1.0])) != guards.digest(tensor)
+    assert replicas.digest(tensor) == replicas.digest(tensor.clone())
+    assert replicas.digest(torch.tensor([-value, 1.0])) != replicas.digest(tensor)
 
 
 def test_digests_can_be_kept_in_a_tensor() -> None:
-    found = [guards.digest(torch.full((9,), value)) for value in range(64)]
+    found = [replicas.digest(torch.full((9,), value)) for value in range(64)]
     assert torch.tensor(found, dtype=torch.int64).tolist() == found
     assert len(set(found)) == 64 and min(found) < 0 < max(found)
 
@@ -106,12 +106,12 @@ def test_digests_can_be_kept_in_a_tensor() -> None:
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_empty_tensor_has_a_digest(dtype: torch.dtype) -> None:
-    assert guards.digest(torch.zeros(0, dtype=dtype)) == guards.digest(torch.zeros(3, 0, dtype=dtype))
+    assert replicas.digest(torch.zeros(0, dtype=dtype)) == replicas.digest(torch.zeros(3, 0, dtype=dtype))
 
 
 @pytest.mark.usefixtures("where")
 def test_a_scalar_has_a_digest() -> None:
-    assert guards.digest(torch.tensor(1.0)) != guards.digest(torch.tensor(2.0))
+    assert replicas.digest(torch.tensor(1.0)) != replicas.digest(torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
@@ -120,23 +120,23 @@ def test_the_digest_by_pieces_is_that_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int
 ) -> None:
     tensor = some(dtype)
-    monkeypatch.setattr(guards, "_hashed", guards._weighed)
-    whole = guards.digest(tensor)
-    monkeypatch.setattr(guards, "_PIECE", piece)
-    assert guards.digest(tensor) == whole
+    monkeypatch.setattr(replicas, "_hashed", replicas._weighed)
+    whole = replicas.digest(tensor)
+    monkeypatch.setattr(replicas, "_PIECE", piece)
+    assert replicas.digest(tensor) == whole
 
 
 @pytest.mark.usefixtures("where")
 def test_the_digest_does_not_depend_on_how_a_tensor_lies_in_memory() -> None:
     tensor = some(torch.float32, 12).reshape(3, 4)
-    assert guards.digest(tensor.t().contiguous().t()) == guards.digest(tensor)
-    assert guards.digest(tensor.t()) != guards.digest(tensor)
+    assert replicas.digest(tensor.t().contiguous().t()) == replicas.digest(tensor)
+    assert replicas.digest(tensor.t()) != replicas.digest(tensor)
 
 
 @pytest.mark.usefixtures("where")
 def test_digests_have_the_names_of_their_tensors() -> None:
     one, two = some(torch.float32), some(torch.int64)
-    assert guards.digests({"a": one, "b": two}) == {"a": guards.digest(one), "b": guards.digest(two)}
+    assert replicas.digests({"a": one, "b": two}) == {"a": replicas.digest(one), "b": replicas.digest(two)}
 
 
 # optimizer_holds ------------------------------------------------------------------------------------------------------
@@ -150,19 +150,19 @@ def frozen_bias() -> nn.Linear:
 
 def test_an_optimizer_over_the_trainable_parameters_is_accepted() -> None:
     model = frozen_bias()
-    guards.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
+    replicas.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
 
 
 def test_a_tied_parameter_is_held_once() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
-    guards.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    replicas.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(GuardError, match=r"1 are not in it \(bias\), and 0 of its own"):
-        guards.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
+        replicas.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
 
 
 def test_an_equal_parameter_is_not_the_same_parameter() -> None:
@@ -171,28 +171,28 @@ def test_an_equal_parameter_is_not_the_same_parameter() -> None:
     with pytest.raises(
         GuardError, match=r"1 are not in it \(weight\), and 1 of its own are not in the model"
     ) as caught:
-        guards.optimizer_holds(torch.optim.SGD([copy], lr=0.1), model)
+        replicas.optimizer_holds(torch.optim.SGD([copy], lr=0.1), model)
     assert caught.value.fault == "The optimizer was built before wrapping"
 
 
 def test_a_frozen_parameter_is_not_the_optimizers() -> None:
     model = frozen_bias()
     with pytest.raises(GuardError, match="1 of its own are not in the model"):
-        guards.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        replicas.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_a_parameter_that_would_be_updated_twice_is_refused() -> None:
     model = nn.Linear(3, 2, bias=False)
     with pytest.raises(GuardError, match="holds 1 parameters twice") as caught:
-        guards.optimizer_holds(torch.optim.SGD([model.weight, model.weight], lr=0.1), model)
+        replicas.optimizer_holds(torch.optim.SGD([model.weight, model.weight], lr=0.1), model)
     assert caught.value.fault == "The optimizer holds a parameter twice"
 
 
 def test_of_many_names_four_are_said() -> None:
     model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(6)])
     with pytest.raises(GuardError, match=r"5 are not in it \(1\.weight, 2\.weight, 3\.weight, 4\.weight, …\)"):
-        guards.optimizer_holds(torch.optim.SGD([model[0].weight], lr=0.1), model)
+        replicas.optimizer_holds(torch.optim.SGD([model[0].weight], lr=0.1), model)
 
 
 # master_dtype ---------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_of_many_names_four_are_said() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_master_weights_of_the_right_dtype_are_accepted(dtype: torch.dtype) -> None:
-    guards.master_dtype(nn.Linear(3, 2).to(dtype), dtype)
+    replicas.master_dtype(nn.Linear(3, 2).to(dtype), dtype)
 
 
 def test_master_weights_of_another_dtype_are_named() -> None:
@@ -209,14 +209,14 @@ def test_master_weights_of_another_dtype_are_named() -> None:
     with pytest.raises(
         GuardError, match=r"should be torch\.float32, but these are not: bias \(torch\.bfloat16\)$"
     ) as error:
-        guards.master_dtype(model, torch.float32)
+        replicas.master_dtype(model, torch.float32)
     assert error.value.fault == "The master weights have the wrong dtype"
 
 
 def test_parameters_that_are_not_floating_have_any_dtype() -> None:
     model = nn.Linear(3, 2)
     model.table = nn.Parameter(torch.arange(3), requires_grad=False)
-    guards.master_dtype(model, torch.float32)
+    replicas.master_dtype(model, torch.float32)
 
 
 # moved ----------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_parameters_that_are_not_floating_have_any_dtype() -> None:
 
 def test_an_update_that_moved_nothing_is_refused() -> None:
     with pytest.raises(GuardError, match=r"none of the 2 parameters that have a gradient \(a, b\)") as caught:
-        guards.moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
+        replicas.moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
     assert caught.value.fault == "Parameters do not train"
 
 
@@ -239,7 +239,7 @@ def test_an_update_that_moved_nothing_is_refused() -> None:
 def test_an_update_that_had_to_move_nothing_more_is_accepted(
     after: dict[str, int], with_gradient: list[str], lr: float
 ) -> None:
-    guards.moved({"a": 1, "b": 2}, after, with_gradient, lr)
+    replicas.moved({"a": 1, "b": 2}, after, with_gradient, lr)
 
 
 # replicas_agree -------------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ class Said:
         self.everyone, self.size, self.asked = everyone, len(everyone), []
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        assert value == guards.digests(self.everyone[self.rank])
+        assert value == replicas.digests(self.everyone[self.rank])
         self.asked.append(what)
-        return [guards.digests(tensors) for tensors in self.everyone]
+        return [replicas.digests(tensors) for tensors in self.everyone]
 
     def barrier(self, what: str) -> None:
         raise AssertionError(what)
@@ -266,15 +266,15 @@ def tensors(weight: float = 1.0, bias: float = 2.0) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor([weight, 0.0]), "bias": torch.tensor([bias])}
 
 
-def refused(group: Said, replicas: list[range]) -> GuardError:
+def refused(group: Said, copies: list[range]) -> GuardError:
     with pytest.raises(GuardError) as caught:
-        guards.copies_agree(group, group.everyone[0], replicas, step=7)
+        replicas.copies_agree(group, group.everyone[0], copies, step=7)
     return caught.value
 
 
 def test_replicas_with_the_same_bits_agree() -> None:
     group = Said(tensors(), tensors(), tensors())
-    guards.copies_agree(group, tensors(), [range(3)], step=7)
+    replicas.copies_agree(group, tensors(), [range(3)], step=7)
     assert group.asked == ["the digests of all ranks after step 7"]
 
 
@@ -297,13 +297,13 @@ def test_a_tensor_that_differs_among_several_groups_is_counted_once() -> None:
 
 def test_ranks_that_hold_different_shards_are_not_compared() -> None:
     group = Said(tensors(1), tensors(2), tensors(1), tensors(2))
-    guards.copies_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
+    replicas.copies_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
 
 
 def test_where_nothing_has_a_copy_nothing_is_asked() -> None:
     group = Said(tensors(1), tensors(2))
-    guards.copies_agree(group, tensors(1), [], step=1)
-    guards.copies_agree(group, tensors(1), [range(1), range(1, 2)], step=1)
+    replicas.copies_agree(group, tensors(1), [], step=1)
+    replicas.copies_agree(group, tensors(1), [range(1), range(1, 2)], step=1)
     assert group.asked == []
 
 
@@ -317,19 +317,19 @@ def test_a_tensor_that_a_rank_lacks_is_a_difference_on_every_rank(rank: int) -> 
     group = Said(tensors(), {"weight": tensors()["weight"]})
     group.rank = rank
     with pytest.raises(GuardError, match=r"'bias' is not the same on ranks \[0\] and \[1\]"):
-        guards.copies_agree(group, group.everyone[rank], [range(2)], step=1)
+        replicas.copies_agree(group, group.everyone[rank], [range(2)], step=1)
 
 
 def test_a_buffer_that_differs_has_a_fault_of_its_own() -> None:
     with pytest.raises(GuardError, match=r"replicas differ: step 3, 'bias' .* reduce it over processes") as caught:
-        guards.buffers_agree(Said(tensors(), tensors(bias=0.0)), tensors(), step=3)
+        replicas.buffers_agree(Said(tensors(), tensors(bias=0.0)), tensors(), step=3)
     assert caught.value.fault == "Buffers are those of one process"
 
 
 def test_ranks_that_begin_with_other_parameters_are_refused() -> None:
     model, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     everyone = [dict(m.named_parameters()) for m in (model, model, other)]
-    guards.begins_alike(Said(*everyone[:2]), model)
+    replicas.begins_alike(Said(*everyone[:2]), model)
     with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[0, 1\] and \[2\] \(1 of 1") as caught:
-        guards.begins_alike(Said(*everyone), model)
+        replicas.begins_alike(Said(*everyone), model)
     assert caught.value.fault == "Initialisation depends on the rank"

@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests import processes
-from unisono import calls
-from unisono.engines.torch import intercept
-from unisono.engines.torch.intercept import Interception, told
-from unisono.place import Group, Place
+from unisono.engines.torch.guards import collective_hooks
+from unisono.engines.torch.guards.collective_hooks import Interception, told
+from unisono.runtime import collective_log
+from unisono.runtime.communicator import Group, Place
 
 HERE = "tests/engines/torch/test_intercept.py"
 
 
 def seen(place: Place, group: Group) -> dict[str, list[str]]:
-    log = calls.Log(place.rank)
+    log = collective_log.Log(place.rank)
     interception = Interception(log)
     found: dict[str, list[str]] = {}
     ones, at = torch.ones(4), 0
@@ -177,21 +177,21 @@ def test_nothing_is_seen_after_the_end(found: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        (intercept.__file__, intercept._OURS),
-        (torch.__file__, intercept._NOT),
-        (threading.__file__, intercept._NOT),
-        (pytest.__file__, intercept._LIBRARY),
-        (__file__, intercept._USER),
-        ("<string>", intercept._NOT),
-        ("/tmp/torchinductor_me/ab/cab.py", intercept._NOT),
+        (collective_hooks.__file__, collective_hooks._OURS),
+        (torch.__file__, collective_hooks._NOT),
+        (threading.__file__, collective_hooks._NOT),
+        (pytest.__file__, collective_hooks._LIBRARY),
+        (__file__, collective_hooks._USER),
+        ("<string>", collective_hooks._NOT),
+        ("/tmp/torchinductor_me/ab/cab.py", collective_hooks._NOT),
     ],
 )
 def test_files_are_told_apart(path: str, kind: int) -> None:
-    assert intercept._kind_of(path) == kind
+    assert collective_hooks._kind_of(path) == kind
 
 
 def test_the_innermost_line_of_the_user_counts_and_a_librarys_where_there_is_none() -> None:
-    sites = intercept._Sites()
+    sites = collective_hooks._Sites()
 
     def of_library(act: Any) -> Any:
         made: dict[str, Any] = {}
@@ -207,6 +207,6 @@ def test_the_innermost_line_of_the_user_counts_and_a_librarys_where_there_is_non
 
 def test_paths_are_told_shortly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert told(intercept.__file__) == "unisono/engines/torch/intercept.py"
+    assert told(collective_hooks.__file__) == "unisono/engines/torch/guards/collective_hooks.py"
     assert told(str(tmp_path / "a" / "task.py")) == "a/task.py"
     assert told("/elsewhere/task.py") == "/elsewhere/task.py"

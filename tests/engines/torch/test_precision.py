@@ -15,7 +15,7 @@ from torch import nn
 from tests import processes
 from tests.runs import configuration, trace
 from tests.tasks import LinearTask
-from unisono.engines.torch import precision
+from unisono.engines.torch.numerics import precision
 from unisono.task import Context
 
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import torch
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.base import StepResult
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.protocol import StepResult
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.recompile import Recompilations
-from unisono.place import Alone, Group, Place
+from unisono.engines.torch.guards.recompile_guard import Recompilations
+from unisono.runtime.communicator import Alone, Group, Place
 
 pytestmark = pytest.mark.slow
 

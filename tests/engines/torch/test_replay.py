@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.tasks import LENGTH, VOCABULARY, Transformer
-from unisono.config.schema import Layout
-from unisono.engines.torch import precision, wrap
+from unisono.config.schema.run import Layout
+from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.parallel import wrap
 
 CPU = torch.device("cpu")
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import LinearTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.config.optimizers import SkipSpikes
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
-from unisono.engines.base import StepResult
-from unisono.engines.torch.spikes import Spikes, limit
-from unisono.errors import SpikeError
-from unisono.place import Alone, Group, Place
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.config.schema.optimizers import SkipSpikes
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.engines.protocol import StepResult
+from unisono.engines.torch.guards.spike_detection import Spikes, limit
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import SpikeError
+from unisono.training import loop
 
 # the limit ----------------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ def config(layout: str, **spikes: Any) -> Any:
 def train(place: Place, group: Group, runs: list[tuple[Any, Path, int | None]]) -> None:
     for made, folder, until in runs:
         folder.mkdir(exist_ok=True)
-        with trainer.Training(Spiky(), made, place, group, folder) as training:
+        with loop.Training(Spiky(), made, place, group, folder) as training:
             for step, _ in enumerate(training.steps(), training.first + 1):
                 if step == until:
                     break

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests import processes
-from unisono.data.loader import MicroBatch
-from unisono.engines.base import StepResult
-from unisono.engines.torch.sums import Sums, count
-from unisono.place import Group, Place
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.protocol import StepResult
+from unisono.engines.torch.numerics.metric_reduction import Sums, count
+from unisono.runtime.communicator import Group, Place
 from unisono.task import Loss
 
 CPU, WIDE = torch.device("cpu"), torch.float64

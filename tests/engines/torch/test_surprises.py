@@ -15,13 +15,13 @@ from tests import processes
 from tests.engines.torch.test_engine import layout, outcome, started
 from tests.runs import configuration, distance, trace, whole
 from tests.tasks import LinearTask
-from unisono import trainer
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.engines.torch import wrap
-from unisono.errors import ConfigError
-from unisono.place import Alone, Group, Place
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.engines.torch.parallel import wrap
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
+from unisono.training import loop
 
 # parameters that only later steps leave out ---------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def normed(place: Place, group: Group, folder: Path, steps: list[int]) -> list[A
             checkpoint={"every": 3},
             observe={"progress": False},
         )
-        with trainer.Training(NormedTask(), config, place, group, folder) as training:
+        with loop.Training(NormedTask(), config, place, group, folder) as training:
             for result in training.steps():
                 if training.record is not None and until == 3 and result is not None:
                     told.append(result.loss)
@@ -245,9 +245,9 @@ def test_a_run_shorter_than_a_batch_can_be_read_again(tmp_path: Path) -> None:
     config = configuration(
         layout={"micro_batch": 4}, train={"epochs": 0.15, "global_batch": 16}, observe={"progress": False}
     )
-    done = trainer.run(Counting(), config, Place(), Alone(), tmp_path)
+    done = loop.run(Counting(), config, Place(), Alone(), tmp_path)
     assert done.step == 1
-    again = trainer.evaluate(Counting(), config, Place(), Alone(), tmp_path)
+    again = loop.evaluate(Counting(), config, Place(), Alone(), tmp_path)
     assert again["loss"] == pytest.approx(done.evaluation["loss"])
 
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from tests import processes
 from tests.tasks import LinearTask
-from unisono.config.schema import Layout
-from unisono.engines.torch import tensors, wrap
-from unisono.errors import CheckpointError
-from unisono.place import Group, Place
-from unisono.state import Shard
+from unisono.config.schema.run import Layout
+from unisono.engines.state import Shard
+from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.parallel import wrap
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray]
 
@@ -104,11 +105,11 @@ def made(seed: int, kind: str = "adamw", world: int = 1) -> tuple[nn.Module, tor
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return tensors.of_model(model) | tensors.of_optimizer(model, optimizer)
+    return sharded_tensors.of_model(model) | sharded_tensors.of_optimizer(model, optimizer)
 
 
 def saved(seed: int, kind: str = "adamw") -> Whole:
-    return Whole.of(tensors.shards(named(*made(seed, kind)), Place()))
+    return Whole.of(sharded_tensors.shards(named(*made(seed, kind)), Place()))
 
 
 def same(mine: Arrays, other: Arrays) -> bool:
@@ -122,7 +123,7 @@ def same(mine: Arrays, other: Arrays) -> bool:
 
 def test_tied_weights_have_one_name_and_buffers_that_persist_have_theirs() -> None:
     block = ["inner.weight", "inner.bias", "gain", "seen"]
-    assert sorted(tensors.of_model(Model())) == sorted(
+    assert sorted(sharded_tensors.of_model(Model())) == sorted(
         [f"model/blocks.{number}.{name}" for number in range(2) for name in block]
         + ["model/embedding.weight", "model/frozen", "model/steps"]
     )
@@ -130,14 +131,14 @@ def test_tied_weights_have_one_name_and_buffers_that_persist_have_theirs() -> No
 
 def test_tensors_of_a_model_are_the_very_ones_it_computes_with() -> None:
     model = Model()
-    found = tensors.of_model(model)
+    found = sharded_tensors.of_model(model)
     assert found["model/embedding.weight"] is model.head.weight
     assert found["model/steps"].data_ptr() == model.steps.data_ptr()
 
 
 def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
     model, optimizer = made(1)
-    found = tensors.of_optimizer(model, optimizer)
+    found = sharded_tensors.of_optimizer(model, optimizer)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert found.keys() == {
         f"optimizer/{name}/{entry}" for name in trained for entry in ("step", "exp_avg", "exp_avg_sq")
@@ -147,7 +148,7 @@ def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
 
 def test_an_optimizer_that_has_made_no_update_has_no_tensors() -> None:
     model = Model()
-    assert tensors.of_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == {}
+    assert sharded_tensors.of_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == {}
 
 
 # pieces of tensors that every process has -----------------------------------------------------------------------------
@@ -156,18 +157,18 @@ def test_an_optimizer_that_has_made_no_update_has_no_tensors() -> None:
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_copies_are_saved_once_and_dealt_out_among_the_ranks(world: int) -> None:
     everything = named(*made(1))
-    parts = [tensors.shards(everything, Place(rank, world)) for rank in range(world)]
+    parts = [sharded_tensors.shards(everything, Place(rank, world)) for rank in range(world)]
     assert Whole.of([shard for part in parts for shard in part]).arrays.keys() == everything.keys()
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_an_empty_tensor_is_saved() -> None:
-    (shard,) = tensors.shards({"model/nothing": torch.zeros(0, 3)}, Place())
+    (shard,) = sharded_tensors.shards({"model/nothing": torch.zeros(0, 3)}, Place())
     assert (shard.shape, shard.offset, tuple(shard.data.shape)) == ((0, 3), (0, 0), (0, 3))
 
 
 def test_pieces_carry_no_graph() -> None:
-    (shard,) = tensors.shards({"model/weight": nn.Parameter(torch.ones(2))}, Place())
+    (shard,) = sharded_tensors.shards({"model/weight": nn.Parameter(torch.ones(2))}, Place())
     assert not shard.data.requires_grad
 
 
@@ -176,9 +177,9 @@ def test_what_was_saved_is_loaded_bit_for_bit(kind: str) -> None:
     checkpoint = saved(1, kind)
     model, optimizer = made(2, kind)
     assert not same(saved(2, kind).arrays, checkpoint.arrays)
-    tensors.make_optimizer_state(optimizer, model, checkpoint)
-    tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+    sharded_tensors.load(named(model, optimizer), checkpoint)
+    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
 
 
 def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> None:
@@ -187,13 +188,13 @@ def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> Non
         if optimizer is None:
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(trainable, lr=0.1, fused=True)
-            tensors.make_optimizer_state(optimizer, model, checkpoint)
-            tensors.load(named(model, optimizer), checkpoint)
+            sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+            sharded_tensors.load(named(model, optimizer), checkpoint)
         torch.manual_seed(9)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        results.append(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays)
+        results.append(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays)
     assert same(*results)
     assert not same(results[0], checkpoint.arrays)
 
@@ -201,16 +202,16 @@ def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> Non
 def test_an_optimizer_that_has_state_is_loaded_into_its_memory() -> None:
     checkpoint, (model, optimizer) = saved(1), made(2)
     before = {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()}
-    assert not same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
-    tensors.make_optimizer_state(optimizer, model, checkpoint)
-    tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    assert not same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+    sharded_tensors.load(named(model, optimizer), checkpoint)
+    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
     assert {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()} == before
 
 
 def test_loading_leaves_tied_weights_tied() -> None:
     model = Model()
-    tensors.load(tensors.of_model(model), saved(1), kinds=("model/",))
+    sharded_tensors.load(sharded_tensors.of_model(model), saved(1), kinds=("model/",))
     assert model.head.weight is model.embedding.weight
 
 
@@ -221,21 +222,21 @@ def test_an_array_that_is_missing_is_named() -> None:
     checkpoint = saved(1)
     del checkpoint.arrays["model/blocks.0.gain"]
     with pytest.raises(CheckpointError, match=r"missing \['model/blocks\.0\.gain'\], unexpected nothing \(1 and 0"):
-        tensors.load(named(*made(1)), checkpoint)
+        sharded_tensors.load(named(*made(1)), checkpoint)
 
 
 def test_an_array_that_is_not_expected_is_named() -> None:
     checkpoint = saved(1)
     checkpoint.arrays["model/other"] = np.zeros(3, np.float32)
     with pytest.raises(CheckpointError, match=r"missing nothing, unexpected \['model/other'\] \(0 and 1"):
-        tensors.load(named(*made(1)), checkpoint)
+        sharded_tensors.load(named(*made(1)), checkpoint)
 
 
 def test_an_array_of_another_kind_is_not_asked_about() -> None:
     checkpoint = saved(1)
     checkpoint.arrays["carry/rows"] = np.zeros(3, np.float32)
     model = Model()
-    tensors.load(tensors.of_model(model), checkpoint, kinds=("model/",))
+    sharded_tensors.load(sharded_tensors.of_model(model), checkpoint, kinds=("model/",))
     assert np.array_equal(model.frozen.detach().numpy(), checkpoint.arrays["model/frozen"])
 
 
@@ -244,7 +245,7 @@ def test_an_array_of_another_shape_is_named_with_both_shapes(shape: tuple[int, .
     checkpoint = saved(1)
     checkpoint.arrays["model/blocks.1.gain"] = np.ones(shape, np.float32)
     with pytest.raises(CheckpointError) as refused:
-        tensors.load(named(*made(1)), checkpoint)
+        sharded_tensors.load(named(*made(1)), checkpoint)
     assert f"'model/blocks.1.gain' has shape {shape} in the checkpoint, but (1,) in the model" in str(refused.value)
 
 
@@ -252,14 +253,14 @@ def test_optimizer_state_of_a_parameter_that_is_not_there_is_named() -> None:
     model, optimizer = made(1)
     checkpoint = Whole({"optimizer/blocks.7.gain/exp_avg": np.ones(1, np.float32)})
     with pytest.raises(CheckpointError, match=r"optimizer state for 'blocks\.7\.gain', which the model does not have"):
-        tensors.make_optimizer_state(optimizer, model, checkpoint)
+        sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
 
 
 def test_optimizer_state_of_a_parameter_that_is_not_trained_any_more_is_named() -> None:
     model, optimizer = made(1)
     checkpoint = Whole({"optimizer/frozen/exp_avg": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match="optimizer state for 'frozen', which is not trained here"):
-        tensors.make_optimizer_state(optimizer, model, checkpoint)
+        sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
 
 
 @pytest.mark.parametrize(("entry", "device"), [("momentum_buffer", "meta"), ("step", "cpu")])
@@ -267,7 +268,7 @@ def test_state_lies_where_its_parameter_does_and_a_step_counter_on_the_cpu(entry
     model = nn.Module()
     model.scale = nn.Parameter(torch.ones((), device="meta"))  # a scalar, like the counter
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    tensors.make_optimizer_state(optimizer, model, Whole({f"optimizer/scale/{entry}": np.ones((), np.float32)}))
+    sharded_tensors.make_optimizer_state(optimizer, model, Whole({f"optimizer/scale/{entry}": np.ones((), np.float32)}))
     assert optimizer.state[model.scale][entry].device.type == device
 
 
@@ -278,11 +279,11 @@ def sharded(place: Place, group: Group, given: Arrays, kind: str) -> tuple[list[
     """Load a checkpoint of one process into shards, and save it again: the pieces of this rank, before and after."""
     model, optimizer = made(2, kind, world=place.world_size)
     reader = Whole(given)
-    before = tensors.shards(tensors.of_model(model), place)
+    before = sharded_tensors.shards(sharded_tensors.of_model(model), place)
     before = [Shard(s.name, s.shape, s.offset, s.data.clone().numpy()) for s in before]
-    tensors.make_optimizer_state(optimizer, model, reader)
-    tensors.load(named(model, optimizer), reader)
-    after = tensors.shards(named(model, optimizer), place)
+    sharded_tensors.make_optimizer_state(optimizer, model, reader)
+    sharded_tensors.load(named(model, optimizer), reader)
+    after = sharded_tensors.shards(named(model, optimizer), place)
     return before, [Shard(s.name, s.shape, s.offset, s.data.numpy()) for s in after]
 
 
@@ -304,9 +305,9 @@ def test_one_process_loads_what_two_have_saved(moved: tuple[Arrays, list[Any]]) 
     given, ranks = moved
     checkpoint = Whole.of([shard for _, last in ranks for shard in last])
     model, optimizer = made(3)
-    tensors.make_optimizer_state(optimizer, model, checkpoint)
-    tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(tensors.shards(named(model, optimizer), Place())).arrays, given)
+    sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+    sharded_tensors.load(named(model, optimizer), checkpoint)
+    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, given)
 
 
 def test_sides_that_do_not_divide_are_cut_unevenly_and_an_empty_piece_is_not_saved(

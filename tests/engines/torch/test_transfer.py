@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.data.loader import MicroBatch
+from unisono.data.loading.loader import MicroBatch
 from unisono.engines.torch.transfer import Transfer, leaves
 
 CPU = torch.device("cpu")

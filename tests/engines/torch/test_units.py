@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests import processes
-from unisono.engines.torch import units
-from unisono.engines.torch.desync import Desync
-from unisono.errors import DesyncError
-from unisono.place import Group, Place
+from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.parallel import fsdp_communication
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import DesyncError
 
 
 class Blocks(nn.Module):
@@ -110,8 +110,8 @@ def test_equal_units_in_another_order_are_told_though_line_and_shape_are_the_sam
 
 def direct(place: Place, group: Group) -> list[list[float]]:
     own, told = torch.full((2,), 1.0 + place.rank), []
-    gather = units.Gather("a", lambda *call: told.append(call[0]))
-    scatter = units.Scatter("a", lambda *call: told.append(call[0]))
+    gather = fsdp_communication.Gather("a", lambda *call: told.append(call[0]))
+    scatter = fsdp_communication.Scatter("a", lambda *call: told.append(call[0]))
     found = []
     for async_op in (False, True):
         everyone = gather.allocate([4], dtype=torch.float32, device=torch.device("cpu"))

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import processes
 from tests.tasks import LENGTH, VOCABULARY, LinearTask, Transformer, TransformerTask
-from unisono.config.schema import Layout
-from unisono.engines.torch import precision, wrap
-from unisono.errors import ConfigError
-from unisono.place import Group, Place
+from unisono.config.schema.run import Layout
+from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.parallel import wrap
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.recipes.language import corpora
 from tests.tasks import TransformerTask
-from unisono.config.base import Settings
+from unisono.config.schema.base import Settings
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
 from unisono.task import Context, Loss, Task

@@ -20,17 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.pairs import Paired
 from tests.tasks import LinearTask, TransformerTask
-from unisono.data import making
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan, Taken
-from unisono.engines.torch import crossing, gradients, tensors, wrap
+from unisono.data.loading import batch_builder
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan, Taken
 from unisono.engines.torch import engine as engines
-from unisono.engines.torch.average import Average
-from unisono.engines.torch.crossing import Crossing
+from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.ema import Average
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.randomness import Randomness
-from unisono.engines.torch.sums import Sums
+from unisono.engines.torch.numerics import cross_sample, gradients
+from unisono.engines.torch.numerics.cross_sample import Crossing
+from unisono.engines.torch.numerics.metric_reduction import Sums
+from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.engines.torch.parallel import wrap
 from unisono.optim import optimizers, schedules
 from unisono.task import Task
 
@@ -355,7 +357,7 @@ def worker_generators() -> Iterator[None]:
     def of(original: Any, self: Any, seed: int) -> Any:
         return original(self, 0)
 
-    with wrapping(making._Generators, "of", of):
+    with wrapping(batch_builder._Generators, "of", of):
         yield
 
 
@@ -496,8 +498,8 @@ def local_pairs() -> Iterator[None]:
         return replace(original(self, *arguments), first=0)
 
     with (
-        mock.patch.object(crossing, "gathered", lambda own, rows: list(own)),
-        mock.patch.object(crossing, "summed", lambda vector, *_: vector),
+        mock.patch.object(cross_sample, "gathered", lambda own, rows: list(own)),
+        mock.patch.object(cross_sample, "summed", lambda vector, *_: vector),
         wrapping(Crossing, "_gathered", of_this_rank),
     ):
         yield
@@ -514,7 +516,7 @@ def block_diagonal() -> Iterator[None]:
 
 @fault("gather without a gradient", "Gathered rows carry no gradient", task="pairs")
 def detached_gather() -> Iterator[None]:
-    with mock.patch.object(crossing, "summed", lambda vector, *_: vector):
+    with mock.patch.object(cross_sample, "summed", lambda vector, *_: vector):
         yield
 
 
@@ -526,7 +528,7 @@ def detached_contrast() -> Iterator[None]:
 
 @fault("gradient of the gather × N", "All gradients are scaled by N", task="pairs")
 def gather_times_n() -> Iterator[None]:
-    with wrapping(crossing, "summed", lambda original, *arguments: original(*arguments) * 2):
+    with wrapping(cross_sample, "summed", lambda original, *arguments: original(*arguments) * 2):
         yield
 
 
@@ -536,7 +538,7 @@ def whole_of_a_rank() -> Iterator[None]:
         return replace(original(self, *arguments), first=0)
 
     with (
-        mock.patch.object(crossing, "gathered", lambda own, rows: list(own)),
+        mock.patch.object(cross_sample, "gathered", lambda own, rows: list(own)),
         wrapping(Crossing, "_gathered", counted_everywhere),
     ):
         yield
@@ -546,7 +548,7 @@ def whole_of_a_rank() -> Iterator[None]:
 def whole_added_up() -> Iterator[None]:
     def whole(original: Any, self: Crossing, *arguments: Any) -> Any:
         vector = original(self, *arguments)
-        return vector if vector is None else crossing.summed(vector, 2, False)
+        return vector if vector is None else cross_sample.summed(vector, 2, False)
 
     with wrapping(Crossing, "_whole", whole):
         yield
@@ -558,7 +560,7 @@ def whole_added_up() -> Iterator[None]:
 @fault("moments dropped on resume", "The state of the optimizer was lost", resumed=1)
 def moments_dropped() -> Iterator[None]:
     def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        tensors.load(tensors.of_model(self._step.model), reader, kinds=("model/",))
+        sharded_tensors.load(sharded_tensors.of_model(self._step.model), reader, kinds=("model/",))
 
     with wrapping(TorchEngine, "load", load):
         yield

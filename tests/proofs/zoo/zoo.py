@@ -13,12 +13,13 @@ from typing import Any
 from tests import processes
 from tests.proofs.zoo.faults import FAULTS, SETTINGS, TASKS, Fault, nothing
 from tests.runs import SGD, configuration
-from unisono.config.schema import RunConfig
-from unisono.place import Group, Place
-from unisono.proof import prove, record
+from unisono.config.schema.run import RunConfig
+from unisono.proof import prove
 from unisono.proof.cases import Case, Proof
-from unisono.proof.trace import Trace, folder_of
+from unisono.proof.recording import case_recorder
+from unisono.proof.recording.trace import Trace, folder_of
 from unisono.proof.verdict import Verdict
+from unisono.runtime.communicator import Group, Place
 
 PROOF = Proof(global_batch=8, layouts=["ddp:2"])
 BEGIN, END = "<!-- zoo: written by python -m tests.proofs.zoo.zoo -->\n", "<!-- end -->"
@@ -60,7 +61,7 @@ def run(place: Place, group: Group, names: list[str], root: Path) -> None:
         fault = RUNS[name]
         case = case_of(name, fault) if place.world_size > 1 else Case(name, 1, {"micro_batch": 2}, "fp64")
         with fault.made():
-            record.record(TASKS[fault.task](), configured(case), place, group, case, PROOF, root)
+            case_recorder.record(TASKS[fault.task](), configured(case), place, group, case, PROOF, root)
 
 
 def verdicts(root: Path) -> dict[str, Verdict]:

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
-from unisono.data import shards
-from unisono.data.prepare import Made, prepare
-from unisono.files import cache_dir
+from unisono.data.prepare import shards
+from unisono.data.prepare.preparation import Made, prepare
 from unisono.recipes.language import tokens
 from unisono.recipes.language.library import AheadLibrary
 from unisono.recipes.language.settings import Corpus, Embedded, FromConfig, LanguageConfig
@@ -22,6 +21,7 @@ from unisono.recipes.language.task import Language
 from unisono.recipes.language.texts import Texts
 from unisono.recipes.language.tokenise import Tokenizer, trained
 from unisono.recipes.language.tokens import TokenStore
+from unisono.runtime.files import cache_dir
 
 _DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 

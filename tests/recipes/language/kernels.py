@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.engines.torch import precision as precisions
+from unisono.engines.torch.numerics import precision as precisions
 from unisono.proof.cases import EPSILON
 from unisono.recipes.language.task import Language
 from unisono.task import Context

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 import unisono
 from tests.recipes.language import corpora
 from tests.recipes.language.corpora import overrides, write_jsonl
-from unisono import cli
-from unisono.config.schema import Lora
-from unisono.engines.torch.adapter import Adapter
-from unisono.errors import RunError
-from unisono.launch import reload
+from unisono.cli import main
+from unisono.config.schema.run import Lora
+from unisono.engines.torch.lora import Adapter
+from unisono.launch import load
 from unisono.recipes.language.generate import generate
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import FromConfig
+from unisono.runtime.errors import RunError
 from unisono.task import Context
 
 KNOWN = "the quick brown fox jumps over the lazy dog"
@@ -66,7 +66,7 @@ def test_a_run_with_adapters_writes_what_it_has_learned(run: Path, folder: Path)
 
 
 def test_the_average_writes_from_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", str(run), "the quick", "--ema"]) == 0
+    assert main.main(["generate", str(run), "the quick", "--ema"]) == 0
     assert capsys.readouterr().out == KNOWN + "\n"
 
 
@@ -87,7 +87,7 @@ def test_adapters_on_a_pretrained_model_need_its_directory_and_no_corpus(folder:
     shutil.rmtree(tmp_path / "corpus")
     shutil.rmtree(tmp_path / "cache")
     assert generate(result.folder, "the", tokens=3).startswith("the")
-    assert reload.adapter_of(result.folder) is not None
+    assert load.adapter_of(result.folder) is not None
 
 
 SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}

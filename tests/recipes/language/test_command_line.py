@@ -14,7 +14,7 @@ import pytest
 
 from tests.recipes.language.corpora import DIFFICULT, overrides, real, sentences, write_jsonl
 from tests.recipes.language.test_documents import FORMATS, SEPARATOR
-from unisono.launch.start import _grammar
+from unisono.launch.train import _grammar
 
 
 def unisono(*arguments: str, code: int = 0, **environment: str) -> str:
@@ -85,9 +85,9 @@ def sources(cache: Path, run: Path) -> set[str]:
     import pyarrow.parquet as pq
 
     from unisono.config import resolve
-    from unisono.data.order import Order
-    from unisono.data.plan import StreamPlan
-    from unisono.launch.worker import task_of
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
+    from unisono.launch.rank_process import task_of
 
     config = resolve.read(run / "config.yaml")
     language = task_of(config)

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.recipes.language.corpora import DIFFICULT, corpus, write_jsonl
-from unisono.errors import DataError
 from unisono.recipes.language import documents
+from unisono.runtime.errors import DataError
 
 SEPARATOR = "<|next|>"
 

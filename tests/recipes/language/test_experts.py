@@ -14,14 +14,14 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.recipes.language.corpora import GROUPED, corpus, sentences, write_jsonl
 from tests.recipes.language.kernels import distance, gradients, perturbed
-from unisono.config.optimizers import AdamW
-from unisono.errors import ConfigError, KernelError
+from unisono.config.schema.optimizers import AdamW
 from unisono.optim.optimizers import parameter_groups
 from unisono.recipes.language import experts, kernels
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.shrink import shrunk
 from unisono.recipes.language.task import Language
+from unisono.runtime.errors import ConfigError, KernelError
 from unisono.task import Context
 
 TRAINING, EVALUATION = Context(0, training=True), Context(0, training=False)
@@ -307,12 +307,12 @@ def test_a_smaller_copy_keeps_losses_and_kernels() -> None:
 def test_what_a_mixture_has_learnt_is_written_with_any_width(data: Corpus, tmp_path: Path) -> None:
     """transformers would generate by the grouped product, which refuses such widths."""
     from tests.recipes.language.corpora import overrides
-    from unisono.launch import start
+    from unisono.launch import train
     from unisono.recipes.language.generate import generate
 
     settings = {**QUIET, **MIXTURES["qwen3_moe"], "moe_intermediate_size": 17}
     asked = {"model.architecture": "qwen3_moe", "model.settings": settings, "model.balance_weight": 0.1}
-    result = start.train("language", overrides(Path(str(data.path)), tmp_path, **asked))
+    result = train.train("language", overrides(Path(str(data.path)), tmp_path, **asked))
     assert result.loss is not None
     assert generate(result.folder, "ab", tokens=3).startswith("ab")
 

@@ -15,15 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import unisono
 from tests.recipes.language import corpora
 from tests.recipes.language.corpora import GROUPED, overrides, sentences, write_jsonl
-from unisono import cli
-from unisono.checkpoint import commit
-from unisono.checkpoint.arrays import ArrayReader
-from unisono.checkpoint.export import _plan_of_model, _write, adapter_of, newest
-from unisono.checkpoint.sharded import Sharded
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.checkpoint.exchange.export import _plan_of_model, _write, adapter_of, newest
+from unisono.checkpoint.exchange.hf_shards import Sharded
+from unisono.cli import main
 from unisono.config import resolve
-from unisono.config.export_verb import Export
-from unisono.engines.torch.adapter import Adapter
-from unisono.engines.torch.tensors import load, of_model
+from unisono.config.schema.export_verb import Export
+from unisono.engines.torch.lora import Adapter
+from unisono.engines.torch.sharded_tensors import load, of_model
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import Pretrained
 from unisono.recipes.language.tokenise import Tokenizer
@@ -61,7 +61,7 @@ def run(folder: Path) -> Path:
 
 
 def exported(run: Path, out: Path, *words: str) -> Path:
-    assert cli.main(["export", str(run), f"out={out}", *words]) == 0
+    assert main.main(["export", str(run), f"out={out}", *words]) == 0
     return out
 
 
@@ -196,7 +196,7 @@ def test_a_run_that_begins_from_an_export_has_its_tensors_bit_for_bit(folder: Pa
 
 def test_an_export_imported_into_one_file_is_the_commit_bit_for_bit(run: Path, tmp_path: Path) -> None:
     out = exported(run, tmp_path / "out", "shard_mb=0.02")
-    assert cli.main(["import", str(out), f"out={tmp_path / 'one.safetensors'}"]) == 0
+    assert main.main(["import", str(out), f"out={tmp_path / 'one.safetensors'}"]) == 0
     found = load_file(tmp_path / "one.safetensors")
     saved_as = commit.read(newest(run))
     reader = ArrayReader(saved_as.path, saved_as.arrays)
@@ -258,7 +258,7 @@ def test_merged_adapters_are_one_model_of_transformers(adapted: Path, tmp_path: 
 def test_words_that_cannot_be_meant_are_refused(
     run: Path, tmp_path: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["export", str(run), f"out={tmp_path / 'out'}", *words]) == 2
+    assert main.main(["export", str(run), f"out={tmp_path / 'out'}", *words]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -269,9 +269,9 @@ def test_a_model_that_is_not_the_one_of_the_assets_is_refused(
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     config = json.loads((copy / "assets" / "config.json").read_text())
     (copy / "assets" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    assert cli.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
+    assert main.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
     assert "the run's arrays are not those of LlamaForCausalLM" in capsys.readouterr().err
     (copy / "assets" / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
-    assert cli.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
+    assert main.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
     assert "has shape (48, 32) in the run, and (50, 32) in LlamaForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import unisono
 from tests.recipes.language.corpora import overrides, write_jsonl
-from unisono import cli
-from unisono.errors import RunError
+from unisono.cli import main
 from unisono.recipes.language.generate import generate
+from unisono.runtime.errors import RunError
 
 KNOWN = "the quick brown fox jumps over the lazy dog"
 TEXTS = [KNOWN, "pack my box with five dozen liquor jugs", "sphinx of black quartz, judge my vow"]
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert cli.main(["generate", *map(str, arguments)]) == 0
+    assert main.main(["generate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -109,7 +109,7 @@ def test_the_number_of_tokens_can_be_given_on_the_command_line(run: Path, capsys
 
 
 def _refused(run: Path, told: str, *arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", str(run), "the", *map(str, arguments)]) == 2
+    assert main.main(["generate", str(run), "the", *map(str, arguments)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("unisono: error: ")
     assert told in error

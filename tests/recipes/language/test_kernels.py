@@ -11,10 +11,10 @@ import torch
 
 from tests.recipes.language.corpora import GROUPED, corpus, sentences, write_jsonl
 from tests.recipes.language.kernels import distance, gradients, perturbed
-from unisono.errors import ConfigError, KernelError
 from unisono.recipes.language import kernels
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
+from unisono.runtime.errors import ConfigError, KernelError
 
 WIDE = {**GROUPED, "hidden_size": 64}  # heads of 16 features, the fewest that flex attention takes
 MODELS: dict[str, dict[str, Any]] = {

@@ -17,12 +17,10 @@ from tokenizers import Tokenizer as Engine
 from tests.data.numbers import content
 from tests.recipes.language.corpora import DIFFICULT, corpus, model, sentences, tokenised, write_jsonl
 from tests.runs import configuration
-from unisono.data.planning import plan_of, source_of, watched
-from unisono.data.prepare import prepare
-from unisono.data.reshard import reshard
-from unisono.data.shares import Share, merge
-from unisono.errors import ConfigError, DataError
-from unisono.keys import generator
+from unisono.data.order.planning import plan_of, source_of, watched
+from unisono.data.prepare.partitions import Share, merge
+from unisono.data.prepare.preparation import prepare
+from unisono.data.prepare.reshard import reshard
 from unisono.recipes.language import tokenise
 from unisono.recipes.language.library import AheadLibrary, LiveLibrary, open_library, preparations
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Prepared
@@ -30,6 +28,8 @@ from unisono.recipes.language.task import Language
 from unisono.recipes.language.texts import Texts
 from unisono.recipes.language.tokenise import Ahead, Tokenizer, tokenizer_from
 from unisono.recipes.language.tokens import Rows
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.rng import generator
 
 RNG = generator("not used")
 

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, model, sentences, store_in, task, write_jsonl
 from tests.runs import configuration, trace
 from unisono.config.resolve import load
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
-from unisono.place import Alone, Place
+from unisono.config.schema.run import RunConfig
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import Corpus, FromConfig, Pretrained
 from unisono.recipes.language.task import IGNORED
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 
 EVALUATION, TRAINING = Context(0, training=False), Context(0, training=True)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, sentences, store_of, task, write_jsonl
 from tests.recipes.language.corpora import model as model_of
 from tests.recipes.language.kernels import Gradients, distance
-from unisono.config.data import Packing
-from unisono.data.order import Order
-from unisono.data.packed import PackedPlan, looked_up
-from unisono.engines.torch import precision as precisions
-from unisono.errors import ConfigError
+from unisono.config.schema.data import Packing
+from unisono.data.order.order import Order
+from unisono.data.order.packed_plan import PackedPlan, looked_up
+from unisono.engines.torch.numerics import precision as precisions
 from unisono.recipes.language import kernels, packed
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.task import IGNORED, Language
 from unisono.recipes.language.tokens import Rows
+from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 
 CAPACITY = 60

@@ -10,14 +10,14 @@ import pytest
 from tests import processes
 from tests.recipes.language.corpora import corpus, model, overrides, sentences, write_jsonl
 from tests.runs import configuration
-from unisono.errors import ConfigError
-from unisono.launch import start
+from unisono.launch import train
 from unisono.observe import events
-from unisono.place import Group, Place
 from unisono.recipes.language.settings import LanguageConfig
 from unisono.recipes.language.task import Language
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError
 from unisono.task import Source
-from unisono.trainer import Training
+from unisono.training.loop import Training
 
 STEPS = 8
 
@@ -97,7 +97,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 def _train(texts: Path, runs: Path, **more: Any) -> list[float]:
-    start.train("language", overrides(texts, runs, **{"data.vocab_size": 300, **more}))
+    train.train("language", overrides(texts, runs, **{"data.vocab_size": 300, **more}))
     return _losses(runs / "run")
 
 

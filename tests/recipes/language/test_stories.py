@@ -23,16 +23,16 @@ import unisono
 from tests import processes
 from tests.recipes.language.corpora import corpus, real, write_jsonl
 from tests.runs import configuration, trace, whole
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
-from unisono.data.loader import Loader
-from unisono.data.order import Order
-from unisono.data.plan import StreamPlan
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
-from unisono.place import Alone, Group, Place
 from unisono.recipes.language.generate import generate
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import Language
+from unisono.runtime.communicator import Alone, Group, Place
 
 STORIES, TARGETS = 5, 1804  # without the ends
 README = 1.2664

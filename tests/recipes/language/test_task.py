@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from tests.recipes.language.corpora import corpus, model, overrides, sentences, store_in, store_of, task, write_jsonl
 from tests.runs import configuration, trace
-from unisono.errors import ConfigError, DataError, KernelError
-from unisono.launch import start
-from unisono.place import Alone, Place
+from unisono.launch import train
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import IGNORED, Language
 from unisono.recipes.language.tokens import Rows
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import ConfigError, DataError, KernelError
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_the_check_refuses_settings_of_the_model_before_anything_starts(data: Co
 def test_an_attention_that_is_not_there_is_refused_before_processes_start(data: Corpus, tmp_path: Path) -> None:
     asked = overrides(Path(str(data.path)), tmp_path, **{"layout.world_size": 2, "model.attention": "flex"})
     with pytest.raises(KernelError, match=r"model\.attention=flex cannot be used: .*set model\.attention=sdpa"):
-        start.train("language", asked)
+        train.train("language", asked)
     assert not (tmp_path / "run").exists()
 
 

@@ -24,13 +24,13 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.recipes.language.corpora import DIFFICULT, corpus, real, sentences, store_of, tokenised, write_jsonl
-from unisono.data.shards import Shards, Writer, manifest_of
-from unisono.errors import DataError
+from unisono.data.prepare.shards import Shards, Writer, manifest_of
 from unisono.recipes.language import tokenise, tokens
 from unisono.recipes.language.settings import Corpus, Embedded
 from unisono.recipes.language.texts import Texts
 from unisono.recipes.language.tokenise import trained
 from unisono.recipes.language.tokens import Rows, TokenStore
+from unisono.runtime.errors import DataError
 
 
 def decoded(store: TokenStore) -> list[str]:

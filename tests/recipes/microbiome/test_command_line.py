@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono import cli
+from unisono.cli import main
 
 SMALL = ("data.subjects=6", "data.visits=3", "data.taxa=24", "data.bases=16", "data.reads=300", "data.rarefy=100")
 
@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_said_before_the_start(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [] if "data=study" in words else [*SMALL, f"data.cache={tmp_path}"]
-    assert cli.main(["check", "microbiome", *small, *words, f"run.dir={tmp_path}", "layout.world_size=1"]) != 0
+    assert main.main(["check", "microbiome", *small, *words, f"run.dir={tmp_path}", "layout.world_size=1"]) != 0
     assert told in capsys.readouterr().err
 
 
@@ -59,5 +59,5 @@ def test_every_ready_choice_can_run(
 ) -> None:
     cache = tmp_path_factory.getbasetemp() / "choices"
     words = [*SMALL, f"data.cache={cache}", f"task={task}", f"model={model}", "data.target=kind", f"run.dir={cache}"]
-    assert cli.main(["check", "microbiome", *words, "layout.world_size=1"]) == 0
+    assert main.main(["check", "microbiome", *words, "layout.world_size=1"]) == 0
     assert "microbiome can run" in capsys.readouterr().out

@@ -11,10 +11,10 @@ from scipy.sparse import csr_array
 
 from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, NEWICK, SAMPLES, TAXA
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome import diversity
 from unisono.recipes.microbiome.table import Table
 from unisono.recipes.microbiome.tree import Tree
+from unisono.runtime.errors import ConfigError, DataError
 
 
 def table(counts: np.ndarray = COUNTS, taxa: str = TAXA) -> Table:

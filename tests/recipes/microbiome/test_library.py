@@ -11,9 +11,9 @@ import pytest
 
 from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, DNA, METADATA, NEWICK, SAMPLES, TAXA, changed, study, write_matrix
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.library import Library, Rows, Sample, open_library
 from unisono.recipes.microbiome.settings import Study
+from unisono.runtime.errors import ConfigError, DataError
 
 TRUE = studies.unweighted(COUNTS)
 

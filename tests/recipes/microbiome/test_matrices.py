@@ -11,8 +11,8 @@ import pytest
 from skbio import DistanceMatrix
 
 from tests.recipes.microbiome.studies import COUNTS, SAMPLES, unweighted, write_matrix
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.matrices import Matrix, aligned
+from unisono.runtime.errors import ConfigError, DataError
 
 TRUE = unweighted(COUNTS)
 HALF = TRUE[np.triu_indices(8, 1)]

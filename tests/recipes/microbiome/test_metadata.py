@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.recipes.microbiome.studies import METADATA, SAMPLES, changed, write_rows
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.metadata import missing, read, target_of
 from unisono.recipes.microbiome.settings import MISSING
+from unisono.runtime.errors import ConfigError, DataError
 
 
 def test_columns_are_aligned_to_the_samples(tmp_path: Path) -> None:

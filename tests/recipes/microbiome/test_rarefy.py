@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from unisono.errors import DataError
-from unisono.keys import generator
 from unisono.recipes.microbiome.rarefy import rarefied, tokens
+from unisono.runtime.errors import DataError
+from unisono.runtime.rng import generator
 
 COUNTS = np.array([40, 0, 3, 1, 500, 7], dtype=np.int64)
 TAXA = np.array([2, 3, 5, 8, 9, 11], dtype=np.int64)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.recipes.language.corpora import real
-from unisono.errors import DataError
 from unisono.recipes.microbiome.library import Library, open_library
 from unisono.recipes.microbiome.nucleotides import encode
 from unisono.recipes.microbiome.settings import Study
+from unisono.runtime.errors import DataError
 
 
 def opened(name: str, **settings: Any) -> Library:

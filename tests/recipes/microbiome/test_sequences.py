@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.errors import DataError
 from unisono.recipes.microbiome.sequences import fasta, lineages
+from unisono.runtime.errors import DataError
 
 
 def test_sequences_are_read_over_several_lines(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from unisono.errors import DataError
 from unisono.recipes.microbiome.library import open_library
 from unisono.recipes.microbiome.settings import MicrobiomeData, Simulated
+from unisono.runtime.errors import DataError
 
 SMALL = {"subjects": 12, "visits": 3, "taxa": 32, "bases": 40, "reads": 400}
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.splits import held_out
+from unisono.runtime.errors import ConfigError, DataError
 
 GROUPS = st.lists(st.sampled_from([f"subject {n}" for n in range(12)]), min_size=2, max_size=60)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.recipes.microbiome.studies import COUNTS, SAMPLES, TAXA, table, write_hdf5, write_json
-from unisono.errors import DataError
 from unisono.recipes.microbiome.table import read
+from unisono.runtime.errors import DataError
 
 
 def test_both_versions_hold_the_same(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from tests.recipes.microbiome.made import ALL, task
 from tests.runs import ADAMW, configuration, trace
-from unisono.errors import ConfigError
-from unisono.place import Alone, Place
 from unisono.recipes.microbiome.task import Microbiome
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Everyone
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.errors import DataError
 from unisono.recipes.microbiome.summary import summary
 from unisono.recipes.microbiome.transform import Transform
+from unisono.runtime.errors import DataError
 
 VALUES = np.array([3.0, 7.0, np.nan, 12.0, 0.5])
 

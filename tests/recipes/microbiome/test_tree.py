@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.microbiome.studies import NEWICK, TAXA
-from unisono.errors import DataError
 from unisono.recipes.microbiome.tree import Tree
+from unisono.runtime.errors import DataError
 
 
 def tree(folder: Path, newick: str) -> Tree:

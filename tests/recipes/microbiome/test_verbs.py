@@ -14,12 +14,12 @@ import torch
 
 import unisono
 from tests.recipes.microbiome.made import TINY, data, task
-from unisono import cli
-from unisono.errors import ConfigError, DataError, RunError
+from unisono.cli import main
 from unisono.recipes.microbiome import looking, predict, scoring
 from unisono.recipes.microbiome.library import open_library
 from unisono.recipes.microbiome.predict import Loaded, Prediction
 from unisono.recipes.microbiome.simulate import simulated
+from unisono.runtime.errors import ConfigError, DataError, RunError
 
 
 def trained(folder: Path, name: str, **more: Any) -> Path:
@@ -59,7 +59,7 @@ def test_an_evaluation_tells_what_follows_from_its_moments(run: Path, capsys: py
     told = next(event for event in reversed(events) if "distance/sd_ratio" in event)
     assert {"distance/correlation", "distance/bias", "target/r2", "faith_pd/r2", "nucleotides/accuracy"} <= told.keys()
     assert not [name for name in told if name.endswith(("/product", "/predicted", "²"))]
-    assert cli.main(["evaluate", str(run)]) == 0
+    assert main.main(["evaluate", str(run)]) == 0
     again = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     assert float(again["distance/sd_ratio"]) == pytest.approx(told["distance/sd_ratio"], abs=1e-5)
 
@@ -71,7 +71,7 @@ def test_predictions_are_a_table_of_held_out_samples(
     run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = folder / "out" / "p.tsv"
-    assert cli.main(["predict", str(run), f"out={out}", "draws=3", "baseline=true"]) == 0
+    assert main.main(["predict", str(run), f"out={out}", "draws=3", "baseline=true"]) == 0
     told = capsys.readouterr().out
     assert {"distance/sd_ratio:", "target/mae of the mean:", "forest/mae:", "number of reads/mae:"} <= set(
         told.replace(": ", ":\n").split("\n")
@@ -254,7 +254,7 @@ def test_scores_are_their_definitions() -> None:
 
 
 def test_plots_and_a_table_of_taxa_are_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["look", str(run), "draws=1", "rows=all"]) == 0
+    assert main.main(["look", str(run), "draws=1", "rows=all"]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert [path.name for path in written] == ["taxa.tsv", "distances.png", "ordination.png", "target.png"]
     assert all(path.stat().st_size > 10_000 for path in written[1:])

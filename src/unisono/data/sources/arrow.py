@@ -19,10 +19,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.data.sources import tables
-from unisono.data.sources.expect import Wanted
+from unisono.data.sources.column_schema import Wanted
 from unisono.data.sources.storage import File, is_remote, reading
 from unisono.data.sources.tables import TableBlock
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 _MARK = b"ARROW1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages

@@ -20,13 +20,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from unisono.data.cache import Cache
-from unisono.data.sources import arrow, copies, index, lines, npy, parquet
-from unisono.data.sources.changes import what_changed
-from unisono.data.sources.expect import Type, Wanted, alike, is_list, is_number, plain
-from unisono.data.sources.search import Found, Place, find
+from unisono.data.sources import arrow, index, lines, npy, parquet
+from unisono.data.sources.cache import Cache
+from unisono.data.sources.change_detection import what_changed
+from unisono.data.sources.column_schema import Type, Wanted, alike, is_list, is_number, plain
+from unisono.data.sources.discovery import Found, Place, find
+from unisono.data.sources.duplicates import ends
 from unisono.data.sources.storage import DEADLINE, File, Where, options, reading
-from unisono.errors import ConfigError, DataError, nearest
+from unisono.runtime.errors import ConfigError, DataError, nearest
 
 log = logging.getLogger(__name__)
 Duplicates = Literal["refuse", "allow"]
@@ -310,7 +311,7 @@ class Files:
     def _look(self, file: File) -> tuple[Shard, Any]:
         reader = self._opened(file)
         digest = hashlib.blake2b(reader.digest.encode(), digest_size=16)
-        digest.update(copies.ends(file))
+        digest.update(ends(file))
         return Shard(file, reader.rows, digest.hexdigest()), reader.schema
 
     def _fresh(self) -> None:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from unisono.data.sources import npy
 from unisono.data.sources.storage import File, derived, reading
-from unisono.errors import DataError
-from unisono.files import cache_dir, whole
+from unisono.runtime.errors import DataError
+from unisono.runtime.files import cache_dir, whole
 
 _LAYOUT = 1  # of what is kept; a change makes it unknown
 _WAIT = 3600.0  # seconds to wait for another process that reads the same file

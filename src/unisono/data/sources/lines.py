@@ -22,9 +22,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.data.sources import index
-from unisono.data.sources.expect import Wanted
+from unisono.data.sources.column_schema import Wanted
 from unisono.data.sources.storage import File, is_remote, reading
-from unisono.errors import DataError, nearest
+from unisono.runtime.errors import DataError, nearest
 
 TEXT = "text"  # the column of text files
 _BLOCK = 1 << 20  # bytes: rows that begin in the same stretch of so many are a block

@@ -13,9 +13,9 @@ import pyarrow as pa
 from numpy.lib import format as numpy_format
 from numpy.typing import NDArray
 
-from unisono.data.sources.expect import Wanted
+from unisono.data.sources.column_schema import Wanted
 from unisono.data.sources.storage import File, is_remote, reading
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 COLUMN = "array"  # of files without named fields
 _BLOCK = 1 << 20  # bytes of rows that are read together

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from unisono.data.sources import tables
-from unisono.data.sources.expect import Wanted
+from unisono.data.sources.column_schema import Wanted
 from unisono.data.sources.storage import File, reading
 from unisono.data.sources.tables import TableBlock
 

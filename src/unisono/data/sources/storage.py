@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 Options = tuple[tuple[str, Any], ...]
 T = TypeVar("T")

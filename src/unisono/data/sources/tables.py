@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unisono.data.sources.expect import Wanted, is_list, is_number, plain
-from unisono.errors import DataError
+from unisono.data.sources.column_schema import Wanted, is_list, is_number, plain
+from unisono.runtime.errors import DataError
 
 _AT_ONCE = 256  # rows that are made together, where they are read one after the other
 

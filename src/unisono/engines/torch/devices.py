@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 
-from unisono.config.schema import Layout
-from unisono.errors import ConfigError
-from unisono.place import Place
+from unisono.config.schema.run import Layout
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
 
 
 def accelerators() -> tuple[str, int]:

@@ -20,41 +20,43 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono import pulse
-from unisono.config.schema import RunConfig
-from unisono.config.split import Split
-from unisono.data.loader import MicroBatch
-from unisono.engines import base
-from unisono.engines.base import Facts, StepResult
-from unisono.engines.torch import agreed, exhausted, gradients, guards, nonfinite, precision, unused, wrap
-from unisono.engines.torch.adapter import Adapter
-from unisono.engines.torch.average import Average
-from unisono.engines.torch.backward import backward_told
-from unisono.engines.torch.batch_norm import BatchStatistics
-from unisono.engines.torch.buffers import Buffers, Mark
-from unisono.engines.torch.build import built
-from unisono.engines.torch.carry import Carry
-from unisono.engines.torch.crossing import Crossing
-from unisono.engines.torch.desync import Desync
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines import protocol
+from unisono.engines.protocol import Facts, StepResult
+from unisono.engines.state import Reader, Shard
 from unisono.engines.torch.devices import device_of, name_of
+from unisono.engines.torch.ema import Average
+from unisono.engines.torch.guards import non_finite, oom, replicas, unused_parameters
+from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.guards.recompile_guard import Recompilations
+from unisono.engines.torch.guards.spike_detection import Spikes
+from unisono.engines.torch.init_model import built
+from unisono.engines.torch.lora import Adapter
+from unisono.engines.torch.numerics import consensus, gradients, precision
+from unisono.engines.torch.numerics.batch_norm import BatchStatistics
+from unisono.engines.torch.numerics.buffers import Buffers, Mark
+from unisono.engines.torch.numerics.cross_sample import Crossing
+from unisono.engines.torch.numerics.metric_reduction import Names, Sums, count
+from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.engines.torch.numerics.recurrent_state import Carry
+from unisono.engines.torch.parallel import wrap
+from unisono.engines.torch.parallel.backward_hooks import backward_told
 from unisono.engines.torch.profiler import Profiler
-from unisono.engines.torch.randomness import Randomness
-from unisono.engines.torch.recompile import Recompilations
-from unisono.engines.torch.spikes import Spikes
-from unisono.engines.torch.sums import Names, Sums, count
+from unisono.engines.torch.state_dict import WholeState
 from unisono.engines.torch.transfer import Transfer
-from unisono.engines.torch.whole_state import WholeState
-from unisono.errors import ConfigError, MemoryExhaustedError
 from unisono.optim import optimizers
-from unisono.place import Group, Place
-from unisono.state import Reader, Shard
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import ConfigError, MemoryExhaustedError
 from unisono.task import Batch, Context, Loss, Task
 
 log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """One process's part of a torch run; see `unisono.engines.base.Engine`.
+    """One process's part of a torch run; see `unisono.engines.protocol.Engine`.
 
     Args:
         task: what to train.
@@ -76,10 +78,10 @@ class TorchEngine:
         self._spikes = Spikes(config.optim.skip_spikes, group)
         self._recompilations = Recompilations()
         self._desync = Desync(place, config.launch.timeout, config.launch.desync, ddp=config.layout.strategy == "ddp")
-        self.profiler: base.Profiler = Profiler(self._device)
+        self.profiler: protocol.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
         crosses = task.cross_sample is not None
-        self._owed = exhausted.Owed()
+        self._owed = oom.Owed()
         crossing = (task, config, place, group, self._randomness, self._here, self._owed)
         self._crossing = Crossing(*crossing) if crosses else None
         self._names: Names | None = None
@@ -106,8 +108,8 @@ class TorchEngine:
             self._place, self.group, self._layout, model, self._optimizer, self._adapter, self._average, self._buffers,
             self._spikes,
         )  # fmt: skip
-        guards.optimizer_holds(self._optimizer, model)
-        guards.master_dtype(model, precision.MASTER[self._precision])
+        replicas.optimizer_holds(self._optimizer, model)
+        replicas.master_dtype(model, precision.MASTER[self._precision])
         context = Context(0, training=True, scalars=scalars)
         left_out = self._warm_up(batches, context)
         if left_out:
@@ -149,13 +151,13 @@ class TorchEngine:
                 hooked = self._desync.of_bucket  # not through the engine, which holds the wrapper
                 both = self._ordered, self._owed
                 self._wrapped.register_comm_hook(
-                    both, lambda both, bucket: hooked(lambda one: exhausted.ordered(both[0], both[1], one), bucket)
+                    both, lambda both, bucket: hooked(lambda one: oom.ordered(both[0], both[1], one), bucket)
                 )
         if isinstance(self._wrapped, DistributedDataParallel):
             self._owed.watch(self._trainable)
 
     def _build(self) -> nn.Module:
-        self._kernels = agreed.kernels(self._task, self.group, self._device.type, self._precision)
+        self._kernels = consensus.kernels(self._task, self.group, self._device.type, self._precision)
         if self._kernels:
             log.info("kernels: %s", ", ".join(f"{name} {kernel}" for name, kernel in self._kernels.items()))
         model = built(self._task.build, self._config.run.seed)
@@ -164,7 +166,7 @@ class TorchEngine:
             torch.set_default_dtype(torch.float64)
         precision.to_master(model, self._precision)
         model.train()
-        guards.begins_alike(self.group, model)
+        replicas.begins_alike(self.group, model)
         if self._layout.sync_batch_norm:
             self._statistics = BatchStatistics(model, self._place.world_size)
             self._statistics.tell(self._split.passes)
@@ -214,7 +216,7 @@ class TorchEngine:
         sums = Sums(self._device, self._wide)
         sums.add(first, loss)
         self._names = sums.names
-        self.random, everywhere = agreed.left_out(self.group, self._names, left_out, self.random)
+        self.random, everywhere = consensus.left_out(self.group, self._names, left_out, self.random)
         return everywhere
 
     # the step ---------------------------------------------------------------------------------------------------
@@ -232,10 +234,10 @@ class TorchEngine:
             squares = gradients.squared_norm(self._gradients(), self._wide).to(self._device)
             alive = None
             if not (whole or self._layout.find_unused_parameters):
-                alive = unused.alive(self._trainable, self._wide, self._device)
+                alive = unused_parameters.alive(self._trainable, self._wide, self._device)
             recompiled = self._recompilations.fresh()
             self._transfer.look_ahead()
-            with self.profiler.part("reduction"), pulse.phase("wait", f"the sums of step {step + 1}"):
+            with self.profiler.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
                 self._desync.check(f"step {step + 1}")
                 squares = squares if whole else squares / copies
                 result = sums.reduce(counts, self._place.world_size, squares, whole, alive, len(recompiled))
@@ -244,7 +246,10 @@ class TorchEngine:
             if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
                 self._refuse(batches, context, scales, result)
             if sums.without_gradient:
-                if unused.forget(self._step, self._used_in(batches, context, scales), self._device) or self._looked:
+                if (
+                    unused_parameters.forget(self._step, self._used_in(batches, context, scales), self._device)
+                    or self._looked
+                ):
                     log.warning("step %d left parameters out; from now on every step looks which ones", step + 1)
                     self._find_unused()
                 self._looked = True  # once in vain is no sign: before its first update half an adapter has only zeros
@@ -264,13 +269,13 @@ class TorchEngine:
         self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]
     ) -> tuple[Context, dict[str, Tensor], dict[str, Tensor], Sums]:
         """All of a step that comes before its update; only this may run out of memory and be made again."""
-        with self.profiler.part("reduction"), pulse.phase("wait", f"the counts of step {step + 1}"):
+        with self.profiler.part("reduction"), heartbeat.phase("wait", f"the counts of step {step + 1}"):
             counts = self._count(batches)
         scales, context = self._scales(counts), Context(step, training=True, scalars=scalars)
-        self._owed.begin(*exhausted.exchanges(self._task))
-        with exhausted.Attempt() as attempt:
+        self._owed.begin(*oom.exchanges(self._task))
+        with oom.Attempt() as attempt:
             context = self._first_pass(batches, context, scales)
-            with unused.forgetting(self._step, self._layout, self._device):
+            with unused_parameters.forgetting(self._step, self._layout, self._device):
                 return context, counts, scales, self._accumulate(batches, context, scales)
         return context, counts, scales, self._taken_part(step, attempt.short)
 
@@ -284,7 +289,7 @@ class TorchEngine:
             try:
                 self._owed.take_part(self._wrapped, self._totals, others, self._device, passes)
             except RuntimeError as error:
-                raise exhausted.fault(step, self._split, {self._place.rank: short}, alone=True) from error
+                raise oom.fault(step, self._split, {self._place.rank: short}, alone=True) from error
         sums = Sums(self._device, self._wide)
         sums.add_nothing(self._names, short)
         return sums
@@ -297,13 +302,13 @@ class TorchEngine:
         everyone = self.group.gather([short, untouched, self.random], "which processes ran out of memory")
         self.random = any(random for _, _, random in everyone)
         why = {rank: text for rank, (text, _, _) in enumerate(everyone) if text}
-        return exhausted.fault(step, self._split, why, again=all(same for _, same, _ in everyone))
+        return oom.fault(step, self._split, why, again=all(same for _, same, _ in everyone))
 
     def _forget_passes(self) -> None:
         self._made_carry = []
         if self._crossing:
             self._crossing.forget()
-        exhausted.give_back(self._device)
+        oom.give_back(self._device)
 
     def cut(self, split: Split) -> None:
         """Make steps of other micro-batches from now on; see `Engine.cut`."""
@@ -376,13 +381,13 @@ class TorchEngine:
     def _update(self, step: int, scalars: Mapping[str, float]) -> None:
         guarded = self._steps_made == 0 or (step + 1) % self._config.train.guard_every == 0
         optimizers.schedule(self._optimizer, scalars, self._config.optim)
-        with guards.moving(self._step.model, scalars["lr"]) if guarded else nullcontext():
+        with replicas.moving(self._step.model, scalars["lr"]) if guarded else nullcontext():
             self._optimizer.step()
         self._average.follow(step + 1)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps_made += 1
         if guarded:
-            guards.master_dtype(self._step.model, precision.MASTER[self._precision])
+            replicas.master_dtype(self._step.model, precision.MASTER[self._precision])
             self.agree(step + 1)
 
     def _count(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -430,7 +435,7 @@ class TorchEngine:
             return self._task.totals(made, batch, own) if self._task.needs_totals else {}
 
         with self._buffers.restored():
-            totals = agreed.totals(batches, part, self._place.world_size, self._device, self._wide, self._owed)
+            totals = consensus.totals(batches, part, self._place.world_size, self._device, self._wide, self._owed)
         self._totals = totals
         wrap.shard_again(self._wrapped)
         context = replace(context, totals=totals)
@@ -449,14 +454,14 @@ class TorchEngine:
         """Find out where the first number that is not finite came from, and stop every rank with it."""
         self._optimizer.zero_grad(set_to_none=True)
 
-        def again(micro: MicroBatch, see: nonfinite.See) -> Loss:
+        def again(micro: MicroBatch, see: non_finite.See) -> Loss:
             return self._again(micro, context, scales, see)
 
         def rows_of(micro: MicroBatch) -> list[int]:
             return self._not_finite_alone(micro, context, scales)
 
         crosses = self._crossing is not None
-        nonfinite.refuse(self.group, batches, again, rows_of, context.step, result, crosses)
+        non_finite.refuse(self.group, batches, again, rows_of, context.step, result, crosses)
 
     @torch.no_grad()
     def _not_finite_alone(self, micro: MicroBatch, context: Context, scales: Mapping[str, Tensor]) -> list[int]:
@@ -477,7 +482,7 @@ class TorchEngine:
                 made: tuple[Tensor, Loss] = self._forward(row, context, scales)
                 return made[1]
 
-        wrong = nonfinite.rows_alone(micro, self._split.micro_batch, loss_of)
+        wrong = non_finite.rows_alone(micro, self._split.micro_batch, loss_of)
         wrap.shard_again(self._wrapped)
         return wrong
 
@@ -520,8 +525,8 @@ class TorchEngine:
                 for part, mode in training.items():
                     part.training = mode
             self._desync.check(f"the evaluation after step {step}")
-            agreed.names(self.group, sums.names)
-            with pulse.phase("wait", "the sums of the evaluation"):
+            consensus.names(self.group, sums.names)
+            with heartbeat.phase("wait", "the sums of the evaluation"):
                 return sums.reduce(self._count(seen), self._place.world_size, squares=None, whole=True)
 
     # state ------------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from unisono.engines.base import PREFIX
-from unisono.files import whole
+from unisono.engines.protocol import PREFIX
+from unisono.runtime.files import whole
 
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
 class Profiler:
-    """torch's profiler of this process; see `unisono.engines.base.Profiler`.
+    """torch's profiler of this process; see `unisono.engines.protocol.Profiler`.
 
     Args:
         device: whose work is recorded beside the CPU's.

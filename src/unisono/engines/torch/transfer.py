@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.data.loader import MicroBatch
-from unisono.engines.torch import precision
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.torch.numerics import precision
 from unisono.task import Batch
 
 Part = Callable[[str], AbstractContextManager[Any]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unisono.data import sources
 from unisono.data.sources import File, Found, Wanted
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 _FORMATS = ("text", "jsonl", "parquet", "arrow")
 

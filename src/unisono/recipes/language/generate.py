@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import RunError
-from unisono.launch.reload import adapter_of, load_model, load_weights
+from unisono.launch.load import adapter_of, load_model, load_weights
+from unisono.runtime.errors import RunError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from unisono.config.schema import RunConfig
+    from unisono.config.schema.run import RunConfig
 
 
 def generate(

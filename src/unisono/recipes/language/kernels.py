@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from unisono.errors import KernelError
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import ModelGroup
+from unisono.runtime.errors import KernelError
 
 _LEAST_FOR_FLEX = 16  # features of a head; torch's templates multiply blocks no narrower
 _DROPOUTS = ("attention_dropout", "attn_pdrop")

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.prepare import Preparation
-from unisono.errors import ConfigError, DataError
-from unisono.files import cache_dir
+from unisono.data.prepare.preparation import Preparation
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, Documents, Prepared
 from unisono.recipes.language.texts import Texts, digest
 from unisono.recipes.language.tokenise import Ahead, Tokenizer, tokenizer_from, trained
 from unisono.recipes.language.tokens import Rows, TokenStore
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.files import cache_dir
 
 Tokens = NDArray[np.int64]
 ONE = ""  # the name of the only source

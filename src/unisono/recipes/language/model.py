@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.errors import CheckpointError, ConfigError, nearest
-from unisono.files import inside, of_pickles
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
+from unisono.runtime.errors import CheckpointError, ConfigError, nearest
+from unisono.runtime.files import inside, of_pickles
 
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from unisono.config.base import NonNegative, Settings
-from unisono.config.data import Data
+from unisono.config.schema.base import NonNegative, Settings
+from unisono.config.schema.data import Data
 
 
 class LanguageConfig(Settings):

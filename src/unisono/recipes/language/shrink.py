@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from unisono.errors import ConfigError
 from unisono.recipes.language import experts
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import FromConfig, ModelGroup
+from unisono.runtime.errors import ConfigError
 
 _LAYERS = 2
 _EXPERTS = 8

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.mixture import Joined
+from unisono.data.order.mixture import Joined
 from unisono.recipes.language import library, settings
 from unisono.recipes.language.library import Library
 from unisono.recipes.language.tokenise import Tokenizer
@@ -21,7 +21,7 @@ from unisono.task import Batch, Context, Loss, Source, Task
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from unisono.data.prepare import Preparation
+    from unisono.data.prepare.preparation import Preparation
     from unisono.recipes.language.kernels import Kernels
     from unisono.recipes.language.packed import PackedRow
 

@@ -14,11 +14,11 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from unisono.data.prepare import Made, even_bounds
+from unisono.data.prepare.preparation import Made, even_bounds
 from unisono.data.sources import derived
-from unisono.errors import DataError
-from unisono.files import write_whole
 from unisono.recipes.language.texts import Texts
+from unisono.runtime.errors import DataError
+from unisono.runtime.files import write_whole
 
 END = "<|endoftext|>"
 FILE, SPECIAL = "tokenizer.json", "special_tokens.json"

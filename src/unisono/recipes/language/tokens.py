@@ -1,6 +1,6 @@
 """Documents as token ids: tokenised ahead, kept in a cache or in a folder of the user's own, read without a copy.
 
-A cache entry is a folder of shards (`unisono.data.shards`) with its tokenizer. Its name is a hash of the files' names,
+A cache entry is a folder of shards (`unisono.data.prepare.shards`) with its tokenizer. Its name is a hash of the files' names,
 sizes and times, and of the tokenizer, so a changed file is tokenised again.
 """
 
@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.order import Shuffle
-from unisono.data.prepare import prepare
-from unisono.data.shards import MANIFEST, Shards
-from unisono.errors import DataError
-from unisono.files import whole
-from unisono.keys import key
+from unisono.data.order.order import Shuffle
+from unisono.data.prepare.preparation import prepare
+from unisono.data.prepare.shards import MANIFEST, Shards
 from unisono.recipes.language.texts import Texts, digest
 from unisono.recipes.language.tokenise import Ahead, Tokenizer, unwritable
+from unisono.runtime.errors import DataError
+from unisono.runtime.files import whole
+from unisono.runtime.rng import key
 
 _UNIGRAM = "unigram.npy"
 

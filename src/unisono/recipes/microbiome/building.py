@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError
-from unisono.launch.reload import load_model
+from unisono.config.schema.run import RunConfig
+from unisono.launch.load import load_model
 from unisono.recipes.microbiome.model import Body, Network
 from unisono.recipes.microbiome.modelling import MicrobiomeConfig, Model
 from unisono.recipes.microbiome.shape import Shape, assets
+from unisono.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import psutil
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
-from unisono.files import whole
-from unisono.keys import generator
 from unisono.recipes.microbiome.rarefy import rarefied
 from unisono.recipes.microbiome.settings import Metric, PairMetric
 from unisono.recipes.microbiome.table import Table
 from unisono.recipes.microbiome.tree import Tree
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.files import whole
+from unisono.runtime.rng import generator
 
 _LAYOUT = 1  # of what is kept; a change makes it unknown
 _WAIT = 24 * 3600.0  # seconds to wait for another process that computes the same

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
-from unisono.files import cache_dir
 from unisono.recipes.microbiome import diversity, matrices, nucleotides, splits
 from unisono.recipes.microbiome import sequences as sequences_
 from unisono.recipes.microbiome.matrices import Matrix
@@ -27,6 +25,8 @@ from unisono.recipes.microbiome.table import Table
 from unisono.recipes.microbiome.told import how_many
 from unisono.recipes.microbiome.tree import Tree, missing_told
 from unisono.recipes.microbiome.usable import matrix_of, usable
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.files import cache_dir
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unisono.observe import pictures
+from unisono.observe import figures
 from unisono.recipes.microbiome import losses
 from unisono.recipes.microbiome.model import Body, Network
 from unisono.recipes.microbiome.predict import Loaded, Predicted, Prediction, of_loaded, true_distances
@@ -39,19 +39,19 @@ def look(folder: Path, prediction: Prediction | None = None, changes: Mapping[st
     run = Loaded(folder, changes)
     predicted = of_loaded(run, prediction)
     truth = None if predicted.distances is None else true_distances(predicted.library)
-    figures: dict[str, Figure] = {}
+    drawn: dict[str, Figure] = {}
     if predicted.distances is not None and truth is not None and len(predicted.numbers) > 2:
         truth = truth[np.ix_(predicted.numbers, predicted.numbers)]
-        figures["distances"] = _distances(predicted, truth)
-        figures["ordination"] = _ordination(predicted, truth)
+        drawn["distances"] = _distances(predicted, truth)
+        drawn["ordination"] = _ordination(predicted, truth)
     if predicted.target is not None and predicted.library.target is not None:
-        figures["target"] = _target(predicted)
+        drawn["target"] = _target(predicted)
     written = [out / "taxa.tsv"]
     _write_taxa(written[0], run, predicted, prediction)
-    for name, figure in figures.items():
+    for name, figure in drawn.items():
         written.append(out / f"{name}.png")
         figure.savefig(written[-1], dpi=150)
-    pictures.show(folder, {f"looking/{name}": out / f"{name}.png" for name in figures})
+    figures.show(folder, {f"looking/{name}": out / f"{name}.png" for name in drawn})
     return written
 
 

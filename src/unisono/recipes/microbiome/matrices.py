@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.settings import PairMetric
 from unisono.recipes.microbiome.told import examples, how_many, twice
+from unisono.runtime.errors import ConfigError, DataError
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "unweighted_unifrac": ("unweighted_unifrac", "unweighted"),

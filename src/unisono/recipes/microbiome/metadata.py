@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError, nearest
 from unisono.recipes.microbiome.told import examples, how_many, twice
+from unisono.runtime.errors import ConfigError, DataError, nearest
 
 _HEADS = ("#sampleid", "#sample id", "#sample-id", "#otuid", "#otu id", "#otu-id", "#feature id")  # else a comment
 

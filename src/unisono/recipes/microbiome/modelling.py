@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.base import NonNegative, Positive, Settings
+from unisono.config.schema.base import NonNegative, Positive, Settings
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 

@@ -13,11 +13,9 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
-from unisono.config.base import Settings
-from unisono.config.schema import RunConfig
-from unisono.errors import ConfigError, DataError
-from unisono.keys import generator
-from unisono.launch.reload import load_model
+from unisono.config.schema.base import Settings
+from unisono.config.schema.run import RunConfig
+from unisono.launch.load import load_model
 from unisono.recipes.microbiome import building
 from unisono.recipes.microbiome.library import Library, Rows
 from unisono.recipes.microbiome.modelling import MicrobiomeConfig, Model
@@ -26,6 +24,8 @@ from unisono.recipes.microbiome.shape import Shape, assets
 from unisono.recipes.microbiome.task import Microbiome, Seen, together
 from unisono.recipes.microbiome.told import examples
 from unisono.recipes.microbiome.transform import Transform
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.rng import generator
 
 if TYPE_CHECKING:
     import torch

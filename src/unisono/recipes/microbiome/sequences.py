@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.errors import DataError
 from unisono.recipes.microbiome import metadata
 from unisono.recipes.microbiome.told import examples, how_many
+from unisono.runtime.errors import DataError
 
 _LETTERS = re.compile(r"[ACGTURYSWKMBDHVN]+", re.IGNORECASE)  # bases, and the signs for several of them
 

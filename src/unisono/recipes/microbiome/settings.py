@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from unisono.config.data import Data
+from unisono.config.schema.data import Data
 
 PairMetric = Literal["unweighted_unifrac", "weighted_unifrac", "weighted_normalized_unifrac", "bray_curtis", "jaccard"]
 Metric = PairMetric | Literal["faith_pd"]

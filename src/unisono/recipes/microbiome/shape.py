@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import RunError
+from unisono.runtime.errors import RunError
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
-from unisono.files import cache_dir, write_whole
-from unisono.keys import generator
 from unisono.recipes.microbiome.settings import Samples, Simulated, Study
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.files import cache_dir, write_whole
+from unisono.runtime.rng import generator
 
 _LAYOUT = 1  # of what is made; a change makes it again
 _WAIT = 600.0

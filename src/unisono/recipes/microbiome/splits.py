@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError, nearest
-from unisono.keys import key
+from unisono.runtime.errors import ConfigError, DataError, nearest
+from unisono.runtime.rng import key
 
 
 def held_out(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.told import examples, how_many, twice
+from unisono.runtime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

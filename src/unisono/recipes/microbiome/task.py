@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome import masking, modelling, nucleotides, rarefy, settings
 from unisono.recipes.microbiome.library import Library, Rows, open_library
 from unisono.recipes.microbiome.library import Sample as Record
 from unisono.recipes.microbiome.shape import Shape
 from unisono.recipes.microbiome.summary import summary
 from unisono.recipes.microbiome.transform import Transform
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Batch, Context, Loss, Source, Task
 
 if TYPE_CHECKING:

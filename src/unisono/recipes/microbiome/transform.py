@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import DataError
+from unisono.runtime.errors import DataError
 
 Values = NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome.told import how_many, twice
+from unisono.runtime.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

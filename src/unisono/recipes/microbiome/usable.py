@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import ConfigError, DataError
 from unisono.recipes.microbiome import metadata as metadata_
 from unisono.recipes.microbiome import nucleotides
 from unisono.recipes.microbiome import sequences as sequences_
@@ -21,6 +20,7 @@ from unisono.recipes.microbiome.settings import Reason, Study
 from unisono.recipes.microbiome.table import Table
 from unisono.recipes.microbiome.told import examples, how_many
 from unisono.recipes.microbiome.tree import Tree
+from unisono.runtime.errors import ConfigError, DataError
 
 Chosen = NDArray[np.bool_]
 

@@ -1,0 +1,1 @@
+"""A checkpoint on disk: committed whole or absent, verified, kept or removed, resumed from."""

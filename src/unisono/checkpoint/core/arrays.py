@@ -1,0 +1,301 @@
+"""Pieces of arrays in safetensors files, hashed while they are written, and their way back by any other cut.
+
+The format is an eight-byte length, a header in JSON and raw bytes. It is written here and not by the safetensors
+library because that takes a whole file's tensors at once and hashes nothing; what it reads is what stands in the files.
+Large pieces are cut along their first axis, so that several processes can verify them and nobody has to read one whole
+for a part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unisono.engines.state import Shard
+from unisono.runtime.communicator import Json
+from unisono.runtime.errors import CheckpointError
+
+LARGEST = 64 << 20  # bytes of a piece, unless one index of its first axis has more
+_AS_PAIRS = (torch.complex128,)  # safetensors has no such dtype; they are written as pairs of real numbers
+_CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the cache of a core
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
+    torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+
+
+def write(file: Path, shards: Sequence[Shard], note: dict[str, str] | None = None) -> dict[str, Any]:
+    """Write pieces into one new file and have it on the disk.
+
+    Hashing goes on beside writing, in threads: it lets go of the interpreter, and the content is in memory anyway.
+
+    Args:
+        file: must not be there.
+        shards: on any device.
+        note: what the header says besides.
+
+    Returns:
+        What the manifest says: `arrays`, and under `file` its size, its SHA-256 and those of its header.
+
+    Raises:
+        OSError: if it cannot be written.
+        CheckpointError: for a dtype that safetensors does not have.
+    """
+    described, entries = _laid_out(file.name, shards)
+    header = _header(entries, note or {})
+    whole = hashlib.sha256(header)
+    position = len(header)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _put(descriptor, memoryview(header))
+        with ThreadPoolExecutor(1) as by_piece, ThreadPoolExecutor(1) as by_file:
+            waiting: deque[tuple[dict[str, Any], Future[str], Future[None]]] = deque()
+            for piece, data in entries:
+                content = _bytes(data)
+                piece["at"], piece["bytes"] = position, content.nbytes
+                waiting.append((piece, by_piece.submit(_sha256, content), by_file.submit(whole.update, content.data)))
+                _put(descriptor, content.data)
+                position += content.nbytes
+                while len(waiting) > 4:  # what comes from a device is held no longer than it has to be
+                    _settle(waiting.popleft())
+            while waiting:
+                _settle(waiting.popleft())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    about = {"size": len(header), "sha256": hashlib.sha256(header).hexdigest()}
+    return {"arrays": described, "file": {"size": position, "sha256": whole.hexdigest(), "header": about}}
+
+
+def size(shards: Sequence[Shard]) -> int:
+    """Bytes that pieces take, without their header."""
+    return sum(shard.data.numel() * shard.data.element_size() for shard in shards)
+
+
+class ArrayReader:
+    """The arrays of a checkpoint, by the piece; see `unisono.engines.state.Reader`. What is read is verified.
+
+    It may be asked by several threads at a time: reading and hashing let go of the interpreter.
+
+    Args:
+        folder: of the checkpoint.
+        arrays: of its manifest.
+        verified: pieces, by file and entry, that need not be verified again.
+    """
+
+    def __init__(
+        self, folder: Path, arrays: dict[str, Any], verified: frozenset[tuple[str, str]] = frozenset()
+    ) -> None:
+        self._folder, self._arrays, self._verified = folder, arrays, verified
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shape of every array."""
+        return {name: tuple(array["shape"]) for name, array in self._arrays.items()}
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A piece of an array, put together from the saved pieces that overlap it.
+
+        Raises:
+            CheckpointError: if the saved pieces do not cover it, or one of them is not what was written.
+        """
+        result = torch.empty(shape, dtype=self._dtype(name))
+        self._into(name, offset, result)
+        return result
+
+    def fill(self, name: str, offset: tuple[int, ...], into: torch.Tensor) -> None:
+        """Read a piece of an array into a tensor of its shape; where that can be, into its very memory.
+
+        Raises:
+            CheckpointError: as `read`. What the tensor holds then is nobody's.
+        """
+        plain = into.device.type == "cpu" and into.is_contiguous() and not (into.is_conj() or into.is_neg())
+        if plain and into.dtype == self._dtype(name):
+            self._into(name, offset, into.detach())
+        else:
+            into.copy_(self.read(name, offset, tuple(into.shape)))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._arrays[name]["dtype"])
+        return dtype
+
+    def _into(self, name: str, offset: tuple[int, ...], result: torch.Tensor) -> None:
+        """Read a piece into contiguous memory of its dtype."""
+        shape = tuple(result.shape)
+        values = torch.view_as_real(result) if result.dtype in _AS_PAIRS else result
+        missing = math.prod(shape)
+        for piece, first, last in self._overlaps(name, offset, shape):
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+            shared = [b - a for a, b in zip(first, last, strict=True)]
+            target = values[here]
+            known = (piece["file"], piece["entry"]) in self._verified
+            rows = known and shared[1:] == piece["shape"][1:]  # they lie together, and have no hash of their own
+            if (rows or shared == piece["shape"]) and target.is_contiguous():
+                before = (first[0] - piece["offset"][0]) * math.prod(piece["shape"][1:]) if shape else 0
+                self._fetch(name, piece, target, before * values.element_size() * (2 if result is not values else 1))
+            else:
+                saved = torch.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
+                self._fetch(name, piece, saved)
+                values[here] = saved[there]
+            missing -= math.prod(shared)
+        if missing:
+            raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
+
+    def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether the saved pieces have every element of a piece."""
+        found = (
+            math.prod(b - a for a, b in zip(first, last, strict=True))
+            for _, first, last in self._overlaps(name, offset, shape)
+        )
+        return sum(found) == math.prod(shape)
+
+    def _overlaps(
+        self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Iterator[tuple[dict[str, Any], list[int], list[int]]]:
+        """The saved pieces that overlap a piece, each with the first and the end of what they share."""
+        for piece in self._arrays[name]["pieces"]:
+            first = [max(a, b) for a, b in zip(offset, piece["offset"], strict=True)]
+            last = [
+                min(a + n, b + m) for a, n, b, m in zip(offset, shape, piece["offset"], piece["shape"], strict=True)
+            ]
+            if all(a < b for a, b in zip(first, last, strict=True)):
+                yield piece, first, last
+
+    def _fetch(self, name: str, piece: dict[str, Any], into: torch.Tensor, before: int = 0) -> None:
+        """Read a piece into memory that is contiguous, and verify it there; of a known one, what is asked for.
+
+        Args:
+            name: of the array.
+            piece: of the manifest.
+            into: its content, or so many bytes of it as it has.
+            before: bytes of the piece that are left out.
+        """
+        content = _bytes(into)
+        file = self._folder / piece["file"]
+        known = (piece["file"], piece["entry"]) in self._verified
+        if content.nbytes + before > piece["bytes"] or (content.nbytes != piece["bytes"] and not known):
+            raise CheckpointError(f"{self._folder}: '{name}' has a piece of {piece['bytes']} bytes in {piece['file']}")
+        try:
+            found = read_bytes(file, piece["at"] + before, content.data, hashed=not known)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        if found is None or (not known and found != piece["sha256"]):
+            raise CheckpointError(f"{file} is damaged: the content of '{name}' is not what was written")
+
+
+def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
+    """Fill memory from a file and hash it on the way; None if the file ends before."""
+    sha256 = hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(at)
+        done = 0
+        while done < len(into):
+            count = opened.readinto(into[done : done + _CHUNK] if hashed else into[done:])
+            if not count:
+                return None
+            if hashed:
+                sha256.update(into[done : done + count])
+            done += count
+    return sha256.hexdigest()
+
+
+def hash_of(file: Path, at: int, length: int) -> str | None:
+    """The hash of a stretch of a file; None if the file ends before."""
+    sha256 = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_CHUNK, length)))
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(at)
+        while length:
+            count = opened.readinto(buffer[: min(len(buffer), length)])
+            if not count:
+                return None
+            sha256.update(buffer[:count])
+            length -= count
+    return sha256.hexdigest()
+
+
+def _laid_out(file: str, shards: Sequence[Shard]) -> tuple[dict[str, Any], list[tuple[dict[str, Any], torch.Tensor]]]:
+    """What the manifest will say of the arrays, and the pieces in the order of the file."""
+    described: dict[str, Any] = {}
+    entries: list[tuple[dict[str, Any], torch.Tensor]] = []
+    for shard in shards:
+        dtype = shard.data.dtype
+        if dtype not in _NAMES and dtype not in _AS_PAIRS:
+            raise CheckpointError(f"'{shard.name}' is of {dtype}, which no safetensors file can hold")
+        array = {"shape": list(shard.shape), "dtype": str(dtype).removeprefix("torch."), "pieces": []}
+        described.setdefault(shard.name, array)
+        for offset, data in _cut(shard) if shard.data.numel() else ():  # what is empty is described, and in no file
+            entry = f"{shard.name}@{','.join(map(str, offset))}"
+            piece = {"file": file, "entry": entry, "offset": offset, "shape": list(data.shape)}
+            described[shard.name]["pieces"].append(piece)
+            entries.append((piece, data))
+    # The widest first, so that every piece begins at a multiple of its own width.
+    return described, sorted(entries, key=lambda entry: -_storable(entry[1]).element_size())
+
+
+def _cut(shard: Shard) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """A piece, or several along its first axis if it is large, with their offsets."""
+    data: torch.Tensor = shard.data.detach()
+    rows = len(data) if data.dim() else 1
+    at_once = max(1, LARGEST * rows // max(1, data.numel() * data.element_size()))
+    if at_once >= rows:
+        yield list(shard.offset), data
+        return
+    for first in range(0, rows, at_once):
+        yield [shard.offset[0] + first, *shard.offset[1:]], data[first : first + at_once]
+
+
+def _header(entries: Sequence[tuple[dict[str, Any], torch.Tensor]], note: dict[str, str]) -> bytes:
+    header: dict[str, Json] = {"__metadata__": note} if note else {}
+    position = 0
+    for piece, data in entries:
+        stored = _storable(data)
+        end = position + stored.numel() * stored.element_size()
+        shape = list(stored.shape)
+        assert piece["entry"] not in header, f"{piece['entry']} is there twice"
+        header[piece["entry"]] = {"dtype": _NAMES[stored.dtype], "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _storable(data: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(data.resolve_conj()) if data.dtype in _AS_PAIRS else data
+
+
+def _bytes(data: torch.Tensor) -> NDArray[np.uint8]:
+    """A tensor's content; that of a contiguous one on the CPU is no copy."""
+    plain = _storable(data).resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _sha256(content: NDArray[np.uint8]) -> str:
+    return hashlib.sha256(content.data).hexdigest()
+
+
+def _settle(hashed: tuple[dict[str, Any], Future[str], Future[None]]) -> None:
+    piece, of_piece, of_file = hashed
+    piece["sha256"] = of_piece.result()
+    of_file.result()
+
+
+def _put(descriptor: int, content: memoryview) -> None:
+    """Write all of it; the kernel may take less at a time."""
+    while len(content):
+        content = content[os.write(descriptor, content) :]

@@ -1,0 +1,78 @@
+"""Which checkpoints remain: the newest, every n-th step, and the best by a metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from unisono.config.schema.run import Checkpoint as Settings
+from unisono.runtime.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Known:
+    """A finished checkpoint, as far as it matters here."""
+
+    step: int
+    metric: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What remains.
+
+    Attributes:
+        newest: how many of the newest.
+        every: those of steps that it divides, too.
+        best: name of a metric whose best checkpoint remains, too.
+        largest: whether the largest value is the best one.
+    """
+
+    newest: int
+    every: int | None = None
+    best: str | None = None
+    largest: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Retention:
+        """As `checkpoint` of a configuration says."""
+        best = settings.keep_best
+        name, largest = (best.metric, best.mode == "max") if best else (None, False)
+        return cls(settings.keep, settings.keep_every, name, largest)
+
+    def going(self, made: int, known: Iterable[Known]) -> list[int]:
+        """Steps of the checkpoints that may go, now that the one of step `made` is finished; never that one.
+
+        Later ones stay: they are of a course that the run has left, because it went on from an older checkpoint than
+        the newest, and somebody may want to know why.
+
+        >>> Retention(2, every=10).going(40, [Known(step) for step in (10, 20, 25, 30, 35, 40, 50)])
+        [25]
+        """
+        before = sorted((c for c in known if c.step <= made), key=lambda c: c.step)
+        remain = {c.step for c in before[-self.newest :]} | {made}
+        if self.every is not None:
+            remain |= {c.step for c in before if c.step % self.every == 0}
+        judged = [(value, c.step) for c in before if (value := self._value(c)) is not None]
+        if judged:
+            remain.add((max if self.largest else min)(judged)[1])
+        return [c.step for c in before if c.step not in remain]
+
+    def _value(self, checkpoint: Known) -> float | None:
+        value = (checkpoint.metric or {}).get(self.best) if self.best else None
+        return value if value is not None and math.isfinite(value) else None
+
+
+def check(settings: Settings, metrics: Iterable[str]) -> None:
+    """Refuse a best checkpoint by a metric that evaluations do not have.
+
+    Raises:
+        ConfigError: naming those they have.
+    """
+    best, names = settings.keep_best, list(metrics)
+    if best is not None and best.metric not in names:
+        raise ConfigError(
+            f"checkpoint.keep_best.metric={best.metric}: no evaluation of this task has it; "
+            f"{nearest(best.metric, names)}"
+        )

@@ -1,0 +1,280 @@
+"""What a commit's arrays are called and how they are cut elsewhere: as they are, in transformers, in PEFT.
+
+A form is made from names and shapes alone, so every process that writes a share of the files comes to the same one. It
+is asked for nothing that would need the model's memory: transformers' model is made on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.exchange.hf_shards import Entry
+from unisono.config.schema.run import Lora
+from unisono.runtime.errors import CheckpointError, ConfigError, RunError
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+_NAMED = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of the export, and the array it is made of.
+
+    Attributes:
+        entry: its name, dtype and shape.
+        source: the array's name.
+        made: makes of the whole array this tensor and others by name; None where it is the array itself.
+    """
+
+    entry: Entry
+    source: str
+    made: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """An export: its tensors, and the other files.
+
+    Attributes:
+        told: what it is, for people.
+        outputs: its tensors, those of one array one after the other.
+        stem: what the names of its files begin with.
+        indexed: whether even a single file has an index.
+        finish: writes the other files into a folder.
+    """
+
+    told: str
+    outputs: tuple[Output, ...]
+    stem: str
+    indexed: bool
+    finish: Callable[[Path], None]
+
+
+def plain(arrays: Mapping[str, Entry]) -> Form:
+    """Every array as it is, under its own name.
+
+    Args:
+        arrays: by their names in the model; each has the name of the array in the commit.
+    """
+    outputs = tuple(Output(Entry(name, array.dtype, array.shape), array.name) for name, array in arrays.items())
+    return Form("safetensors", outputs, "model", True, lambda folder: None)
+
+
+def transformers(arrays: Mapping[str, Entry], assets: Path) -> Form:
+    """A folder that `from_pretrained` takes: names, ties and cuts as in files that transformers itself has written.
+
+    Args:
+        arrays: as for `plain`.
+        assets: of the run, with the model's `config.json`.
+
+    Raises:
+        ConfigError: where transformers is not installed.
+        RunError: where the assets are not those of a transformers model.
+        CheckpointError: where the arrays are not those of the model that the assets describe.
+    """
+    if find_spec("transformers") is None:
+        raise ConfigError("to=hf needs the package 'transformers': pip install 'unisono[language]'")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _skeleton(assets)
+    name = type(model).__name__
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    firsts: dict[int, str] = {}  # tied parameters are saved once in a commit, by the first of their names
+    state: dict[str, tuple[str, Tensor]] = {}
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in model.state_dict().items():
+        first = firsts.setdefault(id(parameters[key]), key) if key in parameters else key
+        if key not in tied and not any(pattern.search(key) for pattern in ignored):
+            state[key] = (first, value)
+    _check(arrays, dict(state.values()), model, name)
+    outputs = []
+    for key, (first, _) in state.items():
+        array = arrays[first]
+        meta = torch.empty(array.shape, dtype=array.dtype, device="meta")
+        made = revert_weight_conversion(model, {key: meta})
+        alone = len(made) == 1 and next(iter(made.values())) is meta
+        convert = None if alone else (lambda tensor, key=key: revert_weight_conversion(model, {key: tensor}))
+        for written, part in made.items():
+            outputs.append(Output(Entry(written, array.dtype, tuple(part.shape)), array.name, convert))
+    whole = {key: torch.empty(arrays[first].shape, device="meta") for key, (first, _) in state.items()}
+    expected = {key: tuple(value.shape) for key, value in revert_weight_conversion(model, whole).items()}
+    if expected != {output.entry.name: output.entry.shape for output in outputs}:
+        raise RunError(
+            f"transformers writes tensors of {name} that are made of several of the model's; this is not exported. "
+            "Write the arrays under their own names: to=safetensors"
+        )
+
+    def finish(folder: Path) -> None:
+        _write_config(model, assets, folder, _dtype(outputs))
+        _write_tokenizer(assets, folder)
+
+    return Form(f"{name} of transformers", tuple(outputs), "model", False, finish)
+
+
+def peft(arrays: Mapping[str, Entry], assets: Path, adapter: Lora, base: str | None) -> Form:
+    """A folder that `PeftModel.from_pretrained` takes: the adapters alone.
+
+    Args:
+        arrays: as for `plain`.
+        assets: of the run.
+        adapter: the run's group `adapter`.
+        base: folder of the pretrained model, where there is one.
+
+    Raises:
+        ConfigError: where PEFT is not installed.
+        CheckpointError: where there is more than adapters, which the base alone would not have.
+    """
+    if find_spec("peft") is None:
+        raise ConfigError("an export of adapters needs the package 'peft': pip install 'unisono[lora]'")
+    pattern = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
+    matched = {name: pattern.fullmatch(name) for name in arrays}
+    others = [name for name, match in matched.items() if match is None]
+    if others:
+        raise CheckpointError(
+            f"besides adapters the run has kept {len(others)} buffers of the model, first '{others[0]}', for which "
+            "PEFT's format has no place: export the merged model (merge=true), or arrays as they are (to=safetensors)"
+        )
+    layers = sorted({match[1] for match in matched.values() if match})
+    outputs = tuple(
+        Output(
+            Entry(f"base_model.model.{match[1]}.{match[2]}.weight", arrays[name].dtype, arrays[name].shape), array.name
+        )
+        for name, array in arrays.items()
+        if (match := matched[name])
+    )
+
+    def finish(folder: Path) -> None:
+        from peft import LoraConfig
+
+        LoraConfig(
+            r=adapter.rank,
+            lora_alpha=adapter.alpha,
+            lora_dropout=adapter.dropout,
+            target_modules="|".join(map(re.escape, layers)),  # a text is matched whole, a list by endings too
+            base_model_name_or_path=base,
+            task_type="CAUSAL_LM" if _is_causal(assets) else None,
+            inference_mode=True,
+        ).save_pretrained(folder)
+        _write_tokenizer(assets, folder)
+
+    return Form(f"adapters of {len(layers)} layers, for PEFT", outputs, "adapter_model", False, finish)
+
+
+def _skeleton(assets: Path) -> Any:
+    """The transformers model of a run, without numbers."""
+    import transformers as library
+
+    if not (assets / "config.json").is_file():
+        raise RunError(
+            f"{assets.parent}: its task has no Hugging Face form, since it left no config.json of a transformers model "
+            "among the assets. to=safetensors writes the arrays under their own names, for torch or any other reader"
+        )
+    try:
+        config = library.AutoConfig.from_pretrained(assets, local_files_only=True)
+        named = getattr(library, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            if isinstance(named, type) and issubclass(named, library.PreTrainedModel):
+                return named._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+            return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # each architecture validates in its own way
+        raise RunError(
+            f"{assets / 'config.json'} describes no model that transformers can make: {error}. to=safetensors writes "
+            "the arrays under their own names"
+        ) from error
+
+
+def _check(arrays: Mapping[str, Entry], model: Mapping[str, Tensor], made: Any, name: str) -> None:
+    """Refuse arrays that are not those of the model."""
+    optional = {key for key, _ in made.named_buffers()}  # such as statistics that files leave out
+    missing = [key for key in model if key not in arrays]
+    unexpected = [key for key in arrays if key not in model and key not in optional]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the run's arrays are not those of {name}, which its assets describe: missing {missing[:4] or 'nothing'}, "
+            f"unexpected {unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all). to=safetensors "
+            "writes them under their own names"
+        )
+    for key, value in model.items():
+        if arrays[key].shape != tuple(value.shape):
+            raise CheckpointError(
+                f"'{key}' has shape {arrays[key].shape} in the run, and {tuple(value.shape)} in {name}, which its "
+                "assets describe. to=safetensors writes it as it is"
+            )
+
+
+def _write_config(model: Any, assets: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """The model's and the generation's configuration, as transformers has them for a model that is used."""
+    from transformers import GenerationConfig
+
+    config = model.config
+    text = config.get_text_config()
+    config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = _NAMED[dtype]
+    if getattr(text, "use_cache", None) is False:  # while it is trained, there is nothing to keep
+        text.use_cache = True
+    special = assets / "special_tokens.json"
+    if (assets / "generation_config.json").is_file():
+        shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
+    else:
+        if special.is_file():
+            ids = json.loads(special.read_text(encoding="utf-8"))
+            text.bos_token_id, text.eos_token_id = ids["first"], ids["last"]
+        if model.can_generate():
+            generation = GenerationConfig.from_model_config(config)
+            if generation.pad_token_id is None:
+                generation.pad_token_id = text.eos_token_id
+            generation.save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def _write_tokenizer(assets: Path, folder: Path) -> None:
+    """The tokenizer's files as they came; or, of one that the run has trained, as transformers writes them."""
+    if not (assets / "tokenizer.json").is_file():
+        return
+    if (assets / "tokenizer_config.json").is_file() or find_spec("transformers") is None:
+        for name in _TOKENIZER:
+            if (assets / name).is_file():
+                shutil.copyfile(assets / name, folder / name)
+        return
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    engine = Tokenizer.from_file(str(assets / "tokenizer.json"))
+    special = assets / "special_tokens.json"
+    ids = json.loads(special.read_text(encoding="utf-8")) if special.is_file() else {}
+    tokens = {"bos_token": ids.get("first"), "eos_token": ids.get("last"), "pad_token": ids.get("last")}
+    named = {name: engine.id_to_token(number) for name, number in tokens.items() if number is not None}
+    PreTrainedTokenizerFast(tokenizer_object=engine, **named).save_pretrained(folder)
+
+
+def _is_causal(assets: Path) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        kind = json.loads((assets / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _dtype(outputs: list[Output]) -> torch.dtype | None:
+    """The floating-point dtype of most bytes."""
+    sizes: dict[torch.dtype, int] = {}
+    for output in outputs:
+        if output.entry.dtype in _NAMED:
+            sizes[output.entry.dtype] = sizes.get(output.entry.dtype, 0) + output.entry.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -1,0 +1,222 @@
+"""Safetensors files for others: planned from names and shapes alone, written tensor by tensor, read after a check.
+
+The library's own `save_file` wants all tensors of a file in memory. A header is known before any content is, so here a
+file is written in blocks, and what a process holds at a time is one block, however large a file or a tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from unisono.runtime.errors import CheckpointError
+from unisono.runtime.files import inside
+
+BLOCK = 64 << 20  # bytes that are read, converted and written at a time
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+_LARGEST_INDEX = 256 << 20  # bytes; that of a model with a million tensors is smaller
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: its name in it, its dtype and its shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to be written, and what it is to hold."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(entry.size for entry in self.entries)
+
+
+def planned(entries: Sequence[Entry], limit: float, stem: str = "model") -> list[File]:
+    """Cut tensors, in their order, into files of at most `limit` bytes; a tensor that is larger has one for itself.
+
+    >>> [file.name for file in planned([Entry(n, torch.int8, (6,)) for n in "abc"], 12)]
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    groups: list[list[Entry]] = []
+    room = -1.0
+    for entry in entries:
+        if entry.size > room or not groups:
+            groups.append([])
+            room = limit
+        groups[-1].append(entry)
+        room -= entry.size
+    if len(groups) == 1:
+        return [File(f"{stem}.safetensors", tuple(groups[0]))]
+    count = len(groups)
+    return [File(f"{stem}-{n:05d}-of-{count:05d}.safetensors", tuple(group)) for n, group in enumerate(groups, 1)]
+
+
+def index(files: Sequence[File]) -> str:
+    """The JSON that says which file has which tensor, as transformers reads it."""
+    total = {
+        "total_size": sum(file.size for file in files),
+        "total_parameters": sum(math.prod(entry.shape) for file in files for entry in file.entries),
+    }
+    where = {entry.name: file.name for file in files for entry in file.entries}
+    return json.dumps({"metadata": total, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"
+
+
+def write(file: BinaryIO, entries: Iterable[Entry], content: Callable[[Entry], Iterable[Tensor]]) -> None:
+    """Write a safetensors file from its beginning.
+
+    Args:
+        file: opened for writing.
+        entries: what is in it.
+        content: the blocks of a tensor in row-major order, in its dtype.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # so that each lies where its dtype wants it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in ordered:
+        place = [begin, begin + entry.size]
+        header[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        begin += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for entry in ordered:
+        written = 0
+        for block in content(entry):
+            assert block.dtype == entry.dtype
+            flat = block.detach().contiguous().reshape(-1).view(torch.uint8)
+            file.write(memoryview(flat.numpy()))  # type: ignore[arg-type]
+            written += flat.numel()
+            del block, flat  # before the next one is read
+        assert written == entry.size, f"{entry.name}: {written} bytes of {entry.size}"
+
+
+def blocks(shape: tuple[int, ...], item: int, limit: int = BLOCK) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut an array into pieces that lie one after the other in memory: the offset and the shape of each.
+
+    >>> list(blocks((5, 2), 1, 4))
+    [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((4, 0), (1, 2))]
+    >>> list(blocks((1, 3), 1, 2))
+    [((0, 0), (1, 2)), ((0, 2), (1, 1))]
+    """
+    row = math.prod(shape[1:]) * item
+    if not shape or shape[0] * row <= limit:
+        yield (0,) * len(shape), shape
+    elif row <= limit:
+        rows = max(1, limit // max(1, row))
+        for first in range(0, shape[0], rows):
+            yield (first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:])
+    else:
+        for first in range(shape[0]):
+            for offset, piece in blocks(shape[1:], item, limit):
+                yield (first, *offset), (1, *piece)
+
+
+class Sharded:
+    """The tensors of somebody's safetensors files: one file, or a folder of them with its index if it has one.
+
+    Names of files come from the index and are looked for in the folder alone; the library bounds headers and checks
+    that offsets lie in the file and do not overlap.
+
+    Raises:
+        CheckpointError: naming the file that is missing, is no safetensors file, or is named by an index that lies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[Path, Any] = {}
+        self._where: dict[str, Path] = {}
+        self.entries: list[Entry] = []
+        where = _index(path) if path.is_dir() else None
+        for file in _files(path) if where is None else sorted({inside(path, name) for name in where.values()}):
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118 - it is no dictionary
+                if name in self._where:
+                    raise CheckpointError(f"{path}: {self._where[name].name} and {file.name} both have '{name}'")
+                view = opened.get_slice(name)
+                if view.get_dtype() not in DTYPES:
+                    raise CheckpointError(f"{file}: '{name}' is of dtype {view.get_dtype()}, which torch has not")
+                self._where[name] = file
+                self.entries.append(Entry(name, DTYPES[view.get_dtype()], tuple(view.get_shape())))
+        for name, file_name in (where or {}).items():
+            if self._where.get(name) != path / file_name:
+                raise CheckpointError(f"{path}: the index says that {file_name} has '{name}', and it has not")
+        if where is not None and (more := sorted(self._where.keys() - where.keys())):
+            raise CheckpointError(
+                f"{path}: {self._where[more[0]].name} has '{more[0]}', of which the index says nothing"
+            )
+
+    def content(self, entry: Entry) -> Iterator[Tensor]:
+        """A tensor, block by block."""
+        opened = self._opened(self._where[entry.name])
+        if not entry.shape:
+            yield opened.get_tensor(entry.name)
+            return
+        view = opened.get_slice(entry.name)
+        for offset, shape in blocks(entry.shape, entry.dtype.itemsize):
+            yield view[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    def _opened(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+        return self._open[file]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{path} has no *.safetensors")
+    return [inside(path, file.name) for file in found]
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """What the index of a folder says: the file of every tensor. None where there is no index."""
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} has several indices: {', '.join(path.name for path in found)}; leave one there"
+        )
+    file = inside(folder, found[0].name)
+    try:
+        if file.stat().st_size > _LARGEST_INDEX:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, which no index needs; it is not read")
+        return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} cannot be read as an index of tensors: {error!r}") from error

@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: uploaded beside training, restored at a start."""

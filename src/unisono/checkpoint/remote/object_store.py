@@ -1,0 +1,231 @@
+"""A run's copy in any store that fsspec knows: objects by name, every answer within a deadline.
+
+A store has no rename and may list what it holds late, so nothing here decides by a listing alone. What is sent is read
+back and hashed: that costs the way back, and is the one check that means the same on every store. (S3's entity tags
+are MD5 of parts, and no hash of the content under server-side encryption; checksums in an object's metadata say what
+the sender believed.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unisono.data.sources.storage import Where, asked, options
+from unisono.runtime.errors import DataError
+from unisono.runtime.files import sync
+
+T = TypeVar("T")
+PIECE = 8 << 20  # bytes that one answer is waited for, so that the deadline is one of progress
+_PARTS = 9_000  # of one object; S3 takes 10,000
+# Protocols whose names are flat: to make a "directory" there is to make a bucket.
+_FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "ocilake", "tos", "r2", "memory"})
+
+
+class ObjectError(DataError):
+    """An object that is missing, or not what was written; the store itself is well."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A place for one run.
+
+    Attributes:
+        url: of it, without a slash at the end.
+        where: options of its file system, and the deadline of an answer.
+    """
+
+    url: str
+    where: Where = field(default_factory=Where)
+
+    @classmethod
+    def of(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> Store:
+        """The place of a run below the URL of all runs."""
+        return cls(f"{url.rstrip('/')}/{name}", Where(options(given), deadline))
+
+    def at(self, name: str) -> str:
+        """The URL of an object."""
+        return f"{self.url}/{name}"
+
+    def get(self, name: str) -> bytes | None:
+        """The content of a small object, or None if there is none."""
+        try:
+            content: bytes = self._ask(name, lambda system, path: system.cat_file(path))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small object in one request: it is there whole, or as it was before."""
+        self._ask(name, lambda system, path: _within_folder(system, path, lambda: system.pipe_file(path, content)), "w")
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a small object that is not there yet; False if it is. Some stores know no such condition."""
+
+        def write(system: Any, path: str) -> bool:
+            try:
+                _within_folder(system, path, lambda: system.pipe_file(path, content, mode="create"))
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if "precondition" in str(error).lower().replace("-", ""):  # as S3 says it
+                    return False
+                raise
+            return True
+
+        return self._ask(name, write, "w")
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object, or None if there is none."""
+
+        def ask(system: Any, path: str) -> int:
+            system.invalidate_cache()  # what was listed before says nothing of what is there now
+            return int(system.info(path)["size"])
+
+        try:
+            return self._ask(name, ask)
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, first: int, last: int) -> bytes:
+        """Bytes `first..last-1` of an object."""
+        content: bytes = self._ask(name, lambda system, path: system.cat_file(path, start=first, end=last))
+        return content
+
+    def sha256(self, name: str, size: int, to: Callable[[bytes], Any] | None = None) -> str | None:
+        """The hash of an object's content, read in pieces; None if it is not there, or of another size.
+
+        Args:
+            name: of the object.
+            size: that it is to have.
+            to: what takes every piece on the way.
+        """
+        if self.size(name) != size:
+            return None
+        digest = hashlib.sha256()
+        for first in range(0, size, PIECE):
+            try:
+                content = self.read(name, first, min(first + PIECE, size))
+            except FileNotFoundError:  # it has just gone
+                return None
+            digest.update(content)
+            if to is not None:
+                to(content)
+        return digest.hexdigest()
+
+    def send(self, name: str, file: Path, sent: Callable[[int], None] = lambda _: None) -> None:
+        """Write a file of any size, a large one in parts; what fails on the way leaves no object and no part.
+
+        Args:
+            name: of the object.
+            file: its content.
+            sent: is told the bytes of every part.
+        """
+        block = max(PIECE, -(-file.stat().st_size // _PARTS))
+
+        def begin(system: Any, path: str) -> Any:
+            return _within_folder(system, path, lambda: system.open(path, "wb", block_size=block))
+
+        def write(content: bytes) -> None:
+            self._ask(name, lambda *_: stream.write(content), "w")
+
+        stream = self._ask(name, begin, "w")
+        try:
+            with file.open("rb") as source:
+                while content := source.read(block):
+                    write(content)
+                    sent(len(content))
+            self._ask(name, lambda *_: stream.close(), "w")
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that is raised tells more; parts are aborted later, too
+                self._ask(name, lambda *_: stream.discard(), "w")
+            stream.closed = True  # or it would be finished as it is when it is collected
+            raise
+
+    def fetch(self, name: str, file: Path, size: int, sha256: str) -> None:
+        """Bring an object to a file that holds the right content already, or will.
+
+        Raises:
+            ObjectError: if it is missing, or not what was written.
+        """
+        if file.is_file() and file.stat().st_size == size:
+            with file.open("rb") as there:
+                if hashlib.file_digest(there, "sha256").hexdigest() == sha256:
+                    return
+        with file.open("wb") as target:
+            found = self.sha256(name, size, target.write)
+        if found != sha256:
+            file.unlink()
+            raise ObjectError(f"{self.at(name)} {self.fault(name, size)}")
+        sync(file)
+
+    def fault(self, name: str, size: int) -> str:
+        """What is wrong with an object that is not what was written."""
+        found = self.size(name)
+        if found is None:
+            return "is missing"
+        if found != size:
+            return f"is damaged: it has {found} bytes, and {size} were written"
+        return "is damaged: its content is not what was written"
+
+    def names(self, folder: str) -> list[str]:
+        """What the store lists below a folder, by the last parts of names; it may be late, and may be nothing."""
+
+        def ask(system: Any, path: str) -> list[str]:
+            system.invalidate_cache()
+            found: list[str] = system.ls(path, detail=False)
+            return found
+
+        try:
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in self._ask(folder, ask)} - {""})
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """Remove an object, if it is there, and its folder if that is empty and the store has such things."""
+
+        def ask(system: Any, path: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                system.rm_file(path)
+            if not _is_flat(system):
+                with contextlib.suppress(OSError):
+                    system.rmdir(path.rpartition("/")[0])
+
+        self._ask(name, ask, "removed")
+
+    def abort_parts(self) -> int:
+        """Abort what an interrupted upload of this run has left in parts; S3 alone keeps such parts, and bills them."""
+
+        def ask(system: Any, path: str) -> int:
+            if not hasattr(system, "abort_mpu"):
+                return 0
+            bucket, key, _ = system.split_path(path)
+            left = system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/").get("Uploads", [])
+            for each in left:
+                system.abort_mpu(bucket, each["Key"], each["UploadId"])
+            return len(left)
+
+        return asked(self.url, self.where, ask, "written")
+
+    def _ask(self, name: str, ask: Callable[[Any, str], T], done: str = "read") -> T:
+        return asked(self.at(name), self.where, ask, "written" if done == "w" else done)
+
+
+def _within_folder(system: Any, path: str, write: Callable[[], T]) -> T:
+    """Write, with the folder made if that is what is missing and the store has such things."""
+    try:
+        return write()
+    except FileNotFoundError:
+        if _is_flat(system):
+            raise
+        system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return write()
+
+
+def _is_flat(system: Any) -> bool:
+    protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
+    return bool(protocols & _FLAT)

@@ -1,0 +1,1 @@
+"""The `unisono` command: one file per family of verbs."""

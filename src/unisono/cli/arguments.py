@@ -1,0 +1,57 @@
+"""The words that follow a verb of the command line: those that many verbs take, and what is made of key=value."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def recipe(verb: argparse.ArgumentParser, text: str = "as for train") -> None:
+    """The verb is about a recipe, or a task of one's own."""
+    verb.add_argument("recipe", metavar="RECIPE", help=text)
+    verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
+
+
+def run(verb: argparse.ArgumentParser, text: str = "folder of the run") -> None:
+    """The verb is about a run."""
+    verb.add_argument("folder", type=Path, metavar="RUN", help=text)
+
+
+def overrides(verb: argparse.ArgumentParser, text: str) -> None:
+    """The verb takes settings; after whatever else it takes without a name."""
+    verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
+
+
+def own(parsed: argparse.Namespace, kind: Any) -> Any:
+    """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
+    from pydantic import ValidationError
+
+    from unisono.runtime.errors import ConfigError
+
+    words = dict(
+        word.split("=", 1) for word in parsed.overrides if word.split("=")[0] in kind.model_fields and "=" in word
+    )
+    parsed.overrides = [word for word in parsed.overrides if word.split("=")[0] not in words]
+    try:
+        return kind.model_validate(words)
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(
+                f"{e['loc'][0]} is needed: {e['loc'][0]}=…"
+                if e["type"] == "missing"
+                else f"{e['loc'][0]}: {e['msg'].lower()}, got {e['input']!r}"
+                for e in error.errors()
+            )
+        ) from error
+
+
+def only(parsed: argparse.Namespace, kind: Any) -> Any:
+    """The verb's own settings where there is no recipe; words that are left over are refused."""
+    from unisono.runtime.errors import ConfigError, nearest
+
+    words = own(parsed, kind)
+    if parsed.overrides:
+        name = parsed.overrides[0].split("=")[0]
+        raise ConfigError(f"unknown word '{parsed.overrides[0]}', {nearest(name, kind.model_fields)}")
+    return words

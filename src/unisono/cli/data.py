@@ -1,0 +1,205 @@
+"""The verb `unisono data`: rows made ahead, put together, cut anew, looked at, and held against what was consumed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli import arguments
+
+if TYPE_CHECKING:
+    from unisono.data.prepare.preparation import Told
+    from unisono.data.prepare.shards import Shards
+
+TEXT = "prepare data ahead, cut it into other shards, show what a run will see, audit what it saw"
+EPILOG = """\
+examples:
+  unisono data prepare language data=corpus data.path=DIR out=tokens    tokenise; killed, it goes on where it was
+  unisono data prepare language … out=tokens shard=$SLURM_ARRAY_TASK_ID/8   one of eight shares
+  unisono data merge tokens                                             finish what was made in shares
+  unisono train language data=prepared data.path=tokens                 on any machine, without the documents
+  unisono data reshard tokens shards=64 out=tokens64                    the same rows in other shards
+  unisono data preview language position=1000 world_size=4              the next rows of a layout that need not exist
+  unisono data audit runs/NAME                                          was every sample consumed exactly once?
+"""
+
+
+def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
+    """Put the verb and its own verbs among the others.
+
+    Args:
+        verbs: where verbs are added.
+        load: the typed configuration of a command line.
+    """
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = verbs.add_parser("data", help=TEXT, description=TEXT, epilog=EPILOG, formatter_class=formatter)
+    inner = parser.add_subparsers(dest="data_verb", metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[..., int], text: str, words: str, place: str = "") -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = inner.add_parser(name, help=text, description=text)
+        if place:
+            added.add_argument("folder", type=Path, metavar=place)
+        else:
+            arguments.recipe(added)
+        if words:
+            arguments.overrides(added, words)
+        added.set_defaults(run=lambda parsed: run(parsed, load))
+        return added
+
+    verb(
+        "prepare",
+        _prepare,
+        "make a recipe's samples ahead: shards and a manifest, the same bytes by any workers and interruptions",
+        "as for train; and out=DIR, shard=i/n, workers=auto, worker_kind=threads|processes, shard_mb=64",
+    )
+    verb("merge", _merge, "finish a folder whose shards were made in shares", "", "DIR")
+    verb("reshard", _reshard, "the same rows in another number of shards", "shards=N out=DIR2", "DIR")
+    verb(
+        "preview",
+        _preview,
+        "print the rows that a run sees from a position on, for a layout that need not exist",
+        "as for train; and position=0, count=8, world_size=layout.world_size",
+    )
+    verb("audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN")
+
+
+def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.config.schema.data_verb import Prepare
+    from unisono.data.prepare.partitions import Share
+    from unisono.data.prepare.preparation import prepare
+    from unisono.launch import rank_process
+    from unisono.runtime.errors import ConfigError
+
+    own = arguments.own(parsed, Prepare)
+    share = Share.of(own.shard)
+    config = load(parsed)
+    task = rank_process.task_of(config)
+    try:
+        preparations = task.preparation()
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from error
+    for name, (preparation, cached) in preparations.items():
+        folder = (own.out / name if name else own.out) if own.out else cached
+        with _progress(folder, max(1, preparation.records // share.count)) as told:
+            made = prepare(
+                preparation,
+                folder,
+                share=share,
+                workers=None if own.workers == "auto" else own.workers,
+                kind=own.worker_kind,
+                shard_mb=own.shard_mb,
+                told=told,
+            )
+        if made is not None:
+            _tell(made)
+        else:
+            total = len(_plan(folder)) - 1
+            print(
+                f"{folder}: share {share.number}/{share.count} is there, {len(share.shards(total))} of {total} shards"
+            )
+    if share.count > 1:
+        print(f"when all shares have ended: unisono data merge {own.out or next(iter(preparations.values()))[1]}")
+    return 0
+
+
+def _merge(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.data.prepare.partitions import PLAN, merge
+
+    folder: Path = parsed.folder
+    several = sorted(path.parent for path in folder.glob(f"*/{PLAN}")) if not (folder / PLAN).is_file() else []
+    for one in several or [folder]:
+        _tell(merge(one))
+    return 0
+
+
+def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.config.schema.data_verb import Reshard
+    from unisono.data.prepare.reshard import reshard
+    from unisono.data.prepare.shards import Shards
+
+    own = arguments.only(parsed, Reshard)
+    with _progress(own.out, len(Shards(parsed.folder))) as told:
+        made = reshard(parsed.folder, own.shards, own.out, told)
+    _tell(made)
+    return 0
+
+
+def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.config.schema.data_verb import Preview
+    from unisono.data import preview
+    from unisono.launch import rank_process, train
+
+    own = arguments.own(parsed, Preview)
+    config = train.concrete(load(parsed), None)
+    assert isinstance(config.layout.world_size, int)
+    task = rank_process.task_of(config)
+    world = own.world_size or config.layout.world_size
+    print("\n".join(preview.lines(preview.preview(task, config, own.position, own.count, world))))
+    return 0
+
+
+def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.data.audit import audit
+
+    report = audit(parsed.folder)
+    print(report)
+    return 0 if report.passed else 1
+
+
+def _plan(folder: Path) -> list[int]:
+    from unisono.data.prepare.partitions import PLAN
+    from unisono.data.prepare.shards import read_json
+
+    bounds: list[int] = read_json(folder / PLAN)["bounds"]
+    return bounds
+
+
+def _tell(made: Shards) -> None:
+    """What was made, and what it is good for."""
+    manifest, blocks = made.manifest, len(made.blocks)
+    print(
+        f"{made.folder}: {manifest['rows']} rows, {manifest['units']} units ({manifest['shortest']} to "
+        f"{manifest['longest']} a row), {manifest['left_out']} records left out; {len(manifest['shards'])} shards, "
+        f"{blocks} blocks, content {manifest['content']}"
+    )
+
+
+@contextmanager
+def _progress(folder: Path, total: int) -> Iterator[Told]:
+    """A bar on a terminal, a line for every tenth elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from unisono.observe.progress import short
+
+    console = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
+    counts = [0, 0]
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            job = bar.add_task(str(folder), total=total, rate="")
+
+            def told(more: int, units: int) -> None:
+                counts[0], counts[1] = counts[0] + more, counts[1] + units
+                rate = f"{short(counts[0])} of {short(total)} records, {short(counts[1])} units"
+                bar.update(job, completed=counts[0], rate=rate)
+
+            yield told
+        return
+
+    def line(more: int, units: int) -> None:
+        before = 10 * counts[0] // total
+        counts[0], counts[1] = counts[0] + more, counts[1] + units
+        if 10 * counts[0] // total > before:
+            console.print(f"{folder}: {counts[0]} of {total} records, {short(counts[1])} units", markup=False)
+
+    yield line

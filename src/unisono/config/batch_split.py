@@ -1,0 +1,95 @@
+"""How one global batch is cut: into global micro-batches, and these among processes.
+
+Global micro-batch *k* is rows `[k·m, (k+1)·m)` of the global batch, whoever computes it; process *r* owns a contiguous
+stretch of micro-batches. A short last batch keeps the owners: those whose rows it lacks are idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Split:
+    """The cut of a global batch.
+
+    Attributes:
+        global_batch: rows of a full global batch, a multiple of `world_size · micro_batch`.
+        world_size: number of processes.
+        micro_batch: rows of a full micro-batch.
+    """
+
+    global_batch: int
+    world_size: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, global_batch: int, world_size: int, micro_batch: int | str | None) -> Split:
+        """The split as asked, or an error that lists the numbers that can be asked for.
+
+        `micro_batch=None` gives each process its rows in one piece, and so does `auto` until it is a number.
+        """
+        micro_batch = micro_batch if isinstance(micro_batch, int) else None
+        if world_size > global_batch:
+            raise ConfigError(
+                f"layout.world_size={world_size} is more than the {global_batch} rows of train.global_batch: some "
+                f"processes would never see a row. Use at most {global_batch} processes or a larger global batch."
+            )
+        if global_batch % world_size:
+            raise ConfigError(
+                f"train.global_batch={global_batch} cannot be split evenly over layout.world_size={world_size} "
+                f"processes. These world sizes can: {divisors(global_batch)}; or these global batches: "
+                f"{_neighbours(global_batch, world_size)}."
+            )
+        rows = global_batch // world_size
+        micro_batch = micro_batch or rows
+        if rows % micro_batch:
+            raise ConfigError(
+                f"layout.micro_batch={micro_batch} does not divide the {rows} rows that each of {world_size} processes "
+                f"has of train.global_batch={global_batch}. These micro-batches do: {divisors(rows)}; or these global "
+                f"batches: {_neighbours(global_batch, world_size * micro_batch)}."
+            )
+        return cls(global_batch, world_size, micro_batch)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of each process in a step, idle ones included."""
+        return self.global_batch // (self.world_size * self.micro_batch)
+
+    def micro_batches(self, rank: int) -> range:
+        """Numbers of the global micro-batches that a process owns.
+
+        >>> Split(global_batch=12, world_size=2, micro_batch=2).micro_batches(1)
+        range(3, 6)
+        """
+        return range(rank * self.passes, (rank + 1) * self.passes)
+
+    def own(self, rank: int) -> range:
+        """Rows of a full global batch that a process owns.
+
+        >>> Split(global_batch=12, world_size=2, micro_batch=2).own(1)
+        range(6, 12)
+        """
+        rows = self.passes * self.micro_batch
+        return range(rank * rows, (rank + 1) * rows)
+
+    def rows(self, micro_batch: int, length: int) -> range:
+        """Rows of a global micro-batch in a global batch of `length` rows; empty where a short batch lacks them.
+
+        >>> Split(global_batch=12, world_size=2, micro_batch=4).rows(2, length=10)
+        range(8, 10)
+        """
+        first = micro_batch * self.micro_batch
+        return range(min(first, length), min(first + self.micro_batch, length))
+
+
+def divisors(number: int) -> list[int]:
+    """The numbers that divide it, the smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _neighbours(number: int, step: int) -> list[int]:
+    below = number // step * step
+    return [n for n in (below, below + step) if n > 0]

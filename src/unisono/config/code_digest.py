@@ -1,0 +1,138 @@
+"""Which code a run is made of: a digest of every source file of Unisono, and of the task and what it imports.
+
+Files are found by reading import statements, at any depth, so that what a function imports late counts before it has
+run, and nothing that this process happens to have loaded does. Not seen: a module whose name is computed
+(`import_module(f"models.{name}")`), and files that code reads as data. What is installed is known by its version.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import pkgutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from unisono.config import resolve
+
+_INSTALLED = tuple(
+    {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def digests(recipe: str) -> dict[str, str]:
+    """File -> SHA-256 of its content, line ends aside.
+
+    A file is called by its module, as in `models/net.py` for `models.net`, so a project may lie anywhere.
+
+    Args:
+        recipe: as a configuration names it; its task must have been imported, which extends `sys.path`.
+    """
+    root = Path(__file__).resolve().parents[1]
+    files = {f"unisono/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
+    place = resolve.TASKS.get(recipe, recipe).rpartition(":")[0]
+    if place.endswith(".py") and not Path(place).is_file():
+        pass  # a task whose file is gone, or was never one, has no code that could be read
+    elif place.endswith(".py"):
+        path = Path(place).resolve()
+        files |= _project(resolve.in_package(path)[1] or path.stem, path)
+    elif place:  # else a recipe of no file, as callers of `unisono.training.loop` may have it
+        files |= _project(place, None)
+    return {name: _digest(path) for name, path in files.items()}
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What happened to the files, one phrase for each that is not the same.
+
+    >>> changes({"a.py": "1", "b.py": "1"}, {"a.py": "2", "c.py": "1"})
+    ['a.py has changed', 'b.py is gone', 'c.py is new']
+    """
+    return [
+        f"{name} {'is new' if name not in before else 'is gone' if name not in now else 'has changed'}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _project(task: str, path: Path | None) -> dict[str, Path]:
+    """The files of a task's module and of everything of the user's own that it imports, however far away."""
+    own = task.partition(".")[0]  # counts even where it is installed
+    found: dict[str, Path] = {}
+    waiting = list(_run_by(task, own))
+    if path is not None:  # a file is what it is, whatever else has its name
+        waiting = [(name, place) for name, place in waiting if name != task] + [(task, path)]
+    while waiting:
+        name, place = waiting.pop()
+        packaged = place.stem == "__init__"
+        file = name.replace(".", "/") + ("/__init__" if packaged else "") + place.suffix
+        if file in found:
+            continue
+        found[file] = place
+        if place.suffix == ".py":
+            for imported in _imported(name, place, packaged):
+                waiting += _run_by(imported, own)
+    return found
+
+
+def _imported(name: str, path: Path, packaged: bool) -> Iterator[str]:
+    """Every dotted name that may be a module imported by a source file."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # it is imported late or not at all; its digest is taken all the same
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                parts = name.split(".")
+                above = parts[: len(parts) - node.level + packaged] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                yield from (f"{base}.{alias.name}" for alias in node.names if base)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(told)), *_],
+            ):
+                yield told
+
+
+def _run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
+    """Modules of the user's own that importing a dotted name runs: packages from the top, and what it names itself."""
+    parts, search = dotted.split("."), None
+    if parts[0] == "unisono":
+        return
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = _spec(name, search)
+        if spec is None:  # an attribute of the module above
+            return
+        if spec.has_location and spec.origin:
+            path = Path(spec.origin).resolve()
+            if not path.is_file() or (parts[0] != own and _is_installed(path)):
+                return
+            yield name, path
+        if spec.submodule_search_locations is None:
+            return
+        search = list(spec.submodule_search_locations)
+
+
+def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+    """Where a module would be found: on `sys.path`, or inside of a package that need not have been imported."""
+    if search is None:
+        asked = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        return next(filter(None, asked), None)
+    inside = (importer.find_spec(name) for place in search if (importer := pkgutil.get_importer(place)) is not None)
+    specs = [spec for spec in inside if spec is not None]
+    return next((spec for spec in specs if spec.loader), next(iter(specs), None))  # a folder of that name comes last
+
+
+def _is_installed(path: Path) -> bool:
+    known = any(place in path.parents for place in _INSTALLED)
+    return known or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

@@ -1,0 +1,92 @@
+"""The settings of data that every recipe has: the group `data`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from unisono.config.schema.base import NonNegative, Positive, Settings
+from unisono.runtime.errors import nearest
+
+
+class Change(Settings):
+    """Other weights of a mixture from some step on."""
+
+    step: PositiveInt = Field(description="updates made before the weights change")
+    weights: dict[str, NonNegative] = Field(description="weight of each source")
+
+
+class Mixture(Settings):
+    """How much of each source a run sees."""
+
+    weights: dict[str, NonNegative] = Field(description="weight of each source; 0: never read")
+    by: Literal["samples", "tokens"] = Field("samples", description="what the weights share out")
+    until: Literal["first", "all"] = Field(
+        "all", description="an epoch ends when the first source is used up, or when all have been"
+    )
+    block: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        1000, description="positions in each of which every source has its exact share"
+    )
+    changes: list[Change] = Field([], description="other weights from some step on, in the order of the steps")
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Mixture:
+        where = [("weights", self.weights)] + [(f"changes.{n}.weights", c.weights) for n, c in enumerate(self.changes)]
+        for key, weights in where:
+            if not sum(weights.values()) > 0:
+                raise ValueError(f"data.mixture.{key} come to {sum(weights.values()):g}; one of them must be above 0")
+            for name in weights.keys() - self.weights.keys():
+                raise ValueError(f"data.mixture.{key}: '{name}' is not in weights, {nearest(name, self.weights)}")
+            for name in self.weights.keys() - weights.keys():
+                raise ValueError(f"data.mixture.{key} has no weight of '{name}'; give it one, 0 for not at all")
+        for before, after in pairwise(change.step for change in self.changes):
+            if before >= after:
+                raise ValueError(f"data.mixture.changes: step {after} comes after step {before}; put them in order")
+        return self
+
+
+class Packing(Settings):
+    """Several samples in one row."""
+
+    length: PositiveInt | None = Field(None, description="units a row holds, e.g. tokens; null: what the task says")
+    method: Literal["online", "offline", "concatenate"] = Field(
+        "online",
+        description="online: best fit over open_bins, in the samples' order; offline: best fit, the longest first; "
+        "concatenate: one after the other, cut where a row is full",
+    )
+    open_bins: PositiveInt = Field(64, description="online: rows that are filled at the same time")
+    chunk: PositiveInt = Field(8192, description="samples that are packed together; none shares a row across chunks")
+    cut: Literal["long", "never"] = Field(
+        "long", description="long: what is longer than a row is cut into several; never: it is an error"
+    )
+
+
+class Data(Settings):
+    """What every recipe's `data` group has."""
+
+    workers: PositiveInt | Literal["auto"] = Field(
+        1,
+        description="that prepare micro-batches, per process, at least 1; auto: by the cores and what preparing costs",
+    )
+    worker_kind: Literal["threads", "processes"] = Field(
+        "threads", description="processes where Python itself is what takes the time"
+    )
+    prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
+    prefetch_mb: Positive = Field(512.0, description="MB prepared ahead at most, per process, however many that are")
+    on_error: Literal["stop", "mask"] = Field(
+        "stop", description="of a sample that cannot be made; mask: its place stays empty, counts nothing, and is told"
+    )
+    shuffle: Literal["full", "blocks", "none"] = Field(
+        "full", description="full: one permutation of all rows; blocks: for sources that are read block by block"
+    )
+    window: PositiveInt = Field(8, description="shuffle=blocks: blocks whose rows are shuffled among each other")
+    lanes: PositiveInt | None = Field(
+        None,
+        description="parts of the order that are read independently of each other, with blocks and packing; world "
+        "sizes that divide them share one order; null: the largest divisor of train.global_batch up to 64, and up to "
+        "the blocks there are",
+    )
+    mixture: Mixture | None = Field(None, description="null: every source by its size")
+    packing: Packing | None = Field(None, description="null: a row is a sample")

@@ -1,0 +1,153 @@
+"""The settings of optimizers: the group `optim`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from unisono.config.schema.base import Fraction, NonNegative, Positive, Settings
+
+
+class ParameterGroup(Settings):
+    """Settings for the parameters whose name matches a pattern; the first matching group counts."""
+
+    match: str = Field(description="glob over parameter names, e.g. '*.embed_tokens.*'")
+    lr_scale: NonNegative = 1.0
+    weight_decay: NonNegative | None = Field(None, description="null: as for the rest")
+    muon: bool | None = Field(
+        None, description="optim=muon: whether it takes them; null: the matrices of blocks, embeddings excepted"
+    )
+
+
+class SkipSpikes(Settings):
+    """When an update is left out because its loss or its gradient is far from those of the steps before."""
+
+    history: Annotated[int, Field(ge=3)] = Field(
+        128, description="steps that a step is held against; none is judged before there are so many"
+    )
+    sigma: Positive = Field(6.0, description="a spike lies so many standard deviations above the median of the history")
+    of: list[Literal["loss", "grad_norm"]] = Field(["loss", "grad_norm"], description="what is looked at", min_length=1)
+    in_a_row: PositiveInt = Field(10, description="spikes in a row that end the run")
+
+
+class OptimizerGroup(Settings):
+    """What all optimizers have."""
+
+    kind: str
+    lr: NonNegative
+    weight_decay: NonNegative = 0.0
+    decay_all: bool = Field(False, description="decay biases, norms and embeddings too")
+    groups: list[ParameterGroup] = Field([], description="settings by parameter name")
+    implementation: Literal["auto", "fused", "foreach", "loop"] = Field(
+        "auto", description="auto: fused where the device and the optimizer have it, else foreach"
+    )
+    skip_spikes: SkipSpikes | None = Field(None, description="null: every update is made")
+
+
+class AdamW(OptimizerGroup):
+    """AdamW (Loshchilov & Hutter, 2019): decoupled weight decay."""
+
+    kind: Literal["adamw"]
+    lr: NonNegative = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+
+
+class Sgd(OptimizerGroup):
+    """Stochastic gradient descent, with or without momentum."""
+
+    kind: Literal["sgd"]
+    lr: NonNegative = 0.1
+    momentum: NonNegative = 0.0
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Sgd:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("optim.nesterov=true needs optim.momentum > 0")
+        return self
+
+
+class Lion(OptimizerGroup):
+    """Lion (Chen et al., 2023): the sign of a momentum. One state per parameter, half of Adam's."""
+
+    kind: Literal["lion"]
+    lr: NonNegative = 1e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.1
+
+
+class AdamAtan2(OptimizerGroup):
+    """Adam-atan2 (Everett et al., 2024): Adam with an arctangent in place of the division by an epsilon."""
+
+    kind: Literal["adam_atan2"]
+    lr: NonNegative = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    a: Positive = Field(1.27, description="factor of the arctangent; 4/π makes it one where both moments are equal")
+    b: Positive = Field(1.0, description="factor of the second moment's root, inside")
+    weight_decay: NonNegative = 0.01
+
+
+class Adafactor(OptimizerGroup):
+    """Adafactor (Shazeer & Stern, 2018), as torch has it: of a matrix's second moment only row and column means."""
+
+    kind: Literal["adafactor"]
+    lr: NonNegative = Field(1e-2, description="largest relative step; a step also scales with the parameter's size")
+    beta2_decay: Annotated[float, Field(le=0.0)] = -0.8
+    eps: tuple[NonNegative | None, NonNegative] = Field(
+        (None, 1e-3), description="of the second moment (null: that of the dtype), and least size of a parameter"
+    )
+    clip: Annotated[float, Field(ge=1.0)] = Field(1.0, description="largest root mean square of an update")
+
+
+Rest = Annotated[AdamW | Sgd | Lion | AdamAtan2 | Adafactor, Field(discriminator="kind")]
+
+
+class Muon(OptimizerGroup):
+    """Muon (Jordan et al., 2024): the momentum of each hidden matrix, orthogonalised. `rest` updates all else."""
+
+    kind: Literal["muon"]
+    lr: Positive = 3e-4
+    weight_decay: NonNegative = 0.01
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = Field(
+        (3.4445, -4.7750, 2.0315), description="of the quintic Newton-Schulz iteration"
+    )
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(5, description="iterations")
+    ns_dtype: Literal["auto", "bf16"] = Field(
+        "auto", description="auto: that of the master weights; bf16: faster on accelerators, some 0.5 % off"
+    )
+    eps: Positive = Field(1e-7, description="least norm that a matrix is divided by")
+    adjust_lr: Literal["original", "match_rms_adamw"] = Field(
+        "match_rms_adamw",
+        description="match_rms_adamw: 0.2·√max(rows, columns), for the lr and decay of AdamW; original: √max(1, "
+        "rows/columns)",
+    )
+    rest: Rest = Field(
+        description="for embeddings, heads, norms, biases; its lr and weight_decay are optim's unless given"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rest_goes_along(cls, values: Any) -> Any:
+        """The lr and decay of the rest are those of the matrices, where their scale is the same and none are given."""
+        rest = values.get("rest", {"kind": "adamw"}) if isinstance(values, dict) else None
+        if not isinstance(rest, dict):
+            return values
+        if "lr" not in rest and values.get("adjust_lr") == "original":
+            raise ValueError("optim.adjust_lr=original has a scale of its own for lr; give optim.rest.lr, too")
+        own = {name: values.get(name, cls.model_fields[name].default) for name in ("lr", "weight_decay")}
+        return {**values, "rest": {**own, **rest}}
+
+    @model_validator(mode="after")
+    def _says_things_once(self) -> Muon:
+        for name in ("groups", "decay_all", "implementation", "skip_spikes"):
+            if getattr(self.rest, name) != type(self.rest).model_fields[name].default:
+                raise ValueError(f"optim.rest.{name} has no effect: optim.{name} counts for all parameters, set that")
+        return self
+
+
+Optimizer = Annotated[AdamW | Sgd | Lion | AdamAtan2 | Adafactor | Muon, Field(discriminator="kind")]

@@ -1,0 +1,478 @@
+"""Every setting of a run, its type and its default. This is the only place that has defaults for more than one recipe.
+
+The groups `task`, `model` and `data` belong to the task: their types are `Task.Config`, `Task.Model` and `Task.Data`.
+Fields say what they mean in their descriptions; `unisono config RECIPE` prints them with their values and origins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from unisono.config.schema.base import NonNegative, Positive, Settings
+from unisono.config.schema.optimizers import Muon, Optimizer
+from unisono.config.schema.schedules import Schedule
+
+# What every event may hold; metrics and scheduled scalars stand beside it under names of their own.
+EVENT_NAMES = frozenset(
+    {
+        "step",
+        "eval",
+        "loss",
+        "grad_norm",
+        "seconds",
+        "rows",
+        "data_wait",
+        "mfu",
+        "skipped",
+        "skipped_rows",
+        "masked",
+        "recompiled",
+        "unsaved_since",
+        "changed",
+        "fallback",
+    }
+)
+
+
+class Run(Settings):
+    """Which run this is and where it lies: `<dir>/<name>/`."""
+
+    name: str | None = Field(None, description="folder of the run; null makes a new one from the recipe and the time")
+    dir: Path = Field(Path("runs"), description="folder that holds all runs")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    resume: Literal["auto", "never", "must", "exact"] = Field(
+        "auto",
+        description="auto: continue if the run has a checkpoint; never: refuse one; must: refuse to start anew; exact: "
+        "as must, on the same layout, versions and environment, from the newest checkpoint and no other",
+    )
+    stop_after: PositiveInt | None = Field(
+        None, description="updates after which this start ends, saved, short of train.steps; a later start goes on"
+    )
+    allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
+
+    @model_validator(mode="after")
+    def _name_is_one_folder(self) -> Run:
+        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
+            raise ValueError(f"run.name must be the name of one folder, not {self.name!r}; use run.dir for the place")
+        if self.name is not None and not self.name.isprintable():  # it stands in lines, commands and URLs
+            raise ValueError(f"run.name={self.name!r} has characters that cannot be printed; choose another")
+        if self.resume in ("must", "exact") and self.name is None:
+            raise ValueError(f"run.resume={self.resume} needs run.name: which run?")
+        if self.resume == "exact" and self.allow_change:
+            raise ValueError(
+                f"run.resume=exact allows no change, but run.allow_change=[{','.join(self.allow_change)}]; leave it "
+                "out, or use run.resume=must"
+            )
+        return self
+
+
+class Layout(Settings):
+    """How the work is laid out over processes. Changes speed and memory, never the result."""
+
+    engine: Literal["torch"] = "torch"
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "dp"] = Field(
+        "auto", description="auto: single for one process, ddp for more; dp: one process with several devices"
+    )
+    world_size: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="processes, of all nodes; auto: one per accelerator, or one per node; torchrun and srun decide it "
+        "themselves",
+    )
+    shards: PositiveInt | None = Field(
+        None, description="hsdp: processes that share one copy of the model; null: those of one node, of several"
+    )
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
+        None,
+        description="rows in one forward pass; null: all rows of a process at once; auto: as many as fit its memory "
+        "(kept when the run is resumed)",
+    )
+    max_memory_gb: Positive | None = Field(
+        None, description="memory of a process in GB, for micro_batch=auto; null: what device, cgroup or ulimit give it"
+    )
+    device: str = Field(
+        "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
+    )
+    sync_batch_norm: bool = Field(
+        False, description="batch normalisation by the rows of all processes, not by those of each for itself"
+    )
+    reduction: Literal["fast", "ordered"] = Field(
+        "fast",
+        description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
+    )
+    compile: bool = Field(False, description="torch.compile, block by block")
+    activation_checkpointing: Annotated[int, Field(ge=0)] = Field(
+        0, description="recompute activations of every k-th block in the backward pass; 1: all blocks; 0: none"
+    )
+    defer_reduction: bool = Field(
+        False, description="fsdp: reduce gradients once per step instead of once per micro-batch"
+    )
+    find_unused_parameters: bool = Field(
+        False,
+        description="some parameters get no gradient in some micro-batches; found out where it is so in the first",
+    )
+    bucket_mb: Positive | None = Field(
+        None, description="ddp: bucket size in MB; null: from the model's width and world size"
+    )
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads per process; null: cores divided among the processes"
+    )
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Layout:
+        world = self.world_size
+        if self.strategy in ("single", "dp") and world not in (1, "auto"):
+            what = "one process" if self.strategy == "single" else "one process with all devices of its host"
+            raise ValueError(
+                f"layout.strategy={self.strategy} is {what}, but layout.world_size={world}; use ddp, fsdp or hsdp"
+            )
+        if self.strategy == "dp":
+            others = ("compile", "activation_checkpointing", "find_unused_parameters", "sync_batch_norm")
+            for name in (name for name in others if getattr(self, name)):
+                raise ValueError(
+                    f"layout.{name}={str(getattr(self, name)).lower()} does not go with layout.strategy=dp, which "
+                    "copies the model to every device in every pass; use ddp"
+                )
+        if self.shards is not None and self.strategy != "hsdp":
+            raise ValueError(f"layout.shards belongs to layout.strategy=hsdp, but the strategy is {self.strategy}")
+        if self.shards is not None and isinstance(world, int) and world % self.shards:
+            divisors = [n for n in range(1, world + 1) if world % n == 0]
+            raise ValueError(
+                f"layout.shards={self.shards} does not divide layout.world_size={world}; these do: {divisors}"
+            )
+        if self.reduction == "ordered" and self.strategy not in ("auto", "single", "ddp"):
+            raise ValueError(
+                f"layout.reduction=ordered works with single and ddp, not with {self.strategy}; use reduction=fast"
+            )
+        if self.reduction == "ordered" and self.sync_batch_norm:
+            raise ValueError(
+                "layout.reduction=ordered adds in an order that no layout changes, but layout.sync_batch_norm=true "
+                "adds up batch statistics process by process; use reduction=fast"
+            )
+        if self.defer_reduction and self.strategy not in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"layout.defer_reduction belongs to fsdp and hsdp; {self.strategy} reduces once per step anyway"
+            )
+        if self.bucket_mb is not None and self.strategy not in ("auto", "ddp"):
+            raise ValueError(f"layout.bucket_mb belongs to ddp, but the strategy is {self.strategy}")
+        return self
+
+
+class Train(Settings):
+    """How long, and with what batch and precision."""
+
+    steps: PositiveInt | None = Field(None, description="updates; give steps or epochs")
+    epochs: Positive | None = Field(
+        None, description="passes over the data; the last batch is short, not dropped or padded"
+    )
+    global_batch: PositiveInt = Field(32, description="rows per update, over all processes and micro-batches together")
+    clip_norm: Positive | None = Field(1.0, description="largest norm of the whole gradient; null: no clipping")
+    precision: Literal["fp64", "fp32", "bf16"] = Field(
+        "fp32", description="of the computation; bf16 keeps fp32 master weights"
+    )
+    guard_every: PositiveInt = Field(
+        100, description="steps between checks that replicas agree; the first step is always checked"
+    )
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Train:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else f"both steps={self.steps} and epochs={self.epochs}"
+            raise ValueError(f"give either train.steps or train.epochs (got {given}); set the other one to null")
+        return self
+
+
+class Lora(Settings):
+    """LoRA (Hu et al., 2021): the model stays as it is, and each targeted layer gets alpha / rank · B·A, trained."""
+
+    kind: Literal["lora"]
+    rank: PositiveInt = Field(8, description="columns of B and rows of A")
+    alpha: Positive = Field(16.0, description="over the rank: what the product is multiplied with")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="of what goes into A")
+    targets: list[str] = Field(
+        [],
+        description="linear layers: their names, the last parts of these, or globs, e.g. [q_proj,v_proj]; empty: all "
+        "but the head",
+    )
+
+
+class Ema(Settings):
+    """A moving average of the weights: after an update, `average ← decay · average + (1 - decay) · weights`."""
+
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="of the moving average of the weights, e.g. 0.999; null: none is kept"
+    )
+    start: Annotated[int, Field(ge=0)] = Field(
+        0, description="updates before the average begins; until then it is the weights"
+    )
+    every: PositiveInt = Field(1, description="updates between one renewal of the average and the next")
+    warmup: bool = Field(True, description="the decay of the n-th renewal is n / (n + 9), up to ema.decay")
+
+    @model_validator(mode="after")
+    def _nothing_without_a_decay(self) -> Ema:
+        for name in ("start", "every", "warmup"):
+            if self.decay is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"ema.{name} says nothing without an average; give ema.decay, e.g. 0.999")
+        return self
+
+
+class Eval(Settings):
+    """Evaluation on the rows that the task holds out, exact at any world size."""
+
+    every: PositiveInt | None = Field(None, description="steps between evaluations; null: only at the end")
+    rows: PositiveInt | None = Field(
+        None, description="so many of the held-out rows, drawn from all of them; null: all"
+    )
+    micro_batch: PositiveInt | None = Field(None, description="rows in one pass; null: as in training")
+    weights: Literal["both", "model", "ema"] = Field(
+        "both", description="the model's, their moving average, or both where there is an average (ema.decay)"
+    )
+    at_end: bool = True
+
+
+class KeepBest(Settings):
+    """The checkpoint that an evaluation found to be the best."""
+
+    metric: str = Field("loss", min_length=1, description="of the evaluation after the same step, as events name it")
+    mode: Literal["min", "max"] = Field("min", description="whether the smallest or the largest value is the best")
+
+
+class Upload(Settings):
+    """Finished checkpoints in a store, in the background, and a run whose folder has none restored from there."""
+
+    url: str | None = Field(
+        None,
+        min_length=1,
+        description="below which they go, to <url>/<run.name>/, e.g. s3://bucket/runs; null: they stay in the folder",
+    )
+    keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
+    options: dict[str, Any] = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
+    deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
+    timeout: Positive = Field(
+        600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
+    )
+    required: bool = Field(
+        False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
+    )
+
+    @model_validator(mode="after")
+    def _another_process_sees_it(self) -> Upload:
+        if self.url is not None and self.url.startswith("memory:"):
+            raise ValueError(
+                f"checkpoint.upload.url={self.url} lies in the memory of one process; use a store or file://"
+            )
+        return self
+
+
+class Checkpoint(Settings):
+    """Checkpoints: whole or absent."""
+
+    every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
+    keep: PositiveInt = Field(2, description="newest checkpoints to keep")
+    keep_every: PositiveInt | None = Field(None, description="checkpoints of steps that this divides are kept, too")
+    keep_best: KeepBest | None = Field(None, description="the best checkpoint by a metric is kept, too")
+    at_end: bool = True
+    final: Literal["everything", "model"] = Field(
+        "everything", description="what the checkpoint of the end holds; model: weights alone, which cannot be resumed"
+    )
+    retry_for: NonNegative = Field(
+        60.0, description="seconds for which a save is tried again that fails by an error of the disk that may pass"
+    )
+    background: bool = Field(True, description="write while training goes on; takes memory for one copy of the state")
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop", description="continue: go on when a checkpoint could not be written, say so, and try again when due"
+    )
+    upload: Upload = Upload()
+
+    @model_validator(mode="after")
+    def _some_are_kept(self) -> Checkpoint:
+        if self.keep_every is not None and self.every is not None and self.keep_every % self.every:
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}, so that few "
+                "checkpoints or none would be kept by it"
+            )
+        return self
+
+
+class Observe(Settings):
+    """What is shown and written while training."""
+
+    log_every: PositiveInt = Field(10, description="steps between lines where there is no terminal to redraw")
+    progress: bool = Field(True, description="show progress on the console")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        [], description="where metrics go besides events.jsonl; each needs its extra, e.g. unisono[wandb]"
+    )
+    project: str = Field("unisono", min_length=1, description="wandb and trackio: the project that runs stand in")
+    tracker_timeout: Positive = Field(
+        60.0, description="seconds that trackers have, at the end of a run, to finish what they have been told"
+    )
+    profile: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="first and last step, from 1, of which a trace and a table of where time goes are written"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Observe:
+        if self.profile is not None and self.profile[0] > self.profile[1]:
+            raise ValueError(f"observe.profile={list(self.profile)}: the first step comes after the last one")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"observe.trackers={self.trackers} names a tracker twice")
+        return self
+
+
+class Deadlines(Settings):
+    """Seconds without progress after which a run is ended, where that may take longer than in a step."""
+
+    setup: Positive = Field(1800.0, description="before the first step: the data, the model and its first compilation")
+    shape: Positive = Field(300.0, description="the first step, and one with a new shape where models are compiled")
+    data: Positive = Field(600.0, description="the next micro-batch")
+    save: Positive = Field(1800.0, description="writing a checkpoint or a step's records")
+    evaluate: Positive = Field(600.0, description="between two batches of an evaluation")
+
+
+class Launch(Settings):
+    """How processes are started, how long they may wait for each other, and what happens when one does not go on."""
+
+    timeout: Positive = Field(
+        600.0, description="seconds a process waits for another before the run ends with an error"
+    )
+    start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
+    preempt_deadline: Positive = Field(
+        30.0, description="seconds from SIGTERM or SIGUSR1 to the end of all processes, saving included if it fits"
+    )
+    nodes: PositiveInt = Field(
+        1, description="hosts on which this command is given; each starts its share of processes"
+    )
+    node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
+    rendezvous: str | None = Field(None, description="host:port of node 0, where the nodes meet; a free port of it")
+    desync: bool = Field(
+        True, description="compare before each update which collectives the processes have made, and from which lines"
+    )
+    interface: str | None = Field(
+        None, description="network interface of this host for talking to the others; null: the one that leads to them"
+    )
+    monitor: bool = Field(True, description="a process per node that ends the run when one dies, freezes or is stuck")
+    stuck_after: Positive = Field(
+        20.0, description="seconds without progress in a step after which the monitor ends the run, at least"
+    )
+    stuck_factor: Positive = Field(5.0, description="and at least as many times the median step")
+    deadlines: Deadlines = Deadlines()
+    straggler_factor: Annotated[float, Field(gt=1.0)] = Field(
+        2.0, description="a rank that takes as many times longer than the others by itself is named, not ended"
+    )
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="times that all processes are started again from the newest checkpoint after one died or stuck"
+    )
+
+    @model_validator(mode="after")
+    def _nodes_do_not_restart(self) -> Launch:
+        if self.nodes > 1 and self.max_restarts:
+            raise ValueError(
+                f"launch.max_restarts={self.max_restarts} with launch.nodes={self.nodes}: a run on several nodes is "
+                "not started again by itself; give the command again on all nodes, as a scheduler does"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_are_numbered(self) -> Launch:
+        if self.nodes > 1 and (self.node_rank is None or self.rendezvous is None):
+            missing = [f"launch.{name}" for name in ("node_rank", "rendezvous") if getattr(self, name) is None]
+            raise ValueError(
+                f"launch.nodes={self.nodes} needs {' and '.join(missing)}: node_rank is the number of this host, 0 to "
+                f"{self.nodes - 1}, and rendezvous is host:port of node 0, the same on all"
+            )
+        if self.node_rank is not None and self.node_rank >= self.nodes:
+            raise ValueError(
+                f"launch.node_rank={self.node_rank} of launch.nodes={self.nodes}: nodes are numbered from 0 to "
+                f"{self.nodes - 1}"
+            )
+        return self
+
+
+class RunConfig(Settings):
+    """A whole run. `recipe` names the task: a packaged recipe, or `path/to/file.py:Class`."""
+
+    recipe: str
+    run: Run = Run()
+    layout: Layout = Layout()
+    train: Train
+    task: Any = Field({})
+    model: Any = Field({})
+    data: Any = Field({})
+    adapter: Lora | None = None
+    optim: Optimizer
+    schedules: dict[str, Schedule] = Field({})
+    ema: Ema = Ema()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    launch: Launch = Launch()
+
+    @model_validator(mode="after")
+    def _an_average_is_there(self) -> RunConfig:
+        if self.eval.weights == "ema" and self.ema.decay is None:
+            raise ValueError("eval.weights=ema: no moving average is kept; set ema.decay, e.g. 0.999")
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_is_judged(self) -> RunConfig:
+        if self.checkpoint.keep_best is None:
+            return self
+        if self.eval.every is None:
+            raise ValueError(
+                "checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but eval.every is "
+                "null; set it, e.g. to checkpoint.every"
+            )
+        if self.checkpoint.every is not None and self.checkpoint.every % self.eval.every:
+            raise ValueError(
+                f"checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but "
+                f"checkpoint.every={self.checkpoint.every} is no multiple of eval.every={self.eval.every}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> RunConfig:
+        for group in self.optim.groups:
+            if group.muon is not None and not isinstance(self.optim, Muon):
+                raise ValueError(
+                    f"optim.groups: 'muon' of '{group.match}' belongs to optim=muon, but the optimizer is "
+                    f"{self.optim.kind}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_share_the_processes(self) -> RunConfig:
+        world, nodes = self.layout.world_size, self.launch.nodes
+        if nodes > 1 and self.layout.strategy == "dp":
+            raise ValueError(
+                f"layout.strategy=dp is one process with the devices of its host, but launch.nodes={nodes}; use ddp"
+            )
+        if isinstance(world, int) and world % nodes:
+            few, many = world // nodes * nodes, (world // nodes + 1) * nodes
+            raise ValueError(
+                f"layout.world_size={world} is the number of processes on all nodes, and launch.nodes={nodes} does not "
+                f"divide it; use {f'{few} or ' if few else ''}{many}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> RunConfig:
+        peaks = {
+            "lr": ("optim.lr", self.optim.lr),
+            "weight_decay": ("optim.weight_decay", self.optim.weight_decay or None),
+            "clip_norm": ("train.clip_norm", self.train.clip_norm),
+        }
+        for name, schedule in self.schedules.items():
+            if name not in peaks:
+                if name in EVENT_NAMES:
+                    raise ValueError(f"schedules.{name}: events use the name '{name}'; choose another")
+                if schedule.peak is None:
+                    raise ValueError(f"schedules.{name}.peak is missing: the largest value of '{name}'")
+                continue
+            key, peak = peaks[name]
+            if schedule.peak is not None:
+                raise ValueError(f"schedules.{name}.peak={schedule.peak} would contradict {key}={peak}; leave it null")
+            if peak is None:
+                raise ValueError(f"schedules.{name} scales {key}, which is not set; give {key} its largest value")
+        return self

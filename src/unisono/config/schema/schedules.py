@@ -1,0 +1,58 @@
+"""The settings of schedules: the values of the group `schedules`. What they compute is in `unisono.optim`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from unisono.config.schema.base import Fraction, NonNegative, Settings
+
+
+class ScheduleGroup(Settings):
+    """What all schedules have. A value is `peak` times a factor that is a pure function of the step."""
+
+    peak: float | None = Field(
+        None,
+        description="the largest value; null for lr, weight_decay and clip_norm: theirs are in optim and train",
+    )
+    warmup: NonNegative = Field(0, description="steps of linear warm-up; below 1: that fraction of all steps")
+    start: Fraction = Field(0.0, description="factor before the warm-up")
+    floor: Fraction = Field(0.0, description="factor below which it does not fall")
+    steps: PositiveInt | None = Field(None, description="length; null: the whole run")
+
+
+class Constant(ScheduleGroup):
+    """Warm-up, then constant."""
+
+    kind: Literal["constant"]
+
+
+class Linear(ScheduleGroup):
+    """Warm-up, then a straight line to the floor."""
+
+    kind: Literal["linear"]
+
+
+class Cosine(ScheduleGroup):
+    """Warm-up, then half a cosine to the floor (Loshchilov & Hutter, 2017)."""
+
+    kind: Literal["cosine"]
+
+
+class Wsd(ScheduleGroup):
+    """Warm-up, stable, decay (Hu et al., 2024)."""
+
+    kind: Literal["wsd"]
+    decay: NonNegative = Field(0.2, description="steps of decay at the end; below 1: that fraction of all steps")
+    shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="of the decay; sqrt is 1 − √progress")
+
+
+class InverseSqrt(ScheduleGroup):
+    """Warm-up, then 1/√step (Vaswani et al., 2017)."""
+
+    kind: Literal["inverse_sqrt"]
+    timescale: PositiveInt | None = Field(None, description="steps after which it starts to fall; null: the warm-up")
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt, Field(discriminator="kind")]

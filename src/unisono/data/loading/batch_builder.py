@@ -1,0 +1,432 @@
+"""How a micro-batch is made of what the plan takes: read, sample, cut, pack, collate.
+
+A `Maker` is all that making needs, and none of it depends on who makes: a thread, a process, now or later.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from unisono.data.loading import checksum
+from unisono.data.order.order import Indices
+from unisono.data.order.plan import NOTHING, Taken
+from unisono.runtime.errors import ConfigError, DataError, UnisonoError
+from unisono.runtime.rng import generator, key
+from unisono.task import Batch, Source, Task
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_TRIES = 64  # rows that are tried for one that stands in where all of a micro-batch are bad
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A sample that could not be made.
+
+    Attributes:
+        slot: row of the global batch where it would stand.
+        row: of the source.
+        epoch: how often the source was passed before.
+        first: the first unit of the piece that was to be taken; 0 unless it was cut.
+        reason: why it could not be made.
+    """
+
+    slot: int
+    row: int
+    epoch: int
+    first: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a micro-batch was made of, and what that took.
+
+    Attributes:
+        slots: rows of the global batch that it was asked for; none if idle.
+        taken: the samples that are in it; none if idle.
+        contents: what each of them holds, as one number, (samples,) uint64; empty unless it is asked for.
+        masked: those that could not be made.
+        seconds: that reading, sampling, and cutting, packing and collating took.
+    """
+
+    slots: range
+    taken: Taken
+    contents: np.ndarray[Any, np.dtype[np.uint64]]
+    masked: tuple[Masked, ...] = ()
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass of one process.
+
+    Attributes:
+        number: which micro-batch of the global batch.
+        rows: source rows of its samples, shape (samples,); packed rows hold several.
+        arrays: what `Task.collate` made of them.
+        counts: what `Task.counts` says; zeros if idle.
+        work: what `Task.work` says, and `rows`; zeros if idle. With `data.on_error=mask` also `masked`.
+        idle: real rows at weight zero, for a process that has none left in a short batch.
+        packed: rows it has, where these are not its samples.
+        made: what it was made of.
+    """
+
+    number: int
+    rows: Indices
+    arrays: Batch
+    counts: dict[str, float]
+    work: dict[str, float]
+    idle: bool = False
+    packed: int | None = None
+    made: Made | None = None
+
+    @property
+    def size(self) -> int:
+        """Rows of the global batch in it."""
+        return len(self.rows) if self.packed is None else self.packed
+
+    @property
+    def by_row(self) -> bool:
+        """Whether its arrays can be cut by row: none is nested, and the first axis of each is the row."""
+        sized = [array for array in self.arrays.values() if hasattr(array, "__len__")]
+        nested = any(isinstance(array, Mapping | list | tuple) or len(array) != self.size for array in sized)
+        return self.packed is None and not nested
+
+    def one(self, row: int) -> MicroBatch:
+        """One row of it, for itself; only where they can be cut by row."""
+        arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in self.arrays.items()}
+        return replace(self, arrays=arrays, rows=self.rows[row : row + 1])
+
+
+@dataclass(frozen=True)
+class Request:
+    """A micro-batch that is asked for.
+
+    Attributes:
+        number: which micro-batch of the global batch.
+        slots: rows of the global batch that it stands for; none if idle.
+        taken: what it is made of.
+        idle: whether it counts nothing.
+    """
+
+    number: int
+    slots: range
+    taken: Taken
+    idle: bool = False
+
+
+@dataclass
+class _Watch:
+    """Seconds of the stages of one micro-batch."""
+
+    read: float = 0.0
+    sample: float = 0.0
+    rest: float = 0.0
+
+
+class Maker:
+    """Makes micro-batches of a task's rows.
+
+    Args:
+        task: gives `sample`, `cut`, `pack`, `collate`, `counts` and `work`.
+        source: the rows.
+        seed: of the run.
+        purpose: part of the address of every random draw, e.g. `train`.
+        mask: leave samples out that cannot be made; else they are an error.
+        contents: say of every sample what it holds, for the ledger.
+        keep: bytes of samples to keep that were made for their lengths.
+        capacity: units that a row holds, where samples share rows; None where a row is a sample.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        source: Source,
+        seed: int,
+        purpose: str,
+        *,
+        mask: bool = False,
+        contents: bool = False,
+        keep: int = 0,
+        capacity: int | None = None,
+    ) -> None:
+        self.task, self.source, self.seed, self.purpose = task, source, seed, purpose
+        self._mask, self._contents, self._keep, self._capacity = mask, contents, keep, capacity
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self._now: dict[int, int] = {}  # thread -> row of the source that it is at
+        self.at: Callable[[int], None] = self._note
+        self._kept = _Kept(self._keep)
+        self._stand_in: tuple[int, Any] | None = None
+        self._generators = _Generators()
+        self._draws = getattr(self.task.sample, "__func__", None) is not Task.sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_up()
+
+    @property
+    def busy(self) -> list[int]:
+        """Rows of the source that threads are at."""
+        return sorted(set(self._now.values()))
+
+    def make(self, request: Request) -> MicroBatch:
+        """Make a micro-batch.
+
+        Raises:
+            DataError: naming the row, or rows, that cannot be made, and the line of the user's code.
+        """
+        watch, slots = _Watch(), np.unique(request.taken.slots)
+        taken, pieces, masked = self.pieces(request.taken, watch)
+        idle = request.idle or not pieces
+        contents = [] if idle or not self._contents else [checksum.checksum(piece) for piece in pieces]
+        rows = taken.rows
+        if pieces:
+            slots = taken.slots
+        else:  # some rows have to be there, and they count nothing
+            row, sample = self._any_good(masked[0].reason)
+            pieces, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
+        began = perf_counter()
+        arrays, counts, work, size = self._batch(pieces, rows, slots)
+        watch.rest += perf_counter() - began
+        if idle:
+            counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
+        if self._mask:
+            work["masked"] = 0.0 if request.idle else float(len(masked))
+        made = Made(
+            request.slots,
+            NOTHING if idle else taken,
+            np.array(contents, dtype=np.uint64),
+            () if request.idle else tuple(masked),
+            (watch.read, watch.sample, watch.rest),
+        )
+        packed = None if self._capacity is None else size
+        return MicroBatch(request.number, rows, arrays, counts, work, idle, packed, made)
+
+    def pieces(self, taken: Taken, watch: _Watch | None = None) -> tuple[Taken, list[Any], list[Masked]]:
+        """Samples, or pieces of samples: which could be made, what they are, and those that could not be made."""
+        watch, made, masked = watch or _Watch(), list[Any](), list[Masked]()
+        good = np.ones(len(taken), dtype=bool)
+        for number, (slot, row, epoch, first, last) in enumerate(taken):
+            try:
+                made.append(self._piece(row, epoch, first, last, watch))
+            except DataError as error:
+                if not self._mask:
+                    raise
+                good[number] = False
+                masked.append(Masked(slot, row, epoch, first, str(error)))
+        self.rest()
+        return (taken if not masked else taken[good]), made, masked
+
+    def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
+        """Units that samples take of a packed row; 1 for one that cannot be made, where these are left out."""
+        found = np.ones(len(rows), dtype=np.int64)
+        watch = _Watch()
+        for number, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):
+            try:
+                sample = self._sample(row, epoch, watch)
+            except DataError:
+                if not self._mask:
+                    raise
+                continue
+            try:
+                found[number] = self.task.length(sample)
+            except UnisonoError:
+                raise
+            except Exception as error:
+                raise DataError(f"row {row} of the source has no length: {told(error)}") from error
+            self._kept.put((row, epoch), sample)
+        self.rest()
+        return found
+
+    def _piece(self, row: int, epoch: int, first: int, last: int, watch: _Watch) -> Any:
+        sample = self._kept.take((row, epoch)) if last == -1 else self._kept.look((row, epoch))
+        if sample is None:
+            sample = self._sample(row, epoch, watch)
+        if last == -1:
+            return sample
+        began = perf_counter()
+        try:
+            return self.task.cut(sample, first, last)
+        except UnisonoError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"row {row} of the source cannot be cut to its units {first} to {last}: {told(error)}"
+            ) from error
+        finally:
+            watch.rest += perf_counter() - began
+
+    def _sample(self, row: int, epoch: int, watch: _Watch) -> Any:
+        self.at(row)
+        rng = self._generators.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED
+        return sampled(self.task, self.source, row, rng, watch)
+
+    def _batch(
+        self, pieces: list[Any], rows: Indices, slots: Indices
+    ) -> tuple[Batch, dict[str, float], dict[str, float], int]:
+        """Arrays, counts, work and number of rows."""
+        try:
+            if self._capacity is not None:
+                pieces = [self.task.pack(group) for group in _by_slot(pieces, slots)]
+            arrays = self.task.collate(pieces)
+            counts = {name: float(count) for name, count in self.task.counts(arrays).items()}
+            work = {**self.task.work(arrays), "rows": float(len(pieces))}
+        except UnisonoError:
+            raise
+        except Exception as error:
+            raise DataError(f"rows {_some(rows)} cannot be made a batch: {told(error)}") from error
+        return arrays, counts, work, len(pieces)
+
+    def _any_good(self, reason: str) -> tuple[int, Any]:
+        """A row of the source that can be made, and its sample; the same ones whoever asks."""
+        for turn in range(_TRIES if self._stand_in is None else 0):
+            row = key(self.seed, "stand-in", turn) % len(self.source)
+            try:
+                self._stand_in = row, self._sample(row, 0, _Watch())
+                break
+            except DataError:
+                continue
+        if self._stand_in is None:
+            raise DataError(
+                f"data.on_error=mask leaves nothing to train on: a whole micro-batch and {_TRIES} other rows of the "
+                f"source could not be made. The first: {reason}"
+            )
+        row, sample = self._stand_in
+        if self._capacity is not None and self.task.length(sample) > self._capacity:
+            return row, self.task.cut(sample, 0, self._capacity)
+        return row, sample
+
+    def _note(self, row: int) -> None:
+        self._now[threading.get_ident()] = row
+
+    def rest(self) -> None:
+        """Be at no row."""
+        self.at(-1)
+        self._now.pop(threading.get_ident(), None)
+
+
+_OF_A_PROCESS = ("_now", "at", "_kept", "_stand_in", "_generators", "_draws")  # parts of a maker
+_UNUSED = generator("unused")  # for tasks that do not define sample()
+
+
+class _Generators(threading.local):
+    """Generators by key. Making one takes longer than many a row takes to read, so a thread's last is set anew.
+
+    Not where a task has kept it, which is seen by who else refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._new()
+
+    def _new(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+        self._state: Any = self._bits.state
+        self._alone = sys.getrefcount(self._generator), sys.getrefcount(self._bits)
+
+    def of(self, seed: int) -> np.random.Generator:
+        """As `unisono.runtime.rng.generator` gives it for an address with this key."""
+        if (sys.getrefcount(self._generator), sys.getrefcount(self._bits)) != self._alone:
+            self._new()
+        self._state["state"]["key"][0] = seed
+        self._bits.state = self._state
+        return self._generator
+
+
+class _Kept:
+    """Samples that were made for their lengths, until they are used or there is no more room; the oldest go first."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._used = room, 0
+        self._samples: dict[tuple[int, int], tuple[int, Any]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, name: tuple[int, int], sample: Any) -> None:
+        needed = checksum.size(sample)
+        if needed > self._room:
+            return
+        with self._lock:
+            self._drop(name)
+            while self._used + needed > self._room:
+                self._drop(next(iter(self._samples)))
+            self._samples[name] = (needed, sample)
+            self._used += needed
+
+    def look(self, name: tuple[int, int]) -> Any:
+        """The sample, or None; another piece of it may be asked for."""
+        return self._samples.get(name, (0, None))[1]
+
+    def take(self, name: tuple[int, int]) -> Any:
+        """The sample, or None; it is not asked for again."""
+        if not self._samples:
+            return None
+        with self._lock:
+            return self._drop(name)
+
+    def _drop(self, name: tuple[int, int]) -> Any:
+        size, sample = self._samples.pop(name, (0, None))
+        self._used -= size
+        return sample
+
+
+def sampled(task: Task, source: Source, row: int, rng: np.random.Generator, watch: _Watch | None = None) -> Any:
+    """A row of the source as a sample.
+
+    Raises:
+        DataError: naming the row and the line of the user's code.
+    """
+    watch = watch or _Watch()
+    began = perf_counter()
+    try:
+        record = source[row]
+        read = perf_counter()
+        watch.read += read - began
+        sample = task.sample(record, rng)
+        watch.sample += perf_counter() - read
+    except UnisonoError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"row {row} of the source cannot be made a sample: {told(error)}") from error
+    return sample
+
+
+def told(error: BaseException) -> str:
+    """An error with the last line of the user's code that it came through, not the library's line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((f for f in reversed(frames[1:]) if not f.filename.startswith(_LIBRARIES)), frames[-1])
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
+
+
+def refuse_mask(task: Task) -> None:
+    """Refuse `data.on_error=mask` for a task whose rows have to keep their places from step to step."""
+    if type(task).first_carry is not Task.first_carry:
+        raise ConfigError(
+            f"data.on_error=mask: {type(task).__name__} carries state from step to step, by row of the global batch, "
+            "and a row that is left out would give its place to another; use data.on_error=stop"
+        )
+
+
+def _by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]:
+    """The pieces of each row."""
+    places = slots.tolist()
+    for _, group in groupby(range(len(pieces)), key=places.__getitem__):
+        yield [pieces[number] for number in group]
+
+
+def _some(rows: Indices) -> str:
+    return ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")

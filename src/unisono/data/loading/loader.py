@@ -1,0 +1,301 @@
+"""From positions to micro-batches: a plan is carried out by threads or processes, a bounded number ahead.
+
+The order is decided before a worker sees anything, so workers and prefetch change when a micro-batch is ready, never
+what is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading import checksum, worker_autotuning, workers
+from unisono.data.loading.batch_builder import Maker, Masked, MicroBatch, Request, refuse_mask, sampled
+from unisono.data.loading.prefetch import Feed
+from unisono.data.order.order import Indices
+from unisono.data.order.plan import Plan
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import Place, cores
+from unisono.runtime.errors import DataError
+from unisono.runtime.rng import generator
+from unisono.task import Source, Task
+
+__all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
+log = logging.getLogger(__name__)
+_AT_ONCE = 64  # samples whose lengths a worker is asked for
+_TOLD = 3  # samples left out that are told one by one
+_LOOKED_AT = 8  # samples that are made to see from where a task draws
+
+
+class Loader:
+    """The micro-batches of one process, step by step.
+
+    Args:
+        task: gives `sample`, `collate`, `counts` and `work`.
+        source: the rows.
+        plan: which rows each step consumes.
+        split: which of them are this process's.
+        rank: of this process.
+        purpose: part of the address of every random draw, e.g. `train`.
+        workers: that make micro-batches; `auto` measures what making one takes.
+        worker_kind: `threads` or `processes`.
+        prefetch: micro-batches prepared ahead.
+        prefetch_mb: MB prepared ahead at most, but always one micro-batch.
+        on_error: `stop`, or `mask` to leave out samples that cannot be made.
+        timeout: seconds that a micro-batch may take.
+        contents: say of every sample what it holds, for the ledger.
+        processes: that train on this host.
+
+    Raises:
+        DataError: for a task that cannot be sent to worker processes.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        source: Source,
+        plan: Plan,
+        split: Split,
+        rank: int,
+        *,
+        purpose: str = "train",
+        workers: int | str = 1,
+        worker_kind: str = "threads",
+        prefetch: int = 4,
+        prefetch_mb: float = 512.0,
+        on_error: str = "stop",
+        timeout: float = 600.0,
+        contents: bool = False,
+        processes: int = 1,
+    ) -> None:
+        if on_error == "mask":
+            refuse_mask(task)
+        self._plan, self._split, self._rank = plan, split, rank
+        self._purpose, self._kind, self._timeout = purpose, worker_kind, timeout
+        self._room = 1e6 * prefetch_mb
+        self._maker = Maker(
+            task,
+            source,
+            plan.seed,
+            purpose,
+            mask=on_error == "mask",
+            contents=contents,
+            keep=int(self._room),
+            capacity=plan.capacity,
+        )
+        if isinstance(measured := getattr(plan, "lengths", None), Measured):
+            measured.by = self.lengths
+        self._largest = 0  # bytes of a micro-batch, as far as any was made
+        self._masked, self._told, self._news = 0, -1, deque[str]()
+        self._any: Request | None = None
+        self._feed: Feed[Request, MicroBatch] | None = None
+        self._asked, self._asked_ahead, self._processes = workers, prefetch, processes
+
+    @classmethod
+    def of(
+        cls, task: Task, source: Source, plan: Plan, split: Split, place: Place, config: RunConfig, **more: Any
+    ) -> Loader:
+        """With the settings of a run; see the class for the arguments."""
+        data = config.data
+        return cls(
+            task, source, plan, split, place.rank, workers=data.workers, worker_kind=data.worker_kind,
+            prefetch=data.prefetch, prefetch_mb=data.prefetch_mb, on_error=data.on_error,
+            timeout=config.launch.timeout, processes=place.local_world_size, **more,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start the workers, if they are not yet; the first micro-batch that is asked for does it, too."""
+        _ = self._workers
+
+    def steps(self, first: int = 0) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of this process for each step from `first` on; always `split.passes` of them."""
+        self.start()
+        requests = self._requests(range(first, self._plan.steps))
+        feed = Feed(requests, lambda request: self._workers.ask("make", request), lambda: self._ahead)
+        self._feed = feed
+        try:
+            for step in range(first, self._plan.steps):
+                batches: list[MicroBatch] = []
+                while len(batches) < self._split.passes:
+                    with heartbeat.phase("data"):
+                        batches.append(self._in_time(feed.next))
+                    self._largest = max(self._largest, checksum.size(batches[-1].arrays))
+                self._tell(step, batches)
+                yield batches
+        finally:
+            feed.close()
+
+    def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
+        """Units that samples take of a packed row, by making them; threads keep what they made, for as long as it fits.
+
+        A sample that cannot be made takes 1, if such samples are left out. Before there are workers, and when they are
+        gone, samples are made here: how many workers there are to be can depend on how long that takes.
+        """
+        if (workers := vars(self).get("_workers")) is None:
+            return self._maker.lengths(rows, epochs)
+        parts = range(0, len(rows), _AT_ONCE)
+        asked = [workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._in_time(future.result) for future in asked)])
+
+    def facts(self) -> str:
+        """A line about how micro-batches are made."""
+        each = self._largest / 1e6
+        size = f" of {each:.2g} MB" if self._largest else ""
+        kind = self._kind if self._count > 1 else {"threads": "thread", "processes": "process"}[self._kind]
+        return f"{self._count} {kind}, {self._ahead} micro-batches ahead{size}; {self._stages}"
+
+    def news(self, wait: float = 0.0) -> Iterator[str]:
+        """What is worth a line on the console since the last call.
+
+        Args:
+            wait: share of the last step's time that was waiting for data.
+        """
+        while self._news:
+            yield self._news.popleft()
+        if line := self._waits.step(wait, lambda: self._stages):
+            yield line
+
+    def rest(self) -> None:
+        """Let go of what is started again in no time; processes stay."""
+        if self._kind == "threads":
+            self.close()
+
+    def close(self) -> None:
+        """End the workers; what threads are busy with is finished first."""
+        if self._feed is not None:  # of steps that somebody may still hold
+            self._feed.close()
+            self._feed = None
+        if "_workers" in vars(self):
+            self._workers.close()
+            del self._workers
+
+    @cached_property
+    def _count(self) -> int:
+        """Workers."""
+        if isinstance(self._asked, int):
+            return self._asked
+        return worker_autotuning.choose(cores(), self._processes, self._stages.total * self._split.passes)
+
+    @cached_property
+    def _waits(self) -> worker_autotuning.Waits:
+        return worker_autotuning.Waits(self._count, self._kind, cores() // self._processes)
+
+    @cached_property
+    def _workers(self) -> workers.Workers:
+        return workers.of(self._maker, self._kind, self._count, self._purpose)
+
+    @cached_property
+    def _stages(self) -> worker_autotuning.Stages:
+        return worker_autotuning.measure(self._maker, self._any or next(self._requests([0])))
+
+    @property
+    def _ahead(self) -> int:
+        """Micro-batches to prepare besides the one that is waited for: one, until it is known how large they are."""
+        asked = self._asked_ahead if isinstance(self._asked, int) else max(self._asked_ahead, 2 * self._count)
+        return max(1, min(asked, int(self._room / self._largest) if self._largest else 1))
+
+    def _in_time(self, wait: Callable[[float], Any]) -> Any:
+        try:
+            return wait(self._timeout)
+        except TimeoutError:
+            rows = ", ".join(map(str, self._workers.busy[:8]))
+            raise DataError(
+                f"no micro-batch came for {self._timeout:g} s (launch.timeout); the {self._kind} that make them are at "
+                f"rows {rows or '?'} of the source"
+            ) from None
+
+    def _requests(self, steps: Iterable[int]) -> Iterator[Request]:
+        for step in steps:
+            length = self._plan.rows(step)
+            for number in self._split.micro_batches(self._rank):
+                own = self._split.rows(number, length)
+                idle = len(own) == 0
+                # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
+                take = range(min(self._split.micro_batch, length)) if idle else own
+                request = Request(number, own, self._plan.taken(step, take), idle)
+                self._any = self._any or request
+                yield request
+
+    def _tell(self, step: int, batches: list[MicroBatch]) -> None:
+        if step <= self._told:  # made again, as the first one is
+            return
+        self._told = step
+        for sample in (sample for micro in batches if micro.made for sample in micro.made.masked):
+            self._masked += 1
+            log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)
+            if self._masked <= _TOLD:
+                self._news.append(f"step {step + 1}: left out: {_short(sample)}")
+            elif str(self._masked).strip("0") == "1":
+                self._news.append(f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all")
+
+
+class Measured:
+    """Lengths of samples that are found out by making them, for a plan that is made before its loader is.
+
+    A `PackedPlan` calls it; its loader's workers do the work, as soon as there is a loader that finds it as the plan's
+    `lengths`.
+
+    Args:
+        task: gives `sample` and `length`.
+        source: the rows.
+        seed: of the run.
+        mask: a sample that cannot be made takes 1.
+    """
+
+    def __init__(self, task: Task, source: Source, seed: int, mask: bool = False) -> None:
+        self.by: Callable[[Indices, Indices], Indices] = Maker(task, source, seed, "train", mask=mask).lengths
+
+    def __call__(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
+        """Units that samples take of a packed row."""
+        return self.by(rows, epochs)
+
+
+def check_draws(task: Task, source: Source, *, mask: bool = False) -> None:
+    """Make a few samples, and refuse a task that draws from a generator that all threads share.
+
+    Such draws would depend on which thread comes first, and disturb those of the model.
+
+    Args:
+        task: that draws.
+        source: its rows.
+        mask: go on where a sample cannot be made.
+
+    Raises:
+        DataError: naming the generator.
+    """
+    before = _shared_generators()
+    for row in range(min(_LOOKED_AT, len(source))):
+        try:
+            sampled(task, source, row, generator(0, "check", row))
+        except DataError:
+            if not mask:
+                raise
+    for name, state in _shared_generators().items():
+        if name in before and state != before[name]:
+            raise DataError(
+                f"{type(task).__name__}: data() or sample() drew from {name}, which all threads share, so a run could "
+                "not be repeated. Draw from the rng that sample() is given (a torch.Generator can be seeded from it)."
+            )
+
+
+def _shared_generators() -> dict[str, bytes]:
+    """The state of every generator that a task should not draw from."""
+    states = {"Python's random": repr(random.getstate()).encode()}
+    legacy: Any = np.random.get_state(legacy=False)
+    states["NumPy's global generator"] = legacy["state"]["key"].tobytes() + bytes([legacy["state"]["pos"] % 256])
+    if "torch" in sys.modules:
+        states["torch's global generator"] = sys.modules["torch"].get_rng_state().numpy().tobytes()
+    return states
+
+
+def _short(sample: Masked) -> str:
+    return sample.reason if len(sample.reason) < 300 else sample.reason[:300] + " …"

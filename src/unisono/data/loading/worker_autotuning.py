@@ -1,0 +1,133 @@
+"""How many workers, and of which kind: measured on a few rows before the start, and said where steps wait for data."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter, sleep
+
+import numpy as np
+
+from unisono.data.loading.batch_builder import Maker, Request
+
+_TARGET = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
+_ROWS = 8  # of a micro-batch that are made to measure it
+_NAP = 2e-4  # seconds that the probe sleeps
+_WINDOW, _MUCH, _AGAIN = 20, 0.1, 500  # steps that are looked at; share of them that is too much; steps between lines
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What making a micro-batch takes, on one core.
+
+    Attributes:
+        read: seconds of `source[row]`.
+        sample: seconds of `Task.sample`.
+        rest: seconds of cutting, packing and collating.
+        locked: share of that time in which Python's global lock was held, so that no other thread could run Python.
+    """
+
+    read: float
+    sample: float
+    rest: float
+    locked: float
+
+    @property
+    def total(self) -> float:
+        """Seconds altogether."""
+        return self.read + self.sample + self.rest
+
+    def __str__(self) -> str:
+        parts = (("read", self.read), ("sample", self.sample), ("collate", self.rest))
+        return " + ".join(f"{name} {1e3 * seconds:.2g}" for name, seconds in parts) + " ms a micro-batch"
+
+
+def measure(maker: Maker, request: Request) -> Stages:
+    """Make the first rows of a micro-batch, and say what all of them would take."""
+    taken, few = request.taken, request.taken[:_ROWS]
+    seconds = np.zeros(3)
+    fault: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            made = maker.make(replace(request, taken=few)).made
+            assert made is not None
+            seconds[:] = made.seconds
+        except BaseException as error:
+            fault.append(error)
+
+    locked = lock_share(make)
+    if fault:
+        raise fault[0]
+    read, sample, rest = (seconds * len(taken) / max(1, len(few))).tolist()
+    return Stages(read, sample, rest, locked)
+
+
+def lock_share(act: Callable[[], None]) -> float:
+    """The share of time in which an action holds Python's global lock.
+
+    While it runs, this thread naps over and over, and comes back late whenever the lock is held.
+    """
+    thread = threading.Thread(target=act, daemon=True)
+    late, began = 0.0, perf_counter()
+    thread.start()
+    while thread.is_alive():
+        asleep = perf_counter()
+        sleep(_NAP)
+        late += max(0.0, perf_counter() - asleep - 2 * _NAP)
+    return min(1.0, late / (perf_counter() - began))
+
+
+def choose(cores: int, processes: int, seconds: float) -> int:
+    """So many workers that a step's micro-batches are ready in time, and one core is left to each process for training.
+
+    Args:
+        cores: of this host.
+        processes: that train on it.
+        seconds: that the micro-batches of one process take in a step, on one core.
+
+    >>> choose(cores=64, processes=8, seconds=0.1), choose(64, 8, 9.0), choose(64, 8, 0.001), choose(2, 2, 9.0)
+    (5, 7, 1, 1)
+    """
+    return max(1, min(cores // processes - 1, math.ceil(seconds / _TARGET)))
+
+
+class Waits:
+    """Looks at how long steps wait for data, and says what to change when it is too long.
+
+    Args:
+        workers: of this process.
+        kind: `threads` or `processes`.
+        cores: for each process that trains on this host.
+    """
+
+    def __init__(self, workers: int, kind: str, cores: int) -> None:
+        self._workers, self._kind, self._cores = workers, kind, cores
+        self._last: deque[float] = deque(maxlen=_WINDOW)
+        self._quiet = 0
+
+    def step(self, share: float, stages: Callable[[], Stages]) -> str | None:
+        """A line to show after a step that waited for this share of its time, if there is anything to say."""
+        self._last.append(share)
+        self._quiet -= 1
+        mean = sum(self._last) / _WINDOW
+        if len(self._last) < _WINDOW or mean < _MUCH or self._quiet > 0:
+            return None
+        self._quiet = _AGAIN
+        return f"steps wait for data for {100 * mean:.0f} % of their time; {self._advice(stages())}"
+
+    def _advice(self, stages: Stages) -> str:
+        more = min(2 * self._workers, max(1, self._cores - 1))
+        if self._kind == "threads" and stages.locked > 0.5 and stages.sample + stages.rest > stages.read:
+            return (
+                f"making them holds Python's lock for {100 * stages.locked:.0f} % of the time ({stages}), so more "
+                "threads do not help: set data.worker_kind=processes, or prepare the data ahead"
+            )
+        if more > self._workers:
+            return f"{stages}: set data.workers={more} (now {self._workers} {self._kind}), or data.workers=auto"
+        if stages.read > stages.sample + stages.rest:
+            return f"{stages}: reading takes longest; set data.workers={2 * self._workers}, or put the data nearer"
+        return f"{stages}, and every core is used: prepare the data ahead, or make sample() and collate() cheaper"

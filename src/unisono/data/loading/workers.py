@@ -1,0 +1,355 @@
+"""Who makes the micro-batches: threads of this process, or processes that live as long as the loader.
+
+Threads share the rows and everything that was read of them, but run Python one at a time, so they serve where the time
+goes into native code that lets others run. Processes serve where Python itself takes the time. They make the same
+samples, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cached_property
+from inspect import getattr_static
+from multiprocessing import spawn
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from unisono.data.loading import ipc, worker_process
+from unisono.data.loading.batch_builder import Maker
+from unisono.runtime.errors import ConfigError, DataError
+
+_AHEAD = 2  # requests that a process has: it makes one, and need not wait for the next
+_PATIENCE = 5.0  # seconds for a process to end by itself
+_SMALL = 1 << 16  # bytes up to which what a task has cached is sent along
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from unisono.data.loading.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class Workers(Protocol):
+    """Those who do what a `Maker` can."""
+
+    @property
+    def busy(self) -> list[int]:
+        """Rows of the source that they are at."""
+
+    def ask(self, act: str, *arguments: Any) -> Future[Any]:
+        """Ask for what the maker's method of this name returns."""
+
+    def close(self) -> None:
+        """End."""
+
+
+def of(maker: Maker, kind: str, count: int, name: str) -> Workers:
+    """Workers of a kind."""
+    return Processes(maker, count, name) if kind == "processes" else Threads(maker, count, name)
+
+
+class Threads:
+    """Threads of this process."""
+
+    def __init__(self, maker: Maker, count: int, name: str) -> None:
+        self._maker = maker
+        self._asked: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._waiting: deque[Future[Any]] = deque()
+        # Daemons, so that one that is stuck in a read does not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._work, name=f"unisono-{name}_{number}", daemon=True) for number in range(count)
+        ]
+        self._started = False
+
+    @property
+    def busy(self) -> list[int]:
+        """Rows of the source that they are at."""
+        return self._maker.busy
+
+    def ask(self, act: str, *arguments: Any) -> Future[Any]:
+        """Ask for what the maker's method of this name returns."""
+        if not self._started:
+            self._started = True
+            for thread in self._threads:
+                thread.start()
+        future: Future[Any] = Future()
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        self._waiting.append(future)
+        self._asked.put((future, act, arguments))
+        return future
+
+    def close(self) -> None:
+        """End; what they are at is finished first, unless it takes too long."""
+        for future in self._waiting:
+            future.cancel()
+        for _ in self._threads:
+            self._asked.put(None)
+        for thread in self._threads if self._started else ():
+            thread.join(_PATIENCE)
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            future, act, arguments = asked
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = getattr(self._maker, act)(*arguments)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+            self._maker.rest()
+            del future, asked, arguments
+
+
+class Processes:
+    """Processes that are started once and get the maker over a socket.
+
+    Raises:
+        DataError: if the task or its rows cannot be pickled.
+    """
+
+    def __init__(self, maker: Maker, count: int, name: str) -> None:
+        if worker_process.MARK in os.environ:
+            raise ConfigError(
+                "a worker process was about to start workers of its own, while it imported the task's file. Put what "
+                "starts a run there under `if __name__ == '__main__':`"
+            )
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
+        self._fault: DataError | None = None
+        self._closed = False
+        # Sending wakes a process, which may take the core of whoever sends; that must not be the thread that trains.
+        self._more: SimpleQueue[bool] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name=f"unisono-{name}", daemon=True)
+        message = _pickled(maker)
+        file = getattr(sys.modules.get(type(maker.task).__module__), "__file__", None)
+        again: dict[str, Any] = {}
+        if b"__main__" in message:
+            known = spawn.get_preparation_data(name)
+            again = {n: v for n, v in known.items() if n.startswith("init_main")}
+        module = type(maker.task).__module__
+        begin = ipc.Message((None if module == "__main__" else module, file, again))
+        self._processes: list[_Process] = []
+        try:
+            for number in range(count):
+                self._processes.append(_Process(self, f"unisono-{name}_{number}", begin, message))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            message.close()
+        self._sender.start()
+
+    @property
+    def busy(self) -> list[int]:
+        """Rows of the source that they are at."""
+        return sorted({row for process in self._processes if (row := process.at) >= 0})
+
+    def ask(self, act: str, *arguments: Any) -> Future[Any]:
+        """Ask for what the maker's method of this name returns."""
+        future: Future[Any] = Future()
+        self._asked.append((future, act, arguments))
+        self._more.put(True)
+        return future
+
+    def hand_out(self) -> None:
+        """Give what is asked for to those who have the least to do."""
+        with self._lock:
+            while self._asked:
+                if self._fault is not None:
+                    future, *_ = self._asked.popleft()
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(self._fault)
+                    continue
+                process = min(self._processes, key=lambda p: len(p.given))
+                if len(process.given) >= _AHEAD:
+                    return
+                future, act, arguments = self._asked.popleft()
+                if future.set_running_or_notify_cancel():
+                    process.give(future, act, arguments)
+
+    def died(self, fault: DataError) -> None:
+        """One of them is gone: from now on there is nothing but this fault."""
+        with self._lock:
+            self._fault = self._fault or fault
+        self.hand_out()
+
+    def close(self) -> None:
+        """End them, whatever they are at."""
+        with self._lock:
+            self._closed = True
+            for future, *_ in self._asked:
+                future.cancel()
+            self._asked.clear()
+        self._more.put(False)
+        for process in self._processes:
+            process.leave()
+        for process in self._processes:
+            process.end()
+        if self._sender.is_alive():
+            self._sender.join(_PATIENCE)
+
+    def _send(self) -> None:
+        while self._more.get():
+            self.hand_out()
+
+    @property
+    def closed(self) -> bool:
+        """Whether they are meant to be gone."""
+        return self._closed
+
+
+class _Process:
+    """One of them, and the thread that takes its answers."""
+
+    def __init__(self, owner: Processes, name: str, begin: ipc.Message, maker: ipc.Message) -> None:
+        self._owner, self._name = owner, name
+        self.given: deque[tuple[Future[Any], tuple[Any, ...]]] = deque()
+        self._socket, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as file, theirs:
+            file.truncate(worker_process.PAGE)
+            self._page = mmap.mmap(file.fileno(), worker_process.PAGE)
+            descriptors = theirs.fileno(), file.fileno()
+            path = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - "" is where we are
+            blocked = signal.pthread_sigmask(
+                signal.SIG_BLOCK, worker_process.SIGNALS
+            )  # handed on, until it ignores them
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _CODE, path, *map(str, descriptors)],
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **worker_process.THREADS, worker_process.MARK: "1"},
+                    process_group=0,  # Ctrl-C is for this process, which ends them
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._ready = False
+        self._thread = threading.Thread(target=self._take, name=name, daemon=True)
+        with suppress(OSError):  # it has ended already, and the thread says so
+            begin.send(self._socket)
+            maker.send(self._socket)
+        self._thread.start()
+
+    @property
+    def at(self) -> int:
+        """The row of the source that it is at; -1 for none."""
+        return worker_process.at(self._page)
+
+    def give(self, future: Future[Any], act: str, arguments: tuple[Any, ...]) -> None:
+        """Ask for something."""
+        self.given.append((future, arguments))
+        with suppress(OSError):  # it is gone, and the thread says so
+            ipc.send(self._socket, (act, arguments))
+
+    def leave(self) -> None:
+        """Tell it to end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Wait for its end, and see to it."""
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join(_PATIENCE)
+        self._socket.close()
+
+    def _take(self) -> None:
+        try:
+            while True:
+                fine, value = ipc.receive(self._socket)
+                if not self._ready:
+                    if not fine:
+                        self._gone(value)
+                        return
+                    self._ready = True
+                    continue
+                future, _ = self.given.popleft()
+                if fine:
+                    future.set_result(value)
+                else:
+                    future.set_exception(value)
+                del future, value
+                self._owner.hand_out()
+        except (EOFError, OSError):
+            self._gone(None)
+
+    def _gone(self, fault: DataError | None) -> None:
+        if self._owner.closed:
+            fault = DataError("the loader was closed")
+        elif fault is None:
+            fault = DataError(self._last_words())
+        self._owner.died(fault)
+        while self.given:
+            self.given.popleft()[0].set_exception(fault)
+
+    def _last_words(self) -> str:
+        try:
+            code = self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        row = self.at
+        made = [getattr(argument, "taken", None) for _, arguments in list(self.given)[:1] for argument in arguments]
+        rows: list[int] = next((taken.rows.tolist() for taken in made if taken is not None), [])
+        if row >= 0:
+            where = f"while it made row {row} of the source a sample"
+        elif rows:
+            where = f"while it made rows {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''} a batch"
+        else:
+            where = "before it had made anything" if not self._ready else "between two micro-batches"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        more = {-9: "; out of memory?", -7: "; has a file that it read become shorter?"}.get(code, "")
+        return f"a worker process died {where} ({how}{more}). Its standard error says more, if it could"
+
+
+def _pickled(maker: Maker) -> ipc.Message:
+    """The maker, with a task that has no more than it needs."""
+    slim = copy.copy(maker)
+    slim.task = copy.copy(maker.task)
+    for name, value in list(vars(slim.task).items()):
+        if isinstance(getattr_static(type(slim.task), name, None), cached_property) and not _light(value):
+            del vars(slim.task)[name]  # it is made again where it is needed
+    try:
+        return ipc.Message(slim, shared=_SMALL)  # no socket is so small that sending it would wait
+    except Exception as error:
+        kind = type(maker.task).__name__
+        what = f"{kind}.data(), a {type(maker.source).__name__}," if _fails(maker.source) else f"the task {kind}"
+        raise DataError(
+            f"data.worker_kind=processes: {what} cannot be sent to a worker process "
+            f"({type(error).__name__}: {error}). Define what it is made of at the top level of a file, open files and "
+            "connections when they are first used, or use data.worker_kind=threads"
+        ) from error
+
+
+def _light(value: Any) -> bool:
+    """Whether something cached is small, and needs no torch."""
+    try:
+        message = ipc.Message(value)
+    except Exception:
+        return False
+    return b"torch" not in message and message.size <= _SMALL
+
+
+def _fails(value: Any) -> bool:
+    try:
+        ipc.Message(value)
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,1 @@
+"""The order: which sample stands where, a pure function decided before anything is read."""

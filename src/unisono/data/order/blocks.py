@@ -1,0 +1,235 @@
+"""The order of sources that are read block by block: blocks are shuffled, and the rows of a few among each other.
+
+A full shuffle would read a block again for nearly every row. Here each block is read once in every epoch, by one lane,
+and a lane has no more than `window` blocks open; what it costs is how well rows are mixed: `autocorrelation` tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from unisono.data.order.lanes import Lanes, alike
+from unisono.data.order.order import Indices, Shuffle, shuffled
+from unisono.data.sources.cache import Cache
+from unisono.runtime.errors import DataError
+from unisono.runtime.rng import key
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The blocks that a lane reads in an epoch, in that order; arrays of shape (blocks,) but for `windows`.
+
+    Attributes:
+        address: of its random draws.
+        ends: place in the epoch at which each block ends.
+        starts: row of the source at which each block starts.
+        sizes: rows of each block.
+        windows: place at which each window starts, and at last the end.
+    """
+
+    address: int
+    ends: Indices
+    starts: Indices
+    sizes: Indices
+    windows: Indices
+
+    def shuffle(self, window: int) -> Shuffle:
+        """The permutation of the rows of a window."""
+        size = int(self.windows[window + 1] - self.windows[window])
+        return Shuffle(size, key(self.address, "window", window))
+
+    def rows(self, places: Indices) -> Indices:  # (n,) -> (n,)
+        """Rows of the source at these places, were no window shuffled."""
+        block = np.searchsorted(self.ends, places, side="right")
+        return self.starts[block] + places - (self.ends[block] - self.sizes[block])
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Positions to rows of a source whose blocks are dealt to lanes; a `Stream`.
+
+    In each *cycle*, of as many epochs as there are lanes, blocks are permuted and dealt to as many groups, the largest
+    first, so that groups differ by one block at most. In epoch `e` of a cycle lane `l` reads group `(l - e) mod lanes`,
+    its blocks in an order of that epoch. So every block is read once per epoch, and as each lane reads every row once
+    per cycle, the epoch of a place in a lane follows from the cycle's groups alone, however far it is.
+
+    Attributes:
+        sizes: rows of each block, shape (blocks,), in the order in which they stand in the source.
+        seed: of the run.
+        window: blocks whose rows are permuted among each other.
+        lanes: that read them.
+    """
+
+    sizes: Indices
+    seed: int
+    window: int
+    lanes: Lanes
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", np.asarray(self.sizes, dtype=np.int64))
+        if self.sizes.sum() < 1:
+            raise DataError("the source has no rows")
+        if self.sizes.min() < 0:
+            raise DataError(f"block {int(self.sizes.argmin())} of the source has {int(self.sizes.min())} rows")
+
+    @cached_property
+    def size(self) -> int:
+        """Rows of the source."""
+        return int(self.sizes.sum())
+
+    def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """Rows at these positions."""
+        return self.at(positions)[0]
+
+    def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """How many groups of blocks the lanes of these positions have read before."""
+        return self.at(positions)[1]
+
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """Both."""
+        # From lanes to epochs to windows, then all windows' permutations at once, then to rows.
+        lanes, places = self.lanes(np.asarray(positions, dtype=np.int64))
+        cycles, places = np.divmod(places, self.size)
+        epochs, which = np.empty_like(places), np.empty_like(places)
+        windows: list[tuple[_Reading, int, Indices]] = []
+        for of_lane in alike(cycles * self.lanes.count + lanes):
+            cycle, lane = int(cycles[of_lane[0]]), int(lanes[of_lane[0]])
+            ends = self._ends(cycle, lane)  # (lanes,)
+            within = np.searchsorted(ends, places[of_lane], side="right")
+            epochs[of_lane] = cycle * self.lanes.count + within
+            places[of_lane] -= np.where(within > 0, ends[within - 1], 0)
+            for of_epoch in (of_lane[these] for these in alike(within)):
+                reading = self._reading(int(epochs[of_epoch[0]]), lane)
+                window = np.searchsorted(reading.windows, places[of_epoch], side="right") - 1
+                places[of_epoch] -= reading.windows[window]
+                for these in alike(window):
+                    which[of_epoch[these]] = len(windows)
+                    windows.append((reading, int(window[these[0]]), of_epoch[these]))
+        places = shuffled(places, which, [reading.shuffle(number) for reading, number, _ in windows])
+        rows = np.empty_like(places)
+        for reading, number, here in windows:
+            rows[here] = reading.rows(places[here] + reading.windows[number])
+        return rows, epochs
+
+    def rows_before(self, lane: int, epoch: int) -> int:
+        """Places of a lane that come before its epoch."""
+        cycle, within = divmod(epoch, self.lanes.count)
+        return cycle * self.size + (int(self._ends(cycle, lane)[within - 1]) if within else 0)
+
+    def ends_together(self, epochs: float, places: int) -> bool:
+        """Whether after so many places of each lane every row was read `epochs` times, rounded down or up."""
+        few, many = math.floor(epochs), math.ceil(epochs)
+        lanes = range(self.lanes.count)
+        return all(self.rows_before(lane, few) <= places <= self.rows_before(lane, many) for lane in lanes)
+
+    def _groups(self, cycle: int) -> tuple[Indices, Indices]:
+        """The blocks in the order in which they are dealt, (blocks,), and the rows of each group, (lanes,)."""
+
+        def deal() -> tuple[Indices, Indices]:
+            lanes, blocks = self.lanes.count, np.arange(len(self.sizes), dtype=np.int64)
+            dealt = Shuffle(len(blocks), key(self.seed, "blocks", cycle))(blocks)
+            dealt = dealt[np.argsort(-self.sizes[dealt], kind="stable")]
+            return dealt, np.array([self.sizes[dealt[group::lanes]].sum() for group in range(lanes)], dtype=np.int64)
+
+        found: tuple[Indices, Indices] = self._remembered(("groups", cycle), deal)
+        return found
+
+    def _ends(self, cycle: int, lane: int) -> Indices:  # -> (lanes,)
+        """Where each epoch of a lane ends, counted from the beginning of the cycle."""
+
+        def ends() -> Indices:
+            lanes = self.lanes.count
+            return np.cumsum(self._groups(cycle)[1][(lane - np.arange(lanes)) % lanes])
+
+        found: Indices = self._remembered(("ends", cycle, lane), ends)
+        return found
+
+    def _reading(self, epoch: int, lane: int) -> _Reading:
+        def read() -> _Reading:
+            lanes = self.lanes.count
+            cycle, within = divmod(epoch, lanes)
+            group = self._groups(cycle)[0][(lane - within) % lanes :: lanes]
+            address = key(self.seed, "lane", epoch, lane)
+            blocks = group[Shuffle(len(group), address)(np.arange(len(group), dtype=np.int64))]
+            ends = np.cumsum(self.sizes[blocks])
+            windows = np.append(np.insert(ends[self.window - 1 :: self.window], 0, 0), ends[-1])
+            return _Reading(address, ends, self._starts[blocks], self.sizes[blocks], windows)
+
+        found: _Reading = self._remembered(("reading", epoch, lane), read)
+        return found
+
+    @cached_property
+    def _starts(self) -> Indices:
+        """The first row of each block."""
+        return np.cumsum(self.sizes) - self.sizes
+
+    def _remembered(self, what: Any, make: Callable[[], Any]) -> Any:
+        """What follows from the settings alone, kept for a while; a thread that comes in between makes it again."""
+        if (found := self._kept.get(what)) is None:
+            if len(self._kept) > 4 * self.lanes.count + 8:
+                self._kept.clear()
+            found = self._kept[what] = make()
+        return found
+
+
+class CachedBlocks:
+    """The rows of a source that can only read whole blocks; those read last are kept. Threads may share it.
+
+    Args:
+        source: with `blocks` (rows of each) and `read_block(number)`, which returns the rows of a block.
+        capacity: blocks that are kept at most; see `keep_blocks`.
+    """
+
+    def __init__(self, source: Any, capacity: int = 2) -> None:
+        self._source = source
+        self._ends = np.cumsum(np.asarray(source.blocks, dtype=np.int64))
+        self._open = Cache[Sequence[Any]](budget=0, least=capacity)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        block = int(np.searchsorted(self._ends, row, side="right"))
+        start = int(self._ends[block - 1]) if block else 0
+        return self._open.get(block, lambda: self._source.read_block(block))[int(row) - start]
+
+    def keep_blocks(self, count: int) -> None:
+        """Keep as many as are open at a time, and some of those that come next."""
+        self._open.least = count
+
+    def __getattr__(self, name: str) -> Any:  # lengths, blocks, fingerprint and whatever else the source has
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __reduce__(self) -> Any:  # another process opens blocks of its own
+        return CachedBlocks, (self._source, self._open.least)
+
+
+def autocorrelation(blocks: Indices, batch: int, lag: int = 1) -> float:
+    """How much the blocks of a batch say about those of the batch `lag` later.
+
+    0 where rows are drawn at random, 1 where batches are all of the same blocks: the autocorrelation of the number of
+    rows that each block has in a batch, over all blocks together.
+
+    Args:
+        blocks: the block of each row, in the order in which rows are taken, shape (rows,).
+        batch: rows per batch; a last short one does not count.
+        lag: batches in between.
+    """
+    steps = len(blocks) // batch
+    names, numbers = np.unique(blocks[: steps * batch], return_inverse=True)
+    shares = np.zeros((steps, len(names)))
+    np.add.at(shares, (np.repeat(np.arange(steps), batch), numbers.reshape(-1)), 1)
+    shares -= shares.mean(axis=0)
+    power = np.square(shares).mean(axis=0).sum()
+    return float((shares[lag:] * shares[: steps - lag]).mean(axis=0).sum() / power) if power else 1.0

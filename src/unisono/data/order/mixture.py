@@ -1,0 +1,335 @@
+"""Several sources as one, and how much of each a run sees: fixed counts per block of positions.
+
+`Joined` numbers the rows of all sources through, so that whatever comes after the order knows one source. `Mixture` is
+the order: which source stands at a position, and which of its rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from unisono.config.schema import data as settings
+from unisono.data.order.lanes import ONE, Lanes, alike
+from unisono.data.order.order import Indices, Shuffle
+from unisono.data.order.plan import Stream
+from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.rng import key
+from unisono.task import Source
+
+
+class Joined:
+    """Sources one after the other, their rows numbered through.
+
+    It has `lengths`, `blocks` and `fingerprint` where all of them have.
+
+    Args:
+        sources: by name, in the order in which they are numbered.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self.sources = dict(sources)
+        self._names = list(self.sources)
+        self.starts = [0, *accumulate(len(source) for source in self.sources.values())]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, row: int) -> Any:
+        name, inside = self.name(row)
+        return self.sources[name][inside]
+
+    def name(self, row: int) -> tuple[str, int]:
+        """The source of a row, and which of its rows it is."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = bisect_right(self.starts, row) - 1
+        return self._names[number], int(row) - self.starts[number]
+
+    @cached_property
+    def lengths(self) -> Indices:
+        """Units of each row, (rows,)."""
+        return np.concatenate([np.asarray(lengths, dtype=np.int64) for lengths in self._all("lengths")])
+
+    @cached_property
+    def blocks(self) -> Indices:
+        """Rows of each block, (blocks,)."""
+        return np.concatenate([np.asarray(blocks, dtype=np.int64) for blocks in self._all("blocks")])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all of them, their names and their order."""
+        told = list(zip(self._names, self._all("fingerprint"), strict=True))
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def _all(self, name: str) -> list[Any]:
+        values = [getattr(source, name) for source in self.sources.values()]
+        if any(value is None for value in values):
+            raise AttributeError(name)
+        return values
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Weights that hold from some place on.
+
+    Attributes:
+        first: the first place of it, in each lane.
+        weights: of each source, in whole numbers.
+    """
+
+    first: int
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Positions to rows of several sources that are mixed by shares; a `Stream`.
+
+    Places come in blocks, each with a fixed number of places per source and a keyed permutation of them. What a source
+    gives is its own stream, in order. With lanes, each of them mixes for itself.
+
+    Attributes:
+        names: of the sources.
+        streams: of the sources.
+        starts: the number of each one's first row among all, and at last the number of all.
+        phases: the first one begins at 0.
+        seed: of the run.
+        block: places in a block; one that a change of weights cuts off is shorter.
+        until: whose end is the end of an epoch, `first` or `all`.
+        lanes: that mix for themselves; one where it does not matter.
+    """
+
+    names: tuple[str, ...]
+    streams: tuple[Stream, ...]
+    starts: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    seed: int
+    block: int = 1000
+    until: str = "all"
+    lanes: Lanes = ONE
+
+    @classmethod
+    def of(
+        cls,
+        asked: settings.Mixture,
+        joined: Joined,
+        streams: Sequence[Stream],
+        seed: int,
+        batch: int,
+        lanes: Lanes,
+        units: int | None = None,
+    ) -> Mixture:
+        """The mixture that the settings ask for.
+
+        Args:
+            asked: `data.mixture`.
+            joined: the sources.
+            streams: of each of them.
+            seed: of the run.
+            batch: positions of a step.
+            lanes: as above.
+            units: that a step of packed rows holds; None where a row is a sample. How many samples that is nobody knows
+                before they are packed, so a change of weights then stands where its step begins by mean lengths.
+        """
+        weights = whole_weights(asked, joined.sources)
+        begins, step = [Fraction(0)], 0
+        for change, before in zip(asked.changes, weights[:-1], strict=True):
+            samples = batch if units is None else units / _mean_of_all(before, joined.sources)
+            begins.append(begins[-1] + (change.step - step) * samples)
+            step = change.step
+        phases = tuple(Phase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
+        names, starts = tuple(joined.sources), tuple(joined.starts)
+        return cls(names, tuple(streams), starts, phases, seed, asked.block, asked.until, lanes)
+
+    def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """Rows at these positions."""
+        return self.at(positions)[0]
+
+    def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
+        """How often the sources of these positions were passed before."""
+        return self.at(positions)[1]
+
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """Both: what each source says of its own positions."""
+        numbers, inside = self._found(np.asarray(positions, dtype=np.int64))
+        rows, epochs = np.empty_like(inside), np.empty_like(inside)
+        for here in alike(numbers):
+            number = int(numbers[here[0]])
+            rows[here], epochs[here] = self.streams[number].at(inside[here])
+            rows[here] += self.starts[number]
+        return rows, epochs
+
+    @cached_property
+    def size(self) -> int:
+        """Positions until the first source, or all of them, have given each of their rows; of lanes, nearly so.
+
+        Raises:
+            ConfigError: where a source that is asked for is never used up.
+        """
+        asked = [n for n in range(len(self.names)) if any(phase.weights[n] for phase in self.phases)]
+        ends = {number: self._used_up(number) for number in asked}
+        never = [self.names[number] for number, end in ends.items() if end is None]
+        known = [end for end in ends.values() if end is not None]
+        if not known or (never and self.until == "all"):
+            raise ConfigError(
+                f"train.epochs: of data.mixture, '{never[0]}' is never used up, as its weight becomes 0 before; count "
+                "the run in train.steps, or use data.mixture.until=first"
+            )
+        return self.lanes.count * (min(known) if self.until == "first" else max(known))
+
+    def _found(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+        """The number of the source, and the position in its stream."""
+        lanes, places = self.lanes(positions)
+        first = np.array([phase.first for phase in self.phases], dtype=np.int64)
+        phases = np.searchsorted(first, places, side="right") - 1
+        blocks, offsets = np.divmod(places - first[phases], self.block)
+        numbers = np.empty_like(places)
+        for here in alike((places - offsets) * self.lanes.count + lanes):
+            phase, block, lane = int(phases[here[0]]), int(blocks[here[0]]), int(lanes[here[0]])
+            before, source, nth = self._dealt(phase, block, lane)
+            numbers[here] = source[offsets[here]]
+            places[here] = before[numbers[here]] + nth[offsets[here]]
+        return numbers, self.lanes.positions(lanes, places)
+
+    def _dealt(self, phase: int, block: int, lane: int) -> tuple[Indices, Indices, Indices]:
+        """What sources gave before a block, (sources,); each place's source, and how many before it are, (places,)."""
+        begin, end = self._counted(phase, block * self.block), self._counted(phase, (block + 1) * self.block)
+        quotas = tuple(after - before for before, after in zip(begin, end, strict=True))
+        before = np.array([a + b for a, b in zip(self._before[phase], begin, strict=True)], dtype=np.int64)
+        return before, *_dealt(key(self.seed, "mixture", lane, phase, block), quotas)
+
+    def _counted(self, phase: int, places: int) -> tuple[int, ...]:
+        """How often each source stands in the first places of a phase, which ends where the next one begins."""
+        if phase + 1 < len(self.phases):
+            places = min(places, self.phases[phase + 1].first - self.phases[phase].first)
+        return counted(self.phases[phase].weights, places)
+
+    @cached_property
+    def _before(self) -> list[tuple[int, ...]]:
+        """How often each source stands before each phase."""
+        before = [(0,) * len(self.names)]
+        for number, (phase, following) in enumerate(pairwise(self.phases)):
+            given = self._counted(number, following.first - phase.first)
+            before.append(tuple(a + b for a, b in zip(before[-1], given, strict=True)))
+        return before
+
+    def _used_up(self, number: int) -> int | None:
+        """Places, of the first lane, after which a source has given each of its rows; None if that is never."""
+        rows = -(-self.streams[number].size // self.lanes.count)
+        for phase, (its, before) in enumerate(zip(self.phases, self._before, strict=True)):
+            if not its.weights[number]:
+                continue
+            missing = rows - before[number]
+            places = (missing + 3) * sum(its.weights) // its.weights[number]  # it is never so far behind its share
+            blocks = range(places // self.block + 1)
+
+            def given_by(block: int, phase: int = phase) -> int:
+                return self._counted(phase, (block + 1) * self.block)[number]
+
+            block = bisect_left(blocks, missing, key=given_by)
+            if given_by(block) >= missing:
+                given, source, nth = self._dealt(phase, block, 0)
+                last = np.flatnonzero((source == number) & (given[number] + nth == rows - 1))
+                return its.first + block * self.block + int(last[0]) + 1
+        return None
+
+
+def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[int, ...]]:
+    """What positions are shared out by, in whole numbers: for the weights, and for each of their changes.
+
+    Raises:
+        ConfigError: for weights that are not those of the sources, or of tokens where lengths are not known.
+    """
+    for name in asked.weights:
+        if name not in sources:
+            raise ConfigError(f"data.mixture.weights: there is no source '{name}', {nearest(name, sources)}")
+    for name in sources:
+        if name not in asked.weights:
+            raise ConfigError(f"data.mixture.weights has no weight of '{name}'; give it one, 0 for not at all")
+    result = []
+    for weights in (asked.weights, *(change.weights for change in asked.changes)):
+        exact = [Fraction(str(weights[name])) for name in sources]  # as it was written: 0.1 is a tenth
+        if asked.by == "tokens":
+            exact = [w / _mean_length(name, sources[name]) if w else w for name, w in zip(sources, exact, strict=True)]
+        common = math.lcm(*(weight.denominator for weight in exact))
+        result.append(tuple(int(weight * common) for weight in exact))
+    return result
+
+
+@lru_cache(maxsize=4096)
+def counted(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
+    """How often each source stands in the first so many places: less than two away from its share, and never falling.
+
+    Of the first n places that come to a node of the tree, `⌊n·p + ½⌋` go to its first branch, which is a sum of zeros
+    and ones; so are the counts of leaves. As weights grow towards the root at least like Fibonacci's numbers, the
+    errors of roundings, shrunk by the shares on their way down, come to less than two at any leaf.
+
+    >>> counted((2, 3, 1), 1000)
+    (333, 500, 167)
+    """
+    counts = {0: places}
+    for node, left, right, first, both in _splits(weights):
+        arrived = counts.pop(node)
+        counts[left] = (2 * arrived * first + both) // (2 * both)
+        counts[right] = arrived - counts[left]
+    return tuple(counts.get(~number, 0) for number in range(len(weights)))
+
+
+@lru_cache(maxsize=256)
+def _splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], ...]:
+    """A Huffman tree over the sources, from the root (0) on: node, its branches, the weights of the first and of both.
+
+    Source n is the node ~n; one source alone is the first branch of the root, and nothing the other.
+    """
+    heap = [(weight, number, ~number) for number, weight in enumerate(weights) if weight]
+    heapq.heapify(heap)
+    if len(heap) == 1:
+        return ((0, heap[0][2], 0, 1, 1),)
+    splits = []
+    while len(heap) > 1:
+        (left, _, one), (right, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        node = len(heap)  # the last one is 0
+        splits.append((node, one, other, left, left + right))
+        heapq.heappush(heap, (left + right, len(weights) + len(splits), node))
+    return tuple(reversed(splits))
+
+
+@lru_cache(maxsize=256)
+def _dealt(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indices]:
+    """The source of each place of a block, (places,), and how many places of that source come before it, (places,)."""
+    size, sources = sum(quotas), np.repeat(np.arange(len(quotas)), quotas)
+    source = sources[Shuffle(size, address)(np.arange(size, dtype=np.int64))]
+    nth = np.empty(size, dtype=np.int64)
+    nth[np.argsort(source, kind="stable")] = np.concatenate([np.arange(quota) for quota in quotas])
+    return source, nth
+
+
+def _mean_of_all(weights: tuple[int, ...], sources: Mapping[str, Source]) -> Fraction:
+    """Units of a sample, on average over what these weights mix."""
+    key = "data.mixture.changes with data.packing"
+    units = (w * _mean_length(n, one, key) for w, (n, one) in zip(weights, sources.items(), strict=True) if w)
+    return sum(units, Fraction(0)) / sum(weights)
+
+
+def _mean_length(name: str, source: Source, key: str = "data.mixture.by=tokens") -> Fraction:
+    lengths = getattr(source, "lengths", None)
+    if lengths is None:
+        raise ConfigError(
+            f"{key} needs the lengths of its sources, and '{name}' does not know them; prepare it by "
+            "`unisono data prepare`, or leave this out"
+        )
+    if not (total := int(np.sum(lengths, dtype=np.int64))):
+        raise ConfigError(f"{key}: the source '{name}' has no tokens")
+    return Fraction(total, len(lengths))

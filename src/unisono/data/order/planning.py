@@ -1,0 +1,206 @@
+"""From a run's settings to its rows and its plan: what is mixed, shuffled and packed, and which numbers cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.batch_builder import refuse_mask
+from unisono.data.loading.loader import Measured, check_draws
+from unisono.data.order import lanes as lanes_
+from unisono.data.order.blocks import Blocks, CachedBlocks
+from unisono.data.order.lanes import ONE, Lanes
+from unisono.data.order.mixture import Joined, Mixture
+from unisono.data.order.order import Order
+from unisono.data.order.packed_plan import PackedPlan
+from unisono.data.order.plan import Plan, Stream, StreamPlan
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.rng import key
+from unisono.task import Source, Task
+
+
+def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) -> Source:
+    """The task's rows, joined into one source where they are several, or an error that says why they cannot be used.
+
+    Args:
+        task: what is trained.
+        config: of the run; None where only the rows matter.
+        world_size: processes, among which the lanes are divided.
+    """
+    given = task.data()
+    several = isinstance(given, Mapping)
+    sources: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+    if not sources or not all(isinstance(name, str) for name in sources):
+        fault = f"names its sources {list(sources)[:3]}; name them by texts" if sources else "has no sources"
+        raise DataError(f"{type(task).__name__}.data() {fault}")
+    sources = dict(sorted(sources.items()))  # so that the order in which they are named changes nothing
+    for name, one in sources.items():
+        _check_rows(one, f"{type(task).__name__}.data()" + (f"[{name!r}]" if several else ""))
+    sources = {name: one if hasattr(one, "__getitem__") else CachedBlocks(one) for name, one in sources.items()}
+    if config is not None and config.data.shuffle == "blocks":
+        kept = _open_blocks(sources, config, world_size)
+        for one in sources.values():
+            if hasattr(one, "keep_blocks"):  # others have nothing to gain
+                one.keep_blocks(kept)
+    mixture = None if config is None else config.data.mixture
+    mask = config is not None and config.data.on_error == "mask"
+    if mask:
+        refuse_mask(task)
+    for name, one in sources.items():
+        if mixture is None or any(w.get(name) for w in (mixture.weights, *(c.weights for c in mixture.changes))):
+            check_draws(task, one, mask=mask)  # the others are never read
+    return Joined(sources) if several else sources[""]
+
+
+def plan_of(task: Task, source: Source, config: RunConfig, world_size: int | None = None) -> Plan:
+    """Which samples each step takes.
+
+    Args:
+        task: what is trained.
+        source: as `source_of` gave it.
+        config: of the run.
+        world_size: processes; None for those of the layout.
+
+    Raises:
+        ConfigError: for settings of `data` that do not fit the sources, the batch or the processes.
+    """
+    data, train = config.data, config.train
+    world = config.layout.world_size if world_size is None else world_size
+    assert isinstance(world, int)
+    if data.mixture is not None and not isinstance(source, Joined):
+        raise ConfigError(
+            f"data.mixture has weights of {', '.join(data.mixture.weights)}, but {type(task).__name__}.data() is one "
+            "source; return a dictionary of them, or leave data.mixture out"
+        )
+    sources = source.sources if isinstance(source, Joined) else {"": source}
+    if data.shuffle == "full" and any(isinstance(one, CachedBlocks) for one in sources.values()):
+        raise ConfigError(
+            f"{type(task).__name__}.data() has a source that reads whole blocks only, and data.shuffle=full would read "
+            "one for nearly every row; use data.shuffle=blocks, or give the source a __getitem__"
+        )
+    blocks = _most_blocks(sources) if data.shuffle == "blocks" else None
+    if data.packing is None and blocks is None:
+        return StreamPlan.of(_stream(task, source, config, ONE), train.global_batch, train.steps, train.epochs)
+    count = lanes_.count_of(data.lanes, train.global_batch, world, blocks)
+    if data.packing is not None:
+        chunks = ONE if blocks is None else Lanes(count, data.packing.chunk)
+        return _packed(task, source, _stream(task, source, config, chunks), config, count)
+    stream = _stream(task, source, config, Lanes(count, train.global_batch // count))
+    if train.epochs is not None:
+        _check_epochs(stream, train.global_batch, train.epochs)
+    return StreamPlan.of(stream, train.global_batch, train.steps, train.epochs)
+
+
+def facts_of(source: Source) -> dict[str, Any]:
+    """What is worth knowing of the rows before the start, as JSON."""
+    told: dict[str, Any] = {"rows": len(source)}
+    if isinstance(source, Joined):
+        told["sources"] = {name: len(one) for name, one in source.sources.items()}
+    if fingerprint := getattr(source, "fingerprint", None):
+        told["fingerprint"] = fingerprint
+    return told
+
+
+def files_of(source: Source) -> dict[str, list[dict[str, Any]]]:
+    """The files of each source that tells them in its `manifest`, so that one that has changed can be named."""
+    sources = source.sources if isinstance(source, Joined) else {"": source}
+    manifests = {name: getattr(one, "manifest", None) for name, one in sources.items()}
+    return {name: list(m["files"]) for name, m in manifests.items() if isinstance(m, Mapping) and "files" in m}
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A source that can say whether its files are still what they were."""
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened, every `shares`-th of them from number `share` on.
+
+        Raises:
+            DataError: naming one.
+        """
+
+
+def watched(source: Source) -> list[Watched]:
+    """The sources whose files can be looked at while they are trained on."""
+    sources = source.sources.values() if isinstance(source, Joined) else [source]
+    return [one for one in sources if isinstance(one, Watched)]
+
+
+def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
+    """What stands at each position, where so many lanes read for themselves."""
+    data, seed = config.data, config.run.seed
+
+    def of(one: Any, seed: int) -> Stream:
+        if data.shuffle == "blocks":
+            return Blocks(one.blocks, seed, data.window, lanes)
+        return Order(len(one), seed, shuffle=data.shuffle == "full")
+
+    if data.mixture is None:
+        return of(source, seed)
+    assert isinstance(source, Joined)
+    streams = [of(one, key(seed, "source", name)) for name, one in source.sources.items()]
+    batch = config.train.global_batch
+    units = None
+    if data.packing is not None and (room := data.packing.length or task.capacity):
+        units = room * batch
+    return Mixture.of(data.mixture, source, streams, seed, batch, lanes, units)
+
+
+def _packed(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
+    """The plan of packed rows."""
+    lengths = getattr(source, "lengths", None)
+    if lengths is None:  # known only once samples are made
+        lengths = Measured(task, source, config.run.seed, mask=config.data.on_error == "mask")
+    return PackedPlan.of(stream, lengths, config.train, config.data, capacity=task.capacity, lanes=lanes)
+
+
+def _check_rows(source: Any, name: str) -> None:
+    by_number = hasattr(source, "__getitem__") or hasattr(source, "read_block")
+    if not (hasattr(source, "__len__") and by_number):
+        raise DataError(
+            f"{name} returned a {type(source).__name__}, whose rows cannot be had by number. Give it __len__ and "
+            "__getitem__ (a map-style Dataset), or list the rows."
+        )
+    if len(source) == 0:
+        raise DataError(f"{name} has no rows")
+    blocks = getattr(source, "blocks", None)
+    if blocks is not None and int(np.sum(blocks)) != len(source):
+        raise DataError(f"{name} has {len(source)} rows, but its blocks have {int(np.sum(blocks))}")
+
+
+def _most_blocks(sources: Mapping[str, Any]) -> int:
+    """Blocks of the source that has most.
+
+    Raises:
+        ConfigError: naming a source that has none.
+    """
+    for name, one in sources.items():
+        if getattr(one, "blocks", None) is None:
+            raise ConfigError(
+                f"data.shuffle=blocks needs sources that say what their blocks are, and {name or 'this one'} "
+                f"({type(one).__name__}) does not: it has no `blocks`. Use data.shuffle=full"
+            )
+    return max(len(one.blocks) for one in sources.values())
+
+
+def _open_blocks(sources: Mapping[str, Any], config: RunConfig, world_size: int) -> int:
+    """Blocks of a source that a process keeps: those of its lanes' windows, and a few of the next ones."""
+    data = config.data
+    lanes = lanes_.count_of(data.lanes, config.train.global_batch, world_size, _most_blocks(sources))
+    kept: int = (data.window + 2) * (lanes // world_size)
+    return kept
+
+
+def _check_epochs(stream: Stream, global_batch: int, epochs: float) -> None:
+    """Refuse epochs that lanes do not end together, with the steps that come nearest."""
+    steps, rest = divmod(round(epochs * stream.size), global_batch)
+    if isinstance(stream, Blocks) and not rest and stream.ends_together(epochs, steps * stream.lanes.stretch):
+        return
+    raise ConfigError(
+        f"train.epochs={epochs:g} with data.shuffle=blocks: {stream.size} rows in blocks are not alike for all lanes, "
+        "so some rows would be seen once more than others; count the run in steps: "
+        f"train.steps={steps + (rest > 0)} train.epochs=null"
+    )

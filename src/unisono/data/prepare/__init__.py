@@ -1,0 +1,1 @@
+"""Rows made ahead on disk: prepared in parallel, in partitions, and cut anew."""

@@ -1,0 +1,98 @@
+"""Prepared rows in another number of shards: the same rows in the same order, which their content hash shows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.data.prepare.partitions import PLAN
+from unisono.data.prepare.preparation import Made, Maker, Told, prepare
+from unisono.data.prepare.shards import MANIFEST, Lengths, Shards
+from unisono.runtime.errors import DataError
+
+
+def reshard(folder: Path, shards: int, out: Path, told: Told | None = None) -> Shards:
+    """The same rows in the same order in another number of shards of about equally many units, in another folder.
+
+    Raises:
+        DataError: for more shards than rows, or data that are not finished or damaged.
+    """
+    source = Shards(folder)
+    if not 1 <= shards <= len(source):
+        raise DataError(f"shards={shards}: {folder} has {len(source)} rows, so 1 to {len(source)} shards can be made")
+    if out.resolve() == folder.resolve():
+        raise DataError(f"out={out} is the folder that is read; choose another one")
+    source.verify()
+    made = prepare(Resharding(folder, shards), out, told=told)
+    assert made is not None and made.fingerprint == source.fingerprint
+    return made
+
+
+class Resharding:
+    """Rows that were made before, as records.
+
+    Args:
+        folder: finished.
+        shards: into which they go.
+    """
+
+    def __init__(self, folder: Path, shards: int) -> None:
+        self._folder, self._shards = folder, shards
+        self._source = Shards(folder)
+        manifest = self._source.manifest
+        self.column, self.dtype, self.of = manifest["column"], manifest["dtype"], manifest["of"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._folder, self._shards)
+
+    @property
+    def records(self) -> int:
+        """Rows."""
+        return len(self._source)
+
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        """The rows, and the number of shards."""
+        return {"content": self._source.fingerprint, "shards": self._shards}
+
+    def bounds(self, shard_mb: float) -> Sequence[int]:
+        """Such that shards have about equally many units."""
+        return bounds_by_units(self._source.lengths, self._shards)
+
+    def begin(self, folder: Path) -> Maker:
+        """Copy what travels with the shards."""
+        shards = {entry["file"] for entry in self._source.manifest["shards"]}
+        for path in self._folder.iterdir():
+            own = path.name in shards | {MANIFEST, PLAN} or path.suffix == ".writing" or path.name.startswith(".")
+            if path.is_file() and not own:
+                shutil.copyfile(path, folder / path.name)
+        return self
+
+    def make(self, first: int, last: int) -> Iterator[Made]:
+        """The rows as they are."""
+        begin = 0
+        for values, lengths in self._source.batches():
+            low, high = max(first - begin, 0), min(last - begin, len(lengths))
+            if low < high:
+                ends = np.concatenate([[0], np.cumsum(lengths)])
+                left_out = self._source.manifest["left_out"] if begin + low == 0 else 0
+                yield Made(values[ends[low] : ends[high]], lengths[low:high], high - low, left_out)
+            begin += len(lengths)
+
+
+def bounds_by_units(lengths: Lengths, shards: int) -> list[int]:
+    """Bounds of shards with about equally many units, each with at least one of the rows.
+
+    Args:
+        lengths: units per row, (rows,).
+        shards: at most as many as rows.
+    """
+    ends, places = np.cumsum(lengths), np.arange(1, shards)
+    wanted = np.searchsorted(ends, places * int(ends[-1]) / shards) + 1
+    wanted = np.maximum.accumulate(wanted - places) + places  # ascending, by at least one row …
+    wanted = np.clip(wanted, places, len(lengths) - shards + places)  # … up to both ends
+    return [0, *wanted.tolist(), len(lengths)]

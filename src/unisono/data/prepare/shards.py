@@ -1,0 +1,409 @@
+"""Rows made ahead, on disk: Arrow IPC files with one column of lists, and a manifest that is written last.
+
+A folder that has no `manifest.json` is not finished, whatever else lies in it. Rows are read through memory maps
+without a copy, and any row is an index lookup. What the rows are is told by `content`, a hash that does not depend on
+how they are cut into shards, so two folders with the same rows in the same order have the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from unisono.data.sources.storage import File, reading
+from unisono.runtime.errors import DataError
+from unisono.runtime.files import write_whole
+from unisono.runtime.rng import key
+
+FORMAT = 1  # of the folder; a change makes old folders unknown
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 18  # units after which a record batch is full
+_PRIME = (1 << 127) - 1
+_BASE = key("content of a row")
+
+Units = NDArray[Any]  # unsigned integers, (n,)
+Lengths = NDArray[np.int64]
+
+
+class Shards:
+    """The rows of a finished folder: `shards[row]` is a read-only view of its units, shape (length,).
+
+    Args:
+        folder: with a manifest.
+
+    Raises:
+        DataError: where the folder is not finished, or a shard is missing, cut off or not what the manifest says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self._files: list[File] = []  # as they were when they were opened
+        offsets: list[Lengths] = []
+        self._values: list[Units] = []
+        for entry in self.manifest["shards"]:
+            path = folder / entry["file"]
+            for begin, values in _opened(path, entry, self.manifest):
+                offsets.append(begin)
+                self._values.append(values)
+            self._files.append(File.of(path, "arrow", entry["file"]))
+        counts = [len(begin) - 1 for begin in offsets]
+        self.blocks: Lengths = np.asarray([count for count in counts if count], dtype=np.int64)
+        self._ends: Lengths = np.cumsum(counts, dtype=np.int64)  # rows up to the end of each record batch
+        self._offsets = offsets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder,)
+
+    def __len__(self) -> int:
+        return int(self.manifest["rows"])
+
+    def __getitem__(self, row: int) -> Units:
+        """All units of a row, (length,)."""
+        values, begin, end = self._place(row)
+        return values[begin:end]
+
+    def slice(self, row: int, first: int, last: int) -> Units:
+        """Units `first..last-1` of a row, fewer at its end, (length,)."""
+        values, begin, end = self._place(row)
+        return values[begin + first : min(begin + last, end)]
+
+    def where(self, row: int) -> str:
+        """The file that holds a row, and the row's number in it, for sentences."""
+        ends = np.cumsum([entry["rows"] for entry in self.manifest["shards"]])
+        shard = int(np.searchsorted(ends, row, side="right"))
+        entry = self.manifest["shards"][shard]
+        return f"{self.folder / entry['file']}, row {row - int(ends[shard]) + entry['rows']} (from 0)"
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Units per row, (rows,)."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(begin) for begin in self._offsets)])
+
+    @property
+    def fingerprint(self) -> str:
+        """What the rows are, in hex; the same for the same rows in the same order, however they are cut into shards."""
+        return str(self.manifest["content"])
+
+    def batches(self) -> Iterator[tuple[Units, Lengths]]:
+        """All rows in order, a record batch at a time: units (n,) and lengths (rows,)."""
+        for values, begin in zip(self._values, self._offsets, strict=True):
+            yield values[begin[0] : begin[-1]], np.diff(begin)
+
+    def verify(self) -> None:
+        """Read every byte, and refuse a shard that is not the one that was written.
+
+        Raises:
+            DataError: naming the file.
+        """
+        for entry in self.manifest["shards"]:
+            if file_hash(self.folder / entry["file"]) != entry["sha256"]:
+                raise damaged(self.folder / entry["file"], "its bytes are not those that the manifest has the hash of")
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse shards that have changed since they were opened, as far as they are those of this share of them.
+
+        One that was written again and has the bytes that it had is read on, and so is one that is gone, since what is
+        open of it is what it was.
+
+        Raises:
+            DataError: naming the first that has changed.
+        """
+        for number in range(share, len(self._files), shares):
+            file = self._files[number]
+            with reading(file), suppress(FileNotFoundError):
+                now = file.now()
+                if now != file and file_hash(Path(file.path)) != self.manifest["shards"][number]["sha256"]:
+                    raise file.changed(now)
+                self._files[number] = now
+
+    def _place(self, row: int) -> tuple[Units, int, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        batch = int(np.searchsorted(self._ends, row, side="right"))
+        begin = self._offsets[batch]
+        inside = row - int(self._ends[batch]) + len(begin) - 1
+        return self._values[batch], int(begin[inside]), int(begin[inside + 1])
+
+
+class Writer:
+    """Writes one shard, such that its bytes depend on the rows alone and not on how they are handed over.
+
+    Args:
+        path: of the file.
+        column: name of its column.
+        dtype: of the units: `<u2` or `<u4`.
+    """
+
+    def __init__(self, path: Path, column: str, dtype: str) -> None:
+        self._dtype = np.dtype(dtype)
+        self._kind = pa.large_list(pa.from_numpy_dtype(self._dtype))
+        self._schema = pa.schema([pa.field(column, self._kind, nullable=False)])
+        self._values: list[Units] = []
+        self._lengths: list[Lengths] = []
+        self._waiting = 0
+        self._content = Content()
+        self._units, self._shortest, self._longest = 0, 0, 0
+        self._sink = _Hashing(path)
+        self._file = pa.ipc.new_file(self._sink, self._schema)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sink.close()
+
+    def add(self, values: Units, lengths: Lengths) -> None:
+        """Rows, one after the other: units (n,) and how many of them each row has (rows,)."""
+        values, lengths = np.ascontiguousarray(values, dtype=self._dtype), np.asarray(lengths, dtype=np.int64)
+        assert int(lengths.sum()) == len(values)
+        if not len(lengths):
+            return
+        shortest = int(lengths.min())
+        self._shortest = min(self._shortest, shortest) if self._content.rows else shortest
+        self._longest = max(self._longest, int(lengths.max()))
+        self._content.add(values, lengths)
+        self._units += len(values)
+        self._values.append(values)
+        self._lengths.append(lengths)
+        self._waiting += len(values)
+        if self._waiting >= _BLOCK:
+            self._write_full()
+
+    def close(self) -> dict[str, Any]:
+        """Write what is left, to the disk itself; returns what the manifest says of the shard."""
+        self._write_full()
+        if self._lengths:
+            self._write(np.concatenate(self._values), np.concatenate(self._lengths))
+        self._file.close()
+        self._sink.sync()
+        return {
+            "rows": self._content.rows,
+            "units": self._units,
+            "bytes": self._sink.written,
+            "sha256": self._sink.digest.hexdigest(),
+            "content": self._content.hex,
+            "shortest": self._shortest,
+            "longest": self._longest,
+            "mean": round(self._units / max(1, self._content.rows), 3),
+        }
+
+    def _write_full(self) -> None:
+        """Write the record batches that are full, and keep the rest."""
+        if not self._lengths:
+            return
+        values, lengths = np.concatenate(self._values), np.concatenate(self._lengths)
+        ends = np.cumsum(lengths)
+        row = unit = 0
+        while len(values) - unit >= _BLOCK:
+            last = int(np.searchsorted(ends, unit + _BLOCK)) + 1  # rows up to the one that fills it
+            self._write(values[unit : ends[last - 1]], lengths[row:last])
+            row, unit = last, int(ends[last - 1])
+        self._values, self._lengths, self._waiting = [values[unit:]], [lengths[row:]], len(values) - unit
+        if row == len(lengths):
+            self._values, self._lengths = [], []
+
+    def _write(self, values: Units, lengths: Lengths) -> None:
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+        column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values), type=self._kind)
+        self._file.write_batch(pa.record_batch([column], schema=self._schema))
+
+
+class Content:
+    """A hash of rows in their order, that can be made of parts: the rows' own hashes are digits of one number.
+
+    `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards are hashed in parallel and put together after.
+    """
+
+    def __init__(self, rows: int = 0, number: int = 0) -> None:
+        self.rows, self._number = rows, number
+
+    @classmethod
+    def of(cls, entries: Sequence[Mapping[str, Any]]) -> Content:
+        """The hash of shards one after the other, from what a manifest says of each."""
+        number = 0
+        for entry in entries:
+            number = (number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
+        return cls(sum(entry["rows"] for entry in entries), number)
+
+    def add(self, values: Units, lengths: Lengths) -> None:
+        """More rows: units (n,) and how many of them each row has (rows,)."""
+        data, size, begin, number = values.data.cast("B"), values.itemsize, 0, self._number
+        for end in (np.cumsum(lengths) * size).tolist():
+            digit = int.from_bytes(hashlib.blake2b(data[begin:end], digest_size=16).digest(), "little")
+            number, begin = (number * _BASE + digit) % _PRIME, end
+        self._number = number
+        self.rows += len(lengths)
+
+    @property
+    def hex(self) -> str:
+        """32 digits."""
+        return f"{self._number:032x}"
+
+
+class _Hashing:
+    """A file for Arrow to write to, that hashes what goes through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self.digest = hashlib.sha256()
+        self.written = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self.digest.update(view)
+        self._file.write(view)
+        self.written += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+    def seekable(self) -> bool:
+        return False
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+
+# the manifest -----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a finished folder says of itself.
+
+    Raises:
+        DataError: where it is not finished, or of a format this version does not know.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        begun = any(folder.glob("*.json")) if folder.is_dir() else False
+        raise DataError(
+            f"{folder} is not finished: it has no {MANIFEST}. The command that began it goes on with what is missing; "
+            "where its shares were made apart, `unisono data merge` puts them together"
+            if begun
+            else f"{folder} holds no prepared data (no {MANIFEST}); `unisono data prepare` makes them"
+        )
+    found = read_json(path)
+    if found.get("format") != FORMAT:
+        raise DataError(
+            f"{path} has format {found.get('format')}, this version of Unisono knows {FORMAT}: prepare the data again"
+        )
+    return found
+
+
+def manifest_of(column: str, dtype: str, of: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The manifest of these shards.
+
+    Args:
+        column: of the shards.
+        dtype: of their units.
+        of: all that decides what the rows are, as JSON.
+        entries: what `Writer.close` says of each shard, its `file`, and how many records were `left_out`.
+    """
+    rows, units = sum(entry["rows"] for entry in entries), sum(entry["units"] for entry in entries)
+    filled = [entry for entry in entries if entry["rows"]]
+    return {
+        "format": FORMAT,
+        "column": column,
+        "dtype": dtype,
+        "rows": rows,
+        "units": units,
+        "left_out": sum(entry["left_out"] for entry in entries),
+        "shortest": min((entry["shortest"] for entry in filled), default=0),
+        "longest": max((entry["longest"] for entry in filled), default=0),
+        "mean": round(units / max(1, rows), 3),
+        "content": Content.of(entries).hex,
+        "of": dict(of),
+        "shards": [dict(entry) for entry in entries],
+    }
+
+
+def write_json(path: Path, value: Any, lasting: bool = True) -> None:
+    """Write a file that is there whole or not at all; `lasting`, even if the power fails now."""
+    write_whole(path, json.dumps(value, indent=1), lasting=lasting)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        DataError: for anything else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}; remove it and prepare the data again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is no JSON object; remove it and prepare the data again")
+    return found
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file; of no file, an empty text."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damaged(path: Path, why: str) -> DataError:
+    """The error for a shard that cannot be used."""
+    return DataError(
+        f"{path} is damaged ({why}); remove this file and prepare the data again, which makes only what is missing, or "
+        "copy it once more from where it was made"
+    )
+
+
+def _opened(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[tuple[Lengths, Units]]:
+    """The offsets and units of each record batch of a shard, as views of the memory map."""
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing, which the manifest lists; prepare the data again, which makes only what is missing, "
+            "or copy it once more from where it was made"
+        )
+    if path.stat().st_size != entry["bytes"]:  # before it is mapped: reading past the end of a file kills the process
+        raise damaged(path, f"{path.stat().st_size} bytes instead of {entry['bytes']}")
+    rows = units = 0
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        for number in range(reader.num_record_batches):
+            column = reader.get_batch(number).column(manifest["column"])
+            offsets = np.asarray(column.offsets.to_numpy(zero_copy_only=True))
+            values = np.asarray(column.values.to_numpy(zero_copy_only=True))
+            if values.dtype != np.dtype(manifest["dtype"]) or (np.diff(offsets) < 0).any() or offsets[-1] > len(values):
+                raise ValueError(f"record batch {number} is no list of {manifest['dtype']}")
+            rows, units = rows + len(offsets) - 1, units + int(offsets[-1] - offsets[0])
+            yield offsets, values
+        if (rows, units) != (entry["rows"], entry["units"]):
+            raise ValueError(f"{rows} rows of {units} units instead of {entry['rows']} of {entry['units']}")
+    except (OSError, ValueError, KeyError, AttributeError, pa.ArrowException) as error:
+        raise damaged(path, str(error)) from error

@@ -1,0 +1,254 @@
+"""What a column must hold: types as words that mean the same in every format, and whether nulls may be among it.
+
+`text`, `bytes`, `bool`, `int`, `float`, `number`, a width as in `int64` or `float32`, `list`, `list<int64>`, `struct`;
+with a `?` behind it where nulls are allowed. A field of a struct has a name with a dot: `audio.bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from unisono.runtime.errors import ConfigError, DataError, nearest
+
+_WIDTHS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+_WORDS = ("text", "bytes", "bool", "int", "float", "number", "list", "struct", *_WIDTHS)
+_ALIASES = {"str": "text", "string": "text", "binary": "bytes", "double": "float64", "halffloat": "float16"}
+
+
+@dataclass(frozen=True)
+class Type:
+    """What a column must hold.
+
+    Attributes:
+        word: one of the words above.
+        nulls: whether nulls may be among it.
+        item: of the elements of a list.
+    """
+
+    word: str
+    nulls: bool = False
+    item: Type | None = None
+
+    @classmethod
+    def of(cls, written: str) -> Type:
+        """From its text, e.g. `int64?` or `list<int64>`.
+
+        Raises:
+            ConfigError: for a word that is none of those above.
+        """
+        text = written.strip()
+        nulls, text = text.endswith("?"), text.removesuffix("?").strip()
+        if text.startswith("list<") and text.endswith(">"):
+            return cls("list", nulls, cls.of(text[5:-1]))
+        word = _ALIASES.get(text, text)
+        if word not in _WORDS:
+            raise ConfigError(f"'{written}' is no type of a column, {nearest(word, _WORDS)}")
+        return cls(word, nulls)
+
+    def __str__(self) -> str:
+        return (f"list<{self.item}>" if self.item else self.word) + (" or null" if self.nulls else "")
+
+    def fits(self, kind: Any) -> bool:
+        """Whether a column of this Arrow type can be it."""
+        kind = plain(kind)
+        if pa.types.is_null(kind):
+            return self.nulls
+        if self.word == "list":
+            return is_list(kind) and (self.item is None or self.item.fits(kind.value_type))
+        return bool(_FITS[self.word](kind) if self.word in _FITS else kind == pa.type_for_alias(self.word))
+
+    def read(self, value: Any) -> tuple[bool, Any]:
+        """Whether a value of JSON can be it, and if so the value as the other formats give it: lists as arrays."""
+        if value is None:
+            return self.nulls, None
+        if self.word != "list":
+            fits = type(value) in _TAKES.get(self.word, (int, float)) and (
+                not self._whole or self._limits[0] <= value <= self._limits[1]
+            )
+            return fits, float(value) if fits and self.word.startswith("float") else value
+        if not isinstance(value, list) or self.item is None:
+            return isinstance(value, list), value
+        if self.item.dtype and not (self.item.nulls and None in value):
+            return self.item._array(value)
+        read = [self.item.read(part) for part in value]
+        return all(fits for fits, _ in read), [part for _, part in read]
+
+    def _array(self, values: list[Any]) -> tuple[bool, Any]:
+        if not set(map(type, values)) <= set(_TAKES.get(self.word, (int, float))):
+            return False, values
+        if not self._whole:
+            return True, np.asarray(values, dtype=self.dtype)
+        try:
+            array = np.asarray(values, dtype=np.int64)
+        except OverflowError:
+            array = np.asarray(values, dtype=object)
+        fits = not len(array) or bool(self._limits[0] <= array.min() and array.max() <= self._limits[1])
+        return fits, array.astype(self.dtype) if fits else values
+
+    @property
+    def _whole(self) -> bool:
+        return self.word.startswith(("int", "uint"))
+
+    @cached_property
+    def _limits(self) -> tuple[int, int]:
+        limits = np.iinfo(self.dtype)
+        return int(limits.min), int(limits.max)
+
+    @property
+    def dtype(self) -> str:
+        """Of an array of it; empty where it is no number."""
+        named = {"int": "int64", "float": "float64", "number": "float64", "bool": "bool"}
+        return named.get(self.word, self.word if self.word in _WIDTHS else "")
+
+
+def is_text(kind: Any) -> bool:
+    """Any of Arrow's three."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_bytes(kind: Any) -> bool:
+    """Any of Arrow's four."""
+    names = ("is_binary", "is_large_binary", "is_binary_view", "is_fixed_size_binary")
+    return any(getattr(pa.types, name)(kind) for name in names)
+
+
+def is_list(kind: Any) -> bool:
+    """Any of Arrow's five."""
+    names = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
+    return any(getattr(pa.types, name)(kind) for name in names)
+
+
+def is_number(kind: Any) -> bool:
+    """An integer, a float or a truth value: what NumPy has, too."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def plain(kind: Any) -> Any:
+    """A type without its dictionary or its extension."""
+    while isinstance(kind, pa.DictionaryType | pa.BaseExtensionType):
+        kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind.storage_type
+    return kind
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether columns of these types give values of the same type."""
+    one, other = plain(one), plain(other)
+    if is_list(one) and is_list(other):
+        return alike(one.value_type, other.value_type)
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        names = {one.field(i).name for i in range(one.num_fields)}
+        if names != {other.field(i).name for i in range(other.num_fields)}:
+            return False
+        return all(alike(one.field(name).type, other.field(name).type) for name in names)
+    return bool((is_text(one) and is_text(other)) or (is_bytes(one) and is_bytes(other)) or one == other)
+
+
+_FITS = {
+    "text": is_text,
+    "bytes": is_bytes,
+    "bool": pa.types.is_boolean,
+    "int": pa.types.is_integer,
+    "float": pa.types.is_floating,
+    "number": lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind),
+    "struct": pa.types.is_struct,
+}
+_TAKES: dict[str, tuple[type, ...]] = {
+    "text": (str,), "bytes": (), "bool": (bool,), "struct": (dict,),
+    **{word: (int,) for word in _WORDS if word.startswith(("int", "uint"))},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of every file.
+
+    Attributes:
+        columns: that records consist of; None for all.
+        types: of columns, by name.
+        separator: between the documents of a text file; None where the file is one.
+        hint: the setting that holds the column's name, for errors.
+    """
+
+    columns: tuple[str, ...] | None = None
+    types: tuple[tuple[str, Type], ...] = ()
+    separator: str | None = None
+    hint: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        columns: Sequence[str] | None = None,
+        expect: Mapping[str, str] | None = None,
+        separator: str | None = None,
+        hint: str = "",
+    ) -> Wanted:
+        """From what a user types.
+
+        Raises:
+            ConfigError: for an unknown type, or one of a column that is not asked for.
+        """
+        types = tuple((name, Type.of(written)) for name, written in (expect or {}).items())
+        if columns is not None:
+            for name, _ in types:
+                if name.split(".")[0] not in columns and name not in columns:
+                    raise ConfigError(
+                        f"expect names the column '{name}', which is not asked for, {nearest(name, columns)}"
+                    )
+        return cls(None if columns is None else tuple(columns), types, separator, f" ({hint})" if hint else "")
+
+    @property
+    def without_nulls(self) -> tuple[tuple[str, ...], ...]:
+        """Columns that may hold no null, as paths."""
+        return tuple(tuple(name.split(".")) for name, kind in self.types if not kind.nulls)
+
+    def check(self, path: str, schema: Any) -> None:
+        """Refuse a schema that has not what is wanted.
+
+        Raises:
+            DataError: naming file and column.
+        """
+        for column in self.columns or ():
+            if column not in schema.names:
+                raise DataError(f"{path} has no column '{column}', {nearest(column, schema.names)}{self.hint}")
+        for name, kind in self.types:
+            there = _field(path, schema, name, self.hint)
+            if not kind.fits(there):
+                raise DataError(
+                    f"{path}: column '{name}' is {there}, not {kind}{self.hint}; convert it where the file is "
+                    "written, or choose another column"
+                )
+
+    def check_nulls(self, where: Callable[[], str], record: Mapping[str, Any]) -> None:
+        """Refuse a null where none may be.
+
+        Raises:
+            DataError: naming the place that it is given, and the column.
+        """
+        for steps in self.without_nulls:
+            value: Any = record
+            for step in steps:
+                value = value.get(step) if isinstance(value, Mapping) else None
+            if value is None:
+                raise DataError(
+                    f"{where()}: column '{'.'.join(steps)}' is null{self.hint}; take the row out, or allow nulls "
+                    "(a type with ? behind it)"
+                )
+
+
+def _field(path: str, schema: Any, name: str, hint: str) -> Any:
+    if name in schema.names:
+        return schema.field(name).type
+    steps = name.split(".")
+    names, kind = schema.names, None
+    for step in steps:
+        if step not in names:
+            raise DataError(f"{path} has no column '{name}', {nearest(step, names)}{hint}")
+        kind = schema.field(step).type if kind is None else kind.field(step).type
+        names = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+    return kind

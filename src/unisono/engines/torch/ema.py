@@ -1,0 +1,88 @@
+"""A moving average of the weights, laid out as they are: each process averages its own shards, nothing is gathered.
+
+Only what is trained is averaged. Frozen parameters are their own average, and buffers (running statistics, counters)
+are the model's: an average is evaluated and exported with those that the training has at that time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from unisono.config.schema.run import Ema
+from unisono.engines.state import Reader
+from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.numerics.gradients import local
+from unisono.optim import ema
+
+log = logging.getLogger(__name__)
+KIND = "ema/"  # what the names of its arrays in a checkpoint begin with
+
+
+class Average:
+    """The average of a model's trainable parameters, in their dtype (the master's) and on their device.
+
+    Without a decay there is none: it has no tensors, and every method does nothing.
+
+    Args:
+        config: the group `ema`.
+        model: laid out; its parameters may not be replaced afterwards.
+    """
+
+    def __init__(self, config: Ema, model: nn.Module) -> None:
+        self._config = config
+        kept = config.decay is not None
+        self._weights = {n: p for n, p in model.named_parameters() if kept and p.requires_grad}
+        self.tensors: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """Its tensors by their names in a checkpoint."""
+        return {f"{KIND}{name}": value for name, value in self.tensors.items()}
+
+    def follow(self, made: int) -> None:
+        """Take the weights in after an update; `made` counts them from 1."""
+        kept = ema.decay(self._config, made) if self.tensors else None
+        if kept is not None:
+            get_ema_multi_avg_fn(kept)(*self._pieces(), None)
+
+    @contextmanager
+    def in_the_model(self) -> Iterator[None]:
+        """The context in which the model has the average for its weights; afterwards it has its own again, bit for bit.
+
+        Values are exchanged in place, tensor by tensor, since FSDP gathers from the memory that it knows.
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def load(self, reader: Reader) -> None:
+        """Take over a saved average; it begins with the model's weights where none was saved."""
+        if not self.tensors:
+            return
+        if any(name.startswith(KIND) for name in reader.shapes):
+            sharded_tensors.load(self.named, reader, kinds=(KIND,))
+            return
+        log.warning("the checkpoint has no moving average of the weights; one begins with the weights as they are now")
+        for average, weight in zip(*self._pieces(), strict=True):
+            average.copy_(weight)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, weight in zip(*self._pieces(), strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def _pieces(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What lies on this process of the average and of the weights."""
+        return [local(value) for value in self.tensors.values()], [
+            local(weight.detach()) for weight in self._weights.values()
+        ]

@@ -1,0 +1,218 @@
+"""Checks that a run is what it claims to be: on the first step, and every N-th after it.
+
+Each is cheap (one pass over the parameters, a few numbers per tensor to other ranks) and each catches a fault that
+leaves the loss falling: an optimizer on stale parameters, replicas that drift apart, a master dtype that is not the
+one asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from unisono.engines.torch.numerics.gradients import local
+from unisono.runtime.communicator import Group
+from unisono.runtime.errors import GuardError
+
+_PIECE = 1 << 22  # elements at a time
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensor: Tensor) -> int:
+    """A signed 64-bit number that changes when any bit of the local part changes, computed where the tensor is."""
+    flat = local(tensor.detach()).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
+    return _hashed(bits) if bits.device.type == "cpu" else _weighed(bits)
+
+
+def _hashed(bits: Tensor) -> int:
+    """XXH3 of the bytes; as fast as memory is."""
+    return int.from_bytes(xxhash.xxh3_64_digest(bits.numpy().data), signed=True)
+
+
+def _weighed(bits: Tensor) -> int:
+    """The sum of integers weighted by place, piece by piece; sums wrap, so the order of addition does not matter."""
+    places = torch.arange(min(_PIECE, bits.numel()), device=bits.device) * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, bits.numel(), _PIECE):
+        piece = bits[first : first + _PIECE].to(torch.int64)
+        if bits.element_size() == 8:  # else the highest bits, the sign first, would be lost to the wrap
+            piece = piece ^ ((piece >> 32) & 0xFFFFFFFF)
+        total += (piece * places[: piece.numel()]).sum() + 2 * first * piece.sum()
+    return int(total)
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The digest of every tensor by name."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def optimizer_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer's parameters are the model's trainable ones, the very same objects, each once.
+
+    Raises:
+        GuardError: naming the parameters that would not train.
+    """
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lost = [name for name, parameter in trainable.items() if id(parameter) not in held]
+    stale = len(set(held) - {id(parameter) for parameter in trainable.values()})
+    if len(held) != len(set(held)):
+        raise GuardError(
+            f"the optimizer holds {len(held) - len(set(held))} parameters twice, and would move them twice",
+            fault="The optimizer holds a parameter twice",
+        )
+    if lost or stale:
+        raise GuardError(
+            f"the optimizer does not hold the model's parameters: {len(lost)} are not in it ({_some(lost)}), and "
+            f"{stale} of its own are not in the model. It was built before the model was wrapped, or the model was "
+            "changed afterwards.",
+            fault="The optimizer was built before wrapping",
+        )
+
+
+def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every floating parameter has the dtype in which it is meant to be updated.
+
+    Raises:
+        GuardError: naming the parameters of another dtype.
+    """
+    kept = (dtype, dtype.to_complex())
+    wrong = [
+        f"{name} ({p.dtype})"
+        for name, p in model.named_parameters()
+        if (p.is_floating_point() or p.is_complex()) and p.dtype not in kept
+    ]
+    if wrong:
+        raise GuardError(
+            f"the master weights should be {dtype}, but these are not: {_some(wrong)}",
+            fault="The master weights have the wrong dtype",
+        )
+
+
+@contextmanager
+def moving(model: nn.Module, lr: float) -> Iterator[None]:
+    """The context of an update: parameters with a gradient are changed by it; see `moved`."""
+    parameters = dict(model.named_parameters())
+    before = digests(parameters)
+    with_gradient = [n for n, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())]
+    yield
+    moved(before, digests(parameters), with_gradient, lr)
+
+
+def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
+    """Parameters with a gradient are changed by an update.
+
+    Args:
+        before: digests before the update.
+        after: digests after it.
+        with_gradient: names of the parameters whose gradient is not zero.
+        lr: learning rate of the update; nothing has to move at zero.
+
+    Raises:
+        GuardError: if none moved; that a few did not can be rounding, and is allowed.
+    """
+    still = [name for name in with_gradient if before[name] == after[name]]
+    if lr > 0 and still and len(still) == len(with_gradient):
+        raise GuardError(
+            f"the update changed none of the {len(still)} parameters that have a gradient ({_some(still)}): the "
+            "optimizer does not reach the parameters that the model computes with",
+            fault="Parameters do not train",
+        )
+
+
+def replicas_that_differ(
+    group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
+) -> list[str]:
+    """Tensors that ranks should hold copies of and do not, each in a few words with the ranks of either side.
+
+    Args:
+        group: all ranks.
+        tensors: this rank's tensors by name.
+        replicas: groups of ranks that hold copies of each other.
+        what: is compared, for whoever waits in vain for it.
+
+    Returns:
+        The same on every rank; of several groups that differ in a tensor, the first.
+    """
+    if all(len(ranks) < 2 for ranks in replicas):
+        return []
+    everyone = group.gather(digests(tensors), what)
+    differing = []
+    for name in dict.fromkeys(name for rank in everyone for name in rank):
+        for ranks in replicas:
+            sides: dict[int | None, list[int]] = {}
+            for rank in ranks:
+                sides.setdefault(everyone[rank].get(name), []).append(rank)
+            if len(sides) > 1:
+                differing.append(f"'{name}' is not the same on ranks {' and '.join(map(str, sides.values()))}")
+                break
+    return differing
+
+
+def copies_agree(group: Group, copies: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int) -> None:
+    """Ranks that hold copies of the same parameters, of their average and of the optimizer's state hold the same bits.
+
+    Args:
+        group: all ranks.
+        copies: this rank's by name, parameters first.
+        replicas: groups of ranks that hold copies of each other.
+        step: after which they are compared, from 1.
+
+    Raises:
+        GuardError: on every rank, naming the first array that differs and the ranks.
+    """
+    told = _that_differ(group, copies, replicas, step)
+    if told:
+        raise GuardError(
+            f"{told} Gradients were not synchronised (a forward round the wrapper, a parameter changed outside the "
+            "optimizer), or randomness depends on the rank.",
+            fault="Replicas drift apart",
+        )
+
+
+def buffers_agree(group: Group, buffers: Mapping[str, Tensor], step: int) -> None:
+    """All ranks hold the same bits of the buffers that are not those of one process; see `copies_agree`."""
+    told = _that_differ(group, buffers, [range(group.size)], step)
+    if told:
+        raise GuardError(
+            f"{told} The model changes this buffer from the rows it sees, and every process sees others: reduce it "
+            "over processes in the model, or leave it out of training.",
+            fault="Buffers are those of one process",
+        )
+
+
+def _that_differ(group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int) -> str:
+    """A sentence, or nothing if all agree."""
+    differing = replicas_that_differ(group, tensors, replicas, f"the digests of all ranks after step {step}")
+    more = f"{len(differing)} of {len(tensors)} tensors differ"
+    return f"replicas differ: step {step}, {differing[0]} ({more})." if differing else ""
+
+
+def begins_alike(group: Group, model: nn.Module) -> None:
+    """All ranks begin with the same parameters.
+
+    Args:
+        group: all ranks.
+        model: before it is sharded.
+
+    Raises:
+        GuardError: on every rank, naming the first parameter that differs and the ranks.
+    """
+    parameters = dict(model.named_parameters())
+    if differing := replicas_that_differ(group, parameters, [range(group.size)], "the initial weights of all ranks"):
+        raise GuardError(
+            f"initial parameters differ: {differing[0]} ({len(differing)} of {len(parameters)} tensors differ). "
+            "build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
+            fault="Initialisation depends on the rank",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,0 +1,193 @@
+"""LoRA by the PEFT library: a base that stays as it is, and small matrices beside its linear layers that are trained.
+
+The base comes from the task's `build` in every start, so checkpoints hold the adapters alone, and a digest of the base
+by which another one is noticed. Each adapter's initial weights are keyed by its layer's name: no layout, and no other
+layer, changes them.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.config.schema.run import Lora
+from unisono.engines.state import Reader, Shard
+from unisono.engines.torch.guards import replicas
+from unisono.runtime.errors import CheckpointError, ConfigError, nearest
+from unisono.runtime.rng import key
+
+_BASE = "adapter/base"  # in a checkpoint: digests of the base's parameters, in the order of their names
+
+
+class Adapter:
+    """The adapters of a model, put into it in place. Without a config there are none, and the model is as it was.
+
+    Args:
+        config: the group `adapter`.
+        model: as `build` returns it, in its first dtype; afterwards its own parameters are frozen.
+        seed: of the run.
+
+    Raises:
+        ConfigError: where PEFT is not installed, or `targets` are no linear layers that can have one.
+    """
+
+    def __init__(self, config: Lora | None, model: nn.Module, seed: int) -> None:
+        self._base: list[int] | None = None
+        if config is None:
+            return
+        check(config)
+        self._base = _digests(model)
+        self._trained_before = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        self._tuner = _inject(config, model, seed)
+
+    def kept(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What belongs into a checkpoint of a model's parameters and buffers: all but the base's parameters."""
+        alone = self._base is None
+        return {n: t for n, t in named.items() if alone or not isinstance(t, nn.Parameter) or t.requires_grad}
+
+    def shards(self) -> list[Shard]:
+        """The digest of the base, for one process to save."""
+        if self._base is None:
+            return []
+        return [Shard(_BASE, (len(self._base),), (0,), torch.tensor(self._base, dtype=torch.int64))]
+
+    def check_base(self, reader: Reader) -> None:
+        """Refuse a checkpoint whose adapters were trained on another base; see `same_base`."""
+        if self._base is not None:
+            _compare(self._base, reader)
+
+    def merge(self) -> None:
+        """Add the adapters to the weights of their layers, and give the model these layers back as they were made."""
+        if self._base is None:
+            return
+        model = self._tuner.merge_and_unload(safe_merge=True)
+        for parameter in self._trained_before:
+            parameter.requires_grad_(True)
+        vars(model).pop("peft_config", None)
+
+
+def check(config: Lora | None) -> None:
+    """Refuse a run with adapters where PEFT is not installed."""
+    if config is not None and find_spec("peft") is None:
+        raise ConfigError("adapter=lora needs the package 'peft': pip install 'unisono[lora]'")
+
+
+def same_base(model: nn.Module, reader: Reader) -> None:
+    """Refuse adapters that were trained on another base than a model's own weights.
+
+    Args:
+        model: as `build` returns it, without adapters.
+        reader: of a checkpoint with adapters.
+
+    Raises:
+        CheckpointError: naming a parameter that differs.
+    """
+    _compare(_digests(model), reader, [name for name, _ in _sorted(model)])
+
+
+def _compare(base: list[int], reader: Reader, names: list[str] | None = None) -> None:
+    if _BASE not in reader.shapes:
+        raise CheckpointError("the checkpoint has no adapters: it was saved by a run without adapter=lora")
+    saved = reader.read(_BASE, (0,), reader.shapes[_BASE]).tolist()
+    differing = [number for number, (a, b) in enumerate(zip(base, saved, strict=False)) if a != b]
+    if len(base) != len(saved) or differing:
+        what = f"{len(differing)} of {len(base)} parameters differ"
+        if len(base) != len(saved):
+            what = f"it has {len(saved)} parameters, this one {len(base)}"
+        elif names is not None:
+            what += f", first '{names[differing[0]]}'"
+        raise CheckpointError(
+            f"the adapters were trained on another base: {what}. They fit only what the task's build() made for their "
+            "run: the same pretrained files, or random weights from the same seed, versions and settings "
+            "(unisono.load_model makes it so)"
+        )
+
+
+def _digests(model: nn.Module) -> list[int]:
+    return [replicas.digest(parameter) for _, parameter in _sorted(model)]
+
+
+def _sorted(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return sorted(model.named_parameters())
+
+
+def _inject(config: Lora, model: nn.Module, seed: int) -> Any:
+    """PEFT's own layers in place of those that are targeted; returns what can merge them."""
+    from peft import LoraConfig, LoraModel
+
+    chosen = _targets(config, model)
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules="|".join(re.escape(name) for name in chosen),  # a text is matched whole, a list by endings too
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # layer by layer, and rightly
+        tuner = LoraModel(model, settings, "default")
+        for name in chosen:
+            torch.manual_seed(key(seed, "init", "adapter", name))
+            model.get_submodule(name).reset_lora_parameters("default", True)  # type: ignore[operator]
+    return tuner
+
+
+def _targets(config: Lora, model: nn.Module) -> list[str]:
+    """Names of the linear layers that get an adapter.
+
+    Raises:
+        ConfigError: naming the pattern or the layer that cannot be meant.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    without = _without_effect(model, layers)
+    if not config.targets:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        chosen = [name for name, layer in layers.items() if name not in without and layer is not head]
+        if not chosen:
+            raise ConfigError("adapter=lora: the model has no linear layer that could have an adapter")
+        return chosen
+    matched = {
+        pattern: [pattern] if pattern in layers else [name for name in layers if _matches(name, pattern)]
+        for pattern in config.targets
+    }
+    for pattern, names in matched.items():
+        if not names:
+            known = {*layers, *(name.rpartition(".")[2] for name in layers)}
+            raise ConfigError(
+                f"adapter.targets: '{pattern}' matches no linear layer, {nearest(pattern, known)} (a layer's name, its "
+                "last part, or a glob over names)"
+            )
+    chosen = [name for name in layers if any(name in names for names in matched.values())]
+    for name in chosen:
+        if name in without:
+            raise ConfigError(f"adapter.targets: '{name}' cannot have an adapter: {without[name]}; leave it out")
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def _without_effect(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Layers where an adapter would be passed by, or could not be merged, each with the reason."""
+    owners: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
+    reasons = {}
+    for name, layer in layers.items():
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            reasons[name] = "torch's MultiheadAttention multiplies with its weights itself"
+        for shared in (owners[parameter] for parameter in layer.parameters(recurse=False)):
+            if len(shared) > 1:
+                reasons[name] = (
+                    f"its weights are shared ({' and '.join(shared[:2])}), and the other would be merged too"
+                )
+    return reasons

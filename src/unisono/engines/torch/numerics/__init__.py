@@ -1,0 +1,1 @@
+"""What the numbers of a step depend on: precision, randomness, buffers, sums over rows and processes."""

@@ -1,0 +1,58 @@
+"""Activation checkpointing: blocks that are computed again in the backward pass, and leave no second trace.
+
+torch replays what a block draws, not what it changes. Without more, a batch norm would count every batch twice in its
+running statistics, and a block that reads what it changes, as spectral normalisation does, would be computed with
+other values than in the forward pass, under gradients that belong to neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from unisono.engines.torch.numerics.precision import promoting
+
+
+def replayed(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
+    """A forward that keeps its inputs alone, and is made again when the backward pass wants its activations.
+
+    Args:
+        block: whose forward it is.
+        forward: the block's own, perhaps compiled; checkpoint() itself is never traced.
+        precision: of the run.
+    """
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, block, precision))
+
+
+def _contexts(block: nn.Module, precision: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Those of a forward pass and of its replay, which finds the buffers that the pass found, and changes none."""
+    found: list[tuple[Tensor, Tensor]] = []  # buffers, and what they were
+
+    @contextmanager
+    def passing() -> Iterator[None]:
+        buffers = list(block.buffers()) if torch.is_grad_enabled() else []  # else there is no replay
+        before = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+        yield
+        # A batch norm's statistics are written past the version counter; the number of its batches is not.
+        if any(buffer._version != version for buffer, _, version in before):
+            found.extend((buffer, was) for buffer, was, _ in before)
+
+    @contextmanager
+    def replaying() -> Iterator[None]:
+        now = [buffer.clone() for buffer, _ in found]
+        for buffer, was in found:
+            buffer.copy_(was)
+        try:
+            with promoting(precision):
+                yield
+        finally:
+            for (buffer, _), value in zip(found, now, strict=True):
+                buffer.copy_(value)
+
+    return passing(), replaying()

@@ -1,0 +1,46 @@
+"""Where a backward pass stops computing and begins to wait for the gradients of others, told to the monitor.
+
+Both happen inside of one call, so that from outside a rank that is slow and one that waits for it look alike. Autograd
+calls back once its graph is done, in the order in which it was asked to; the wrappers, which wait there for their
+reductions, ask later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Variable
+
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import Place
+
+
+@contextmanager
+def backward_told(total: Tensor, place: Place, last: bool, step: int) -> Iterator[None]:
+    """The context of a backward pass.
+
+    Args:
+        total: whose backward pass it is.
+        place: of this process.
+        last: whether gradients are reduced in it.
+        step: that is made, from 0.
+    """
+    if not (heartbeat.active() and last and place.world_size > 1):
+        yield
+        return
+
+    def done() -> None:
+        heartbeat.waits(f"the gradients of step {step + 1}")
+
+    def begun(_: Any) -> None:
+        Variable._execution_engine.queue_callback(done)
+
+    handle = total.register_hook(begun)
+    try:
+        with heartbeat.unchanged():
+            yield
+    finally:
+        handle.remove()

@@ -1,0 +1,171 @@
+"""`layout.strategy=dp`: nn.DataParallel, one process that computes on several devices.
+
+torch's wrapper gathers what devices return along the rows, which a loss does not have. Here a micro-batch is cut by
+rows, each device makes outputs and loss of its rows, and sums and counts are added up on the first device, so nothing
+is averaged. Where a loss crosses samples, devices make outputs alone, and the loss sees them all on the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.engines.torch.numerics.precision import casting, promoting
+from unisono.runtime.errors import ConfigError
+from unisono.task import Batch, Context, Loss
+
+
+def devices_of(device: torch.device) -> list[int]:
+    """Numbers of the devices that one process computes on; fewer than two are nothing to share rows among."""
+    if device.type in ("cpu", "mps"):
+        return []
+    return list(range(torch.accelerator.device_count()))
+
+
+class Replica(nn.Module):
+    """The step module of one device, in the precision of the run: threads do not take it over from the one they are of.
+
+    torch would have autocast compute in the device's default dtype there, which is fp16.
+    """
+
+    def __init__(self, step: nn.Module, precision: str, device: torch.device) -> None:
+        super().__init__()
+        self.step = step
+        self.precision, self.device = precision, device
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the step computes."""
+        with promoting(self.precision), casting(self.precision, self.device):
+            return self.step(*inputs)
+
+
+class DataParallel(nn.DataParallel[Replica]):
+    """The step module on several devices.
+
+    Args:
+        step: on the first of them.
+        crosses: whether it returns outputs by row, for a loss across samples, in place of a loss.
+        precision: of the run.
+        device: the first of them.
+        devices: their numbers.
+    """
+
+    def __init__(
+        self, step: nn.Module, crosses: bool, precision: str, device: torch.device, devices: Sequence[int]
+    ) -> None:
+        super().__init__(Replica(step, precision, device), list(devices))
+        self._crosses = crosses
+        self._totals = False
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """The inputs of every device: its rows, and what belongs to all rows."""
+        batch, context, scales = inputs
+        self._totals = scales is None and not self._crosses
+        parts = cut(batch, context, scales, [self._place(number) for number in device_ids])
+        return parts, tuple({} for _ in parts)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """What all devices came to, on the first."""
+        first = self._place(output_device)
+        if self._crosses:
+            return joined(outputs, first)
+        return added(outputs, first) if self._totals else summed(outputs, first)
+
+    def _place(self, number: Any) -> torch.device:
+        return torch.device(self.module.device.type, number)
+
+
+def cut(
+    batch: Batch, context: Context, scales: Mapping[str, Tensor] | None, devices: Sequence[torch.device]
+) -> tuple[tuple[Batch, Context, dict[str, Tensor] | None], ...]:
+    """A micro-batch for each device: its rows as evenly as they go, none without a row.
+
+    Raises:
+        ConfigError: for arrays that cannot be cut by row.
+    """
+    lengths = {name: len(value) if value.dim() else None for name, value in _tensors(batch)}
+    sizes = {length for length in lengths.values() if length is not None}
+    if len(sizes) != 1:
+        raise ConfigError(
+            "layout.strategy=dp cuts a micro-batch by the first axis of its arrays, which has to be the row; here it "
+            f"has {lengths}. Use layout.strategy=ddp, where every process makes micro-batches of its own"
+        )
+    (rows,) = sizes
+    parts, begin = [], 0
+    for number, device in enumerate(devices[:rows]):
+        end = begin + rows // min(rows, len(devices)) + (number < rows % min(rows, len(devices)))
+        own = slice(begin, end)
+
+        def of_rows(value: Tensor, own: slice = own, device: torch.device = device) -> Tensor:
+            return (value[own] if value.dim() else value).to(device, non_blocking=True)
+
+        carry = None if context.carry is None else _each(of_rows, context.carry)
+        totals = {name: value.to(device) for name, value in context.totals.items()}
+        there = None if scales is None else {name: scale.to(device) for name, scale in scales.items()}
+        parts.append((_each(of_rows, batch), replace(context, carry=carry, totals=totals), there))
+        begin = end
+    return tuple(parts)
+
+
+def summed(made: Sequence[tuple[Tensor, Loss]], first: torch.device) -> tuple[Tensor, Loss]:
+    """The loss of all rows from those of parts: totals, sums, and both numbers of every metric are added up."""
+    total = torch.stack([part.to(first) for part, _ in made]).sum()
+    losses = [loss for _, loss in made]
+    for loss in losses[1:]:
+        if (loss.sums.keys(), loss.metrics.keys(), dict(loss.weights)) != (
+            losses[0].sums.keys(), losses[0].metrics.keys(), dict(losses[0].weights),
+        ):  # fmt: skip
+            raise ConfigError(
+                f"devices report other terms, metrics or weights: {sorted(losses[0].sums)}, "
+                f"{sorted(losses[0].metrics)}, {dict(losses[0].weights)} and {sorted(loss.sums)}, "
+                f"{sorted(loss.metrics)}, {dict(loss.weights)}. They may not depend on the rows."
+            )
+    carries, metrics = [loss.carry for loss in losses], [loss.metrics for loss in losses]
+    return total, Loss(
+        sums=added([loss.sums for loss in losses], first),
+        weights=losses[0].weights,
+        metrics={
+            name: (_sum([one[name][0] for one in metrics], first), _sum([one[name][1] for one in metrics], first))
+            for name in losses[0].metrics
+        },
+        carry=None if carries[0] is None else joined(carries, first),
+    )
+
+
+def added(parts: Sequence[Mapping[str, Tensor]], first: torch.device) -> dict[str, Tensor]:
+    """Sums by name, added up."""
+    return {name: _sum([part[name] for part in parts], first) for name in parts[0]}
+
+
+def joined(parts: Sequence[Any], first: torch.device) -> Any:
+    """Rows of parts, one after the other; tensors, or nested dicts of them."""
+    if isinstance(parts[0], Mapping):
+        return {name: joined([part[name] for part in parts], first) for name in parts[0]}
+    return torch.cat([part.to(first) for part in parts])
+
+
+def _sum(values: Sequence[Any], first: torch.device) -> Any:
+    if not any(isinstance(value, Tensor) for value in values):
+        return sum(values)
+    return torch.stack([torch.as_tensor(value).to(first) for value in values]).sum(0)
+
+
+def _tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    if isinstance(value, Mapping):
+        return [pair for key, inner in value.items() for pair in _tensors(inner, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, list | tuple):
+        raise ConfigError(
+            f"layout.strategy=dp cuts a micro-batch by row, and cannot cut '{name}', a {type(value).__name__}; use "
+            "dicts of arrays, or layout.strategy=ddp"
+        )
+    return [(name, value)] if isinstance(value, Tensor) else []
+
+
+def _each(act: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _each(act, inner) for name, inner in value.items()}
+    return act(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,239 @@
+"""What processes say to each other: named, with a deadline, and never pickled.
+
+Control messages are JSON over gloo, whatever the device; tensors go by the device's own backend.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import itertools
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import SHARES_PORT, Json, Place, written
+from unisono.runtime.errors import DeadlineError
+
+# As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
+_PEER_FAULT = re.compile(
+    r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|timeout caused|monitoredBarrier|by peer"
+)
+
+_starts = itertools.count()
+_stores: dict[tuple[str, int], Store] = {}
+_AT_ONCE = 25.0  # seconds for what depends on no other process
+
+
+def start(place: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchGroup:
+    """Join the process group, with gloo beside the device's own backend, and return the control channel.
+
+    Args:
+        place: of this process.
+        device: of this process; its type chooses the backend.
+        timeout: seconds that any later wait may take.
+        start_timeout: seconds for all processes to appear.
+
+    Raises:
+        DeadlineError: naming the ranks that did not appear.
+    """
+    own = dist.get_default_backend_for_device(device)
+    deadline = time.monotonic() + start_timeout
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
+        hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        _known(host, port)
+        # Whoever hosts the store finds it at once, unless the address is not this host's.
+        until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
+        whole = _meeting_point(host, port, place, hosts, until)
+        whole.set_timeout(timedelta(seconds=start_timeout))
+    except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
+        reason = str(error).splitlines()[0]
+        if isinstance(error, dist.DistNetworkError) and not hosts:
+            reason = f"nobody answered within {start_timeout:g} s (launch.start_timeout)"
+        raise DeadlineError(
+            f"rank {place.rank} could not meet the other processes at {written(host, port)}: {reason}"
+        ) from error
+    # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
+    store.set(f"here/{place.rank}", "1")
+    with waiting(place, "the other processes to appear", start_timeout):
+        absent = [rank for rank in range(place.world_size) if not _appears(store, rank, deadline)]
+    if absent:
+        raise DeadlineError(
+            f"rank {place.rank}: of {place.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
+            f"{', '.join(map(str, absent))} did not start, or found no way to {written(host, port)}, within "
+            f"{start_timeout:g} s (launch.start_timeout)"
+        )
+    store.set_timeout(timedelta(seconds=timeout))
+    with waiting(place, "the processes to connect", timeout):
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=None if device.type == "cpu" else device,
+        )
+    return TorchGroup(place, timeout)
+
+
+def _meeting_point(host: str, port: int, place: Place, hosts: bool, deadline: float) -> Store:
+    """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
+    if (host, port) in _stores:
+        return _stores[host, port]
+    listener = _listening(host, port, place.launcher == "unisono") if hosts else None
+    while True:
+        try:
+            _stores[host, port] = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                place.world_size,
+                is_master=hosts,
+                timeout=timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 2)),  # torch tries twice
+                wait_for_workers=False,
+                multi_tenant=listener is None,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+            return _stores[host, port]
+        except dist.DistNetworkError:
+            if hosts or time.monotonic() >= deadline:
+                raise
+
+
+def _listening(host: str, port: int, kept: bool) -> socket.socket | None:
+    """A socket at the address of the store alone; None where others may know this host by another address.
+
+    Torch would listen on all interfaces, and whoever reaches the store can take part in the job. A port that is `kept`
+    for this process, by our launcher, is shared with it; with any other, a port in use must be told.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+        return None  # many hosts give their own name to 127.0.1.1
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if kept:
+            listener.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+        listener.bind((address[0], port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"port {port} of this host is in use; choose another MASTER_PORT") from error
+        return None  # its address may be translated on the way here
+    return listener
+
+
+def _known(host: str, port: int) -> None:
+    """See that a host's name leads somewhere, or raise an OSError; torch would try until its deadline.
+
+    A name may be new, as in a cluster that has just been made, so it is asked for more than once.
+    """
+    deadline = time.monotonic() + _AT_ONCE / 2
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"the name {host!r} leads to no address ({error.strerror})") from error
+        time.sleep(1.0)
+
+
+def stop() -> None:
+    """Leave the process group. Everything that was reduced in it must be gone before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _appears(store: Store, rank: int, deadline: float) -> bool:
+    """Whether a rank announces itself before the deadline."""
+    try:
+        store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+@contextmanager
+def waiting(place: Place, what: str, timeout: float, blocking: bool = True) -> Iterator[None]:
+    """Turn a backend's error about a peer into a sentence about what this process waited for.
+
+    Args:
+        place: of this process.
+        what: it waits for.
+        timeout: seconds that it may take.
+        blocking: it does nothing else meanwhile, so that a monitor is to see it wait.
+    """
+    try:
+        with heartbeat.phase("wait", what) if blocking and place.world_size > 1 else nullcontext():
+            yield
+    except RuntimeError as error:
+        if place.world_size == 1 or not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise DeadlineError(
+            f"rank {place.rank} waited for {what}, and not all came: one is gone, stuck, or slower than the deadline "
+            f"of {timeout:g} s (launch.timeout). Look at the logs of the other ranks. Backend: {reason}"
+        ) from error
+
+
+class TorchGroup:
+    """The control channel of a job with several processes."""
+
+    def __init__(self, place: Place, timeout: float, channel: dist.ProcessGroup | None = None) -> None:
+        self.place = place
+        self.channel = channel  # torch's own group of all processes, unless another one is given
+        self.rank = place.rank
+        self.size = place.world_size
+        self.timeout = timeout
+
+    def gather(self, value: Json, what: str) -> list[Json]:
+        """Every rank's value, as JSON."""
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with waiting(self.place, what, self.timeout):
+            sizes = torch.zeros(self.size, dtype=torch.int64)
+            sizes[self.rank] = message.numel()
+            dist.all_reduce(sizes, group=self.channel)
+            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            padded[: message.numel()] = message
+            everyone = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(everyone, padded, group=self.channel)
+        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
+
+    def barrier(self, what: str) -> None:
+        """A gather of nothing: the ranks that came are known to be here."""
+        self.gather(None, what)
+
+    def another(self) -> TorchGroup:
+        """The same processes over connections of their own, for other threads."""
+        with waiting(self.place, "the processes to connect once more", self.timeout):
+            channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return TorchGroup(self.place, self.timeout, channel)
+
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of every rank's numbers, place by place."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        with waiting(self.place, what, self.timeout):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
+        return [int(number) for number in tensor]
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """The sum over all ranks, in place."""
+        with waiting(self.place, what, self.timeout):
+            dist.all_reduce(tensor, group=self.channel)
+        return tensor

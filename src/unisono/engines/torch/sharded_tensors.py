@@ -1,0 +1,151 @@
+"""A model's and an optimizer's tensors as pieces of named arrays, for checkpoints that any layout can read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from unisono.engines.state import Reader, Shard
+from unisono.engines.torch.numerics.gradients import local
+from unisono.runtime.communicator import Place, cores
+from unisono.runtime.errors import CheckpointError
+
+_AT_ONCE = 4  # tensors that are read at a time; those for a device each take as much memory of the host
+
+
+def of_model(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters and persistent buffers by their names in a checkpoint; tied ones once, by the first."""
+    result: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {
+        name: value for name, value in model.state_dict().items() if name not in aliases and isinstance(value, Tensor)
+    }
+    return result | {f"model/{name}": value for name, value in buffers.items()}
+
+
+def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """An optimizer's tensors by their names in a checkpoint."""
+    result: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                result[f"optimizer/{name}/{entry}"] = value
+    return result
+
+
+def shards(tensors: Mapping[str, Tensor], place: Place) -> list[Shard]:
+    """The pieces this process has to save: of several copies one, the work dealt out among the ranks."""
+    result = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        finite = isinstance(tensor, nn.Parameter) or not name.startswith("model/")  # a mask may be full of -inf
+        tensor = tensor.detach()
+        offset = piece(tensor)[1]
+        if _copies(tensor, number, place) and (local(tensor).numel() or not tensor.numel()):
+            result.append(Shard(name, tuple(tensor.shape), offset, local(tensor), finite))
+    return result
+
+
+def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] = ("model/", "optimizer/")) -> None:
+    """Read saved values into tensors, each process its own pieces.
+
+    Args:
+        tensors: by their names in the checkpoint.
+        reader: of the checkpoint.
+        kinds: beginnings of the saved names that have to be among `tensors`.
+
+    Raises:
+        CheckpointError: for an array that is missing, is not expected, or has another shape.
+    """
+    saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(kinds)}
+    missing = [name for name in tensors if name not in saved]
+    unexpected = [name for name in saved if name not in tensors]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: missing {missing[:4] or 'nothing'}, unexpected "
+            f"{unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all)"
+        )
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != saved[name]:
+            raise CheckpointError(
+                f"'{name}' has shape {saved[name]} in the checkpoint, but {tuple(tensor.shape)} in the model"
+            )
+
+    def fill(name: str) -> None:
+        with torch.no_grad():  # of each thread
+            reader.fill(name, piece(tensors[name])[1], local(tensors[name]))
+
+    with ThreadPoolExecutor(min(_AT_ONCE, cores())) as threads:
+        for _ in threads.map(fill, tensors):
+            pass
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, reader: Reader) -> None:
+    """Give the optimizer the state tensors that a checkpoint has values for, laid out like their parameters.
+
+    Those of the parameters' shapes hold whatever is in their memory until `load` reads the values into it.
+    """
+    parameters = dict(model.named_parameters())
+    for full, shape in reader.shapes.items():
+        if not full.startswith("optimizer/"):
+            continue
+        name, _, entry = full.removeprefix("optimizer/").rpartition("/")
+        if name not in parameters:
+            raise CheckpointError(f"the checkpoint has optimizer state for '{name}', which the model does not have")
+        parameter = parameters[name]
+        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+        if group is None:
+            raise CheckpointError(f"the checkpoint has optimizer state for '{name}', which is not trained here")
+        on_device = group.get("fused") or group.get("capturable")
+        if shape == tuple(parameter.shape) and entry != "step":
+            value = optimizer.state[parameter].get(entry)
+            if value is None or value.shape != parameter.shape or value.dtype != parameter.dtype:
+                value = torch.empty_like(parameter.detach(), memory_format=torch.preserve_format)
+        else:  # whole on every process; a step counter stays on the CPU unless the optimizer's kernel reads it
+            device = local(parameter).device if shape or on_device else "cpu"
+            value = reader.read(full, (0,) * len(shape), shape).to(device)
+        optimizer.state[parameter][entry] = value
+
+
+def piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of the part of a tensor that lies on this process."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def whole(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
+    """The whole tensor, gathered if it is sharded, as an array of at least one dimension.
+
+    Gathering is collective; a process that does not `keep` it takes part and gets None. Half precision comes as fp32,
+    since numpy has no bf16.
+    """
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not keep:
+        return None
+    tensor = tensor.cpu()
+    result = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+    return np.atleast_1d(result)
+
+
+def _copies(tensor: Tensor, number: int, place: Place) -> bool:
+    """Whether this process is the one of those with the same piece that saves it."""
+    if not isinstance(tensor, DTensor):
+        return number % place.world_size == place.rank
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(tensor.placements):
+        assert isinstance(placement, Replicate | Sharded)
+        if isinstance(placement, Replicate) and coordinate[axis] != number % tensor.device_mesh.size(axis):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""The rows of the fault matrix, one module a kind."""

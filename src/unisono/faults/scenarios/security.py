@@ -1,0 +1,178 @@
+"""What a hostile file or stranger can do."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import os
+import pickle
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from unisono.faults import job
+from unisono.faults.matrix import Ground, Outcome, fault
+
+
+class _Payload:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.touched}",)
+
+
+@fault("S1", "a checkpoint with a pickle payload in place of each of its files")
+def _payload(ground: Ground) -> Outcome:
+    outcome, touched = Outcome(), ground.own / "touched"
+    pickle.loads(pickle.dumps(_Payload(touched)))
+    assert touched.exists(), "the payload does nothing"
+    touched.unlink()
+    newest = job.finished(ground)
+    for file in sorted(newest.iterdir()):
+        kept = file.read_bytes()
+        file.write_bytes(pickle.dumps(_Payload(touched)))
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+            done = evaluation.finish()
+        outcome.promise(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
+        outcome.promise(not touched.exists(), f"{file.name} was unpickled")
+        outcome.said = outcome.said or done.sentence
+        file.write_bytes(kept)
+    return outcome
+
+
+@fault("S2", "names in a manifest that lead out of its folder")
+def _escape(ground: Ground) -> Outcome:
+    outcome = Outcome()
+    newest = job.finished(ground)
+    secret = ground.own / "secret.safetensors"
+    shard = next(newest.glob("*.safetensors"))
+    shutil.copy(shard, secret)
+    kept = (newest / "manifest.json").read_text()
+    for hostile in (f"../../../../{secret.name}", str(secret)):
+        text = kept.replace(json.dumps(shard.name), json.dumps(hostile))
+        job.rewrite(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+            done = evaluation.finish()
+        outcome.promise(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
+        outcome.said = done.sentence
+    return outcome
+
+
+@fault("S3", "a link in a checkpoint that leads out of its folder")
+def _link(ground: Ground) -> Outcome:
+    outcome = Outcome()
+    newest = job.finished(ground)
+    shard = next(newest.glob("*.safetensors"))
+    elsewhere = ground.own / "elsewhere.safetensors"
+    shutil.move(shard, elsewhere)
+    shard.symlink_to(elsewhere)
+    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+        done = evaluation.finish()
+    outcome.promise(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
+    outcome.said = done.sentence
+    return outcome
+
+
+@fault("S4", "YAML with object tags, aliases without end, and `_target_`")
+def _yaml(ground: Ground) -> Outcome:
+    outcome, touched = Outcome(), ground.own / "touched"
+    configs = {
+        "tag": f"!!python/object/apply:os.system ['touch {touched}']",
+        "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
+            f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)
+        ),
+        "target": f"recipe: harmed.py:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
+    }  # fmt: skip
+    for name, text in configs.items():
+        folder = ground.own / name
+        folder.mkdir()
+        (folder / "mine.yaml").write_text(text)
+        with ground.job(command=job.verb("check", "mine", f"--config-dir={folder}")) as run:
+            done = run.finish(60)
+        outcome.promise(done.code == 2, f"{name}: {done.code}: {done.said[-800:]}")
+        outcome.promise(not touched.exists(), f"{name} ran a command")
+        outcome.promise("Traceback" not in done.said, f"{name}: {done.said[-800:]}")
+        outcome.said = done.sentence
+    return outcome
+
+
+@fault("S5", "a secret in the configuration")
+def _secret(ground: Ground) -> Outcome:
+    canary = "hf_" + "Q7x" * 11
+    with ground.job(f"observe.project={canary}") as run:
+        done = run.finish()
+    outcome = Outcome(said=done.sentence)
+    outcome.promise(done.code == 2, f"it was not refused: {done.code}")
+    found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.promise(not found, f"{found} hold it")
+    return outcome
+
+
+@fault(
+    "S6", "a stranger at every port that a run opens, with words that are nobody's and an object that runs a command"
+)
+def _stranger(ground: Ground) -> Outcome:
+    words = ("task.sleep=0.05", "train.steps=60")
+    before, outcome, touched = ground.unharmed(*words), Outcome(), ground.own / "touched"
+    hostile = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n" * 9, os.urandom(4096), pickle.dumps(_Payload(touched))]
+    with ground.job(*words) as run:
+        run.reaches(3)
+        ports = [place for pid in run.pids() for place in _listening(pid)]
+        outcome.promise(len(ports) > 1, f"it listens nowhere: {ports}")
+        outside = [place for place in ports if not ipaddress.ip_address(place[0]).is_loopback]
+        outcome.promise(not outside, f"other hosts can reach {outside}")
+        for place, told in itertools.product(ports, hostile):
+            with suppress(OSError), socket.create_connection(place, 5.0) as link:
+                link.sendall(told)
+        outcome.promise(run.step() < 60, "the run had ended before")
+        done = run.finish()
+    outcome.promise(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
+    outcome.promise(not touched.exists(), "something was unpickled")
+    outcome.exact = done.code == 0 and job.state(run.run) == before
+    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.said = f"{len(ports)} ports, all of them of this host alone; the run goes on"
+    return outcome
+
+
+@fault("S6b", "strangers where nodes meet: with words that are nobody's, with another token, with none")
+def _uninvited(ground: Ground) -> Outcome:
+    port = job.free_port()
+    words = ("layout.world_size=2", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}", "launch.start_timeout=90")
+    before, outcome = ground.unharmed(), Outcome()
+
+    def node(rank: int, token: str, where: Ground = ground) -> job.Job:
+        command = job.train(*words, f"launch.node_rank={rank}")
+        return job.Job(where.own, command=command, variables={"UNISONO_TOKEN": token}, output=f"{rank}{token}.txt")
+
+    with node(0, "ours") as first:
+        job.wait_for(lambda: "meets the others" in first.output.read_text(), 60.0, "node 0 to listen")
+        for told in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"node": 1, "nodes": 2, "proof": ""}\n'):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
+                link.sendall(told)
+        for token in ("theirs", ""):
+            with node(1, token, ground.for_("stranger")) as other:
+                refused = other.finish(60)
+                outcome.promise(refused.code == 2, f"token '{token}': {refused.code}: {refused.said[-800:]}")
+                outcome.promise("UNISONO_TOKEN" in refused.sentence, f"it is not told why: {refused.said[-800:]}")
+        with node(1, "ours") as second:
+            ends = [first.finish(), second.finish()]
+    outcome.promise([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
+    outcome.exact = not outcome.wrong and job.state(first.run) == before
+    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.said = refused.sentence
+    return outcome
+
+
+def _listening(pid: int) -> list[tuple[str, int]]:
+    with suppress(psutil.Error):
+        return [
+            (*one.laddr,) for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN
+        ]
+    return []

@@ -1,0 +1,424 @@
+"""Disks that are full, read-only or wrong, and commits that are not what was written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from unisono.faults import job
+from unisono.faults.matrix import Abstain, Ground, Outcome, fault
+from unisono.faults.scenarios.death import in_full_run, kill
+
+REFUSED, UNSAVED = 2, 7
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
+    """A file system of so many megabytes in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if made.returncode:
+        raise Abstain(f"no file system can be mounted here: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def filled(folder: Path, leaving: int) -> Iterator[Path]:
+    """A file that takes all the room of a disk but so many bytes."""
+    path = folder / "filler"
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with suppress(OSError), path.open("wb", buffering=0) as file:  # others write meanwhile
+        for _ in range(0, free - leaving, 4096):
+            file.write(b"\0" * 4096)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@fault("C20", "the disk is full when a shard is written", quick=True)
+def _full(ground: Ground) -> Outcome:
+    return _without_room(ground, 200_000)
+
+
+@fault("C20c", "the disk is full to the last byte, so that no record of a step can be written either")
+def _full_to_the_last_byte(ground: Ground) -> Outcome:
+    return _without_room(ground, 0)
+
+
+def _without_room(ground: Ground, leaving: int) -> Outcome:
+    """A run whose disk has so many bytes left, once it has a checkpoint."""
+    words = ("train.steps=200", "task.width=60000", "checkpoint.every=5", "task.sleep=0.05")
+    before = ground.unharmed(*words)
+    with small_disk(ground.own / "runs", 120):
+        with ground.job(*words) as run:
+            in_full_run(run)
+            run.reaches(11)
+            began = time.monotonic()
+            with filled(ground.own / "runs", leaving):
+                done = run.finish()
+                outcome = ground.judge(run, done, began, UNSAVED, ("space",), 60.0)
+                kept, made = job.newest(run.run), run.step()
+                outcome.promise(kept > 0, "no commit can be loaded")
+                fragments = list((run.run / "checkpoints").glob(".*"))
+                outcome.promise(not (fragments and leaving), "a fragment is left")
+            outcome.lost = made - kept
+        ground.go_on(outcome, before, *words)
+    return outcome
+
+
+@fault("C20b", "a disk that has no room for the next commits is told before the first step")
+def _too_small(ground: Ground) -> Outcome:
+    with small_disk(ground.own / "runs", 12), ground.job("task.width=400000") as run:
+        done = run.finish()
+        outcome = Outcome(said=done.sentence)
+        outcome.promise(done.code == REFUSED, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.promise("needs" in done.said and "free" in done.said, f"not told how much: {done.said[-1500:]}")
+        outcome.promise(run.step() == 0, "steps were made")
+    return outcome
+
+
+@fault("C21", "a directory that cannot be written or is not there")
+def _read_only(ground: Ground) -> Outcome:
+    with small_disk(ground.own / "runs", 20):
+        subprocess.run(["mount", "-o", "remount,ro", str(ground.own / "runs")], check=True)
+        with ground.job() as run:
+            done = run.finish()
+    outcome = Outcome(said=done.sentence)
+    outcome.promise(done.code == REFUSED and "runs" in done.sentence, f"{done.code}: {done.said[-1500:]}")
+    return outcome
+
+
+@fault("C22", "a disk without room for a while; training goes on where that is asked for")
+def _for_a_while(ground: Ground) -> Outcome:
+    words = (
+        "train.steps=120", "task.width=60000", "checkpoint.every=5", "task.sleep=0.1",
+        "checkpoint.on_failure=continue", "observe.log_every=1", "observe.progress=true",
+    )  # fmt: skip
+    before = ground.unharmed(*words)
+    with small_disk(ground.own / "runs", 120), ground.job(*words) as run:
+        in_full_run(run)
+        run.reaches(11)
+        with filled(ground.own / "runs", 200_000):
+            job.wait_for(lambda: "unsaved since" in _said(run), 60.0, "a line that says so")
+        done = run.finish()
+        outcome = Outcome(said=next((line for line in done.said.splitlines() if "unsaved since" in line), ""))
+        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.exact = job.state(run.run) == before
+        outcome.promise(outcome.exact, "it ended otherwise")
+    return outcome
+
+
+@fault("C22b", "an error of the disk when a shard is flushed: tried again, and nobody would know")
+def _broken(ground: Ground) -> Outcome:
+    before = ground.unharmed()
+    with ground.job(misbehave="eio@fsync:0:5") as run:
+        done = run.finish()
+        outcome = Outcome(said=next((line for line in done.said.splitlines() if "tried again" in line), ""))
+        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.promise("Input/output error" in outcome.said, f"not told: {done.said[-1500:]}")
+        outcome.lost = 0
+        outcome.exact = done.code == 0 and job.state(run.run) == before
+        outcome.promise(outcome.exact, "it ended otherwise")
+    return outcome
+
+
+@fault("C22c", "errors of the disk that do not go away")
+def _away(ground: Ground) -> Outcome:
+    """From the second checkpoint on; it is tried again for three seconds."""
+    says = ("rank 0", "Input/output error", "tried 3 times")
+    return ground.harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
+
+
+def _said(run: job.Job) -> str:
+    return (run.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+
+
+def _damaged(ground: Ground, harm: object, *, bites: int = 1) -> Outcome:
+    """A finished run whose newest commit is harmed in several ways, one after the other; each is refused by name."""
+    outcome = Outcome()
+    words = ("train.steps=6",)
+    before = ground.unharmed("train.steps=6")
+    with ground.job(*words) as run:
+        assert run.finish().code == 0
+    found = sorted((run.run / "checkpoints").glob("step-*"))
+    kept = ground.own / "kept"
+    shutil.copytree(run.run, kept)
+    for name, told in harm(found[-1], found[-2]):  # type: ignore[operator]
+        with ground.job(*words, "run.resume=exact") as again:
+            done = again.finish()
+        outcome.promise(done.code == REFUSED, f"{name}: exit code {done.code}: {done.said[-800:]}")
+        outcome.promise(told in done.said, f"{name}: '{told}' is not said: {done.said[-800:]}")
+        outcome.said = outcome.said or done.sentence
+        shutil.rmtree(run.run)
+        shutil.copytree(kept, run.run)
+    last = list(harm(found[-1], found[-2]))[-1:]  # type: ignore[operator]
+    outcome.promise(bool(last), "nothing was harmed")
+    ground.go_on(outcome, before, *words)  # falls back to the one before, loudly
+    return outcome
+
+
+@fault("C23", "one bit flipped in any file of a commit")
+def _flipped(ground: Ground) -> Outcome:
+    def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
+        for file in sorted(path.name for path in newest.iterdir()):
+            path = newest / file
+            size = path.stat().st_size
+            for at in (3, size // 2, size - 2):
+                content = bytearray(path.read_bytes())
+                content[at] ^= 4
+                path.write_bytes(content)
+                yield f"byte {at} of {file}", file
+
+    return _damaged(ground, harm)
+
+
+@fault("C24", "a shard that was cut off")
+def _truncated(ground: Ground) -> Outcome:
+    def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
+        shard = sorted(newest.glob("*.safetensors"))[0]
+        os.truncate(shard, shard.stat().st_size // 2)
+        yield "half", shard.name
+        os.truncate(shard, 0)
+        yield "nothing", shard.name
+
+    return _damaged(ground, harm)
+
+
+@fault("C25", "a manifest that is torn, empty, or of another commit")
+def _torn(ground: Ground) -> Outcome:
+    def harm(newest: Path, older: Path) -> Iterator[tuple[str, str]]:
+        manifest = newest / "manifest.json"
+        os.truncate(manifest, manifest.stat().st_size // 2)
+        yield "torn", manifest.name
+        os.truncate(manifest, 0)
+        yield "empty", manifest.name
+        shutil.copy(older / "manifest.json", manifest)
+        yield "of the commit before", "step-00000006"
+        for shard in older.glob("*.safetensors"):
+            shutil.copy(shard, newest / shard.name)
+        yield "shards of the commit before", ".safetensors"
+
+    return _damaged(ground, harm)
+
+
+@fault("C26", "one rank's shard is missing")
+def _missing(ground: Ground) -> Outcome:
+    def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
+        shard = sorted(newest.glob("*.safetensors"))[-1]
+        shard.unlink()
+        yield "gone", shard.name
+
+    return _damaged(ground, harm)
+
+
+@fault("C27", "the newest commit is damaged: the run goes on from the one before, and says so")
+def _falls_back(ground: Ground) -> Outcome:
+    before = ground.unharmed()
+    with ground.job() as run:
+        assert run.finish().code == 0
+    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    shard = sorted(newest.glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-2] ^= 1
+    shard.write_bytes(content)
+    outcome = Outcome()
+    with ground.job() as run:
+        done = run.finish()
+        loud = [line for line in done.said.splitlines() if shard.name in line]
+        outcome.said = loud[0] if loud else ""
+        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.promise(bool(loud), f"it was silent: {done.said[-1500:]}")
+        outcome.promise("fallback" in (run.run / "events.jsonl").read_text(), "it is not in the events")
+        outcome.lost = job.EVERY
+        outcome.exact = done.code == 0 and job.state(run.run) == before
+        outcome.promise(bool(outcome.exact), "it ended otherwise")
+    return outcome
+
+
+@fault("C28", "a second run on the same directory", quick=True)
+def _second(ground: Ground) -> Outcome:
+    words = ("task.sleep=0.05", "train.steps=300", "checkpoint.every=50")
+    before = ground.unharmed(*words)
+    with ground.job(*words) as run:
+        in_full_run(run)
+        other = subprocess.run(
+            job.train("layout.world_size=2", *words), cwd=ground.own, capture_output=True, text=True, timeout=120
+        )
+        outcome = Outcome(said=next((line for line in other.stderr.splitlines() if "error: " in line), ""))
+        outcome.promise(other.returncode == REFUSED, f"exit code {other.returncode}: {other.stderr[-800:]}")
+        outcome.promise(str(run.process.pid) in other.stderr, f"the owner is not named: {other.stderr[-800:]}")
+        outcome.promise(run.step() < 300, "the first had ended")
+        done = run.finish()
+        outcome.exact = done.code == 0 and job.state(run.run) == before
+        outcome.promise(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.said[-800:]}")
+    return outcome
+
+
+@fault("C28b", "an owner that was frozen while another took its run over does not write any more")
+def _fenced(ground: Ground) -> Outcome:
+    """The other has process numbers of its own: neither sees whether the other lives, as on two hosts."""
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        raise Abstain("a second host is made of a namespace of process numbers, which needs root and util-linux")
+    words = ("task.sleep=0.05", "train.steps=60", "checkpoint.every=6")
+    before = ground.unharmed(*words)
+    with ground.job(*words) as run:
+        in_full_run(run)
+        run.reaches(8)
+        first = run.pids()
+        for pid in first:
+            os.kill(pid, signal.SIGSTOP)
+        other = subprocess.run(
+            [*apart, *job.train("layout.world_size=2", *words)], cwd=ground.own, capture_output=True, text=True,
+            timeout=180,
+        )  # fmt: skip
+        outcome = Outcome()
+        outcome.promise(other.returncode == 0, f"the other: {other.returncode}: {other.stderr[-1500:]}")
+        outcome.exact = other.returncode == 0 and job.state(run.run) == before
+        kept = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        events = (run.run / "events.jsonl").read_bytes()
+        began = time.monotonic()
+        for pid in first:
+            os.kill(pid, signal.SIGCONT)
+        done = run.finish(60)
+        outcome.said, outcome.seconds = done.sentence, round(done.ended - began, 1)
+        outcome.promise(done.code == REFUSED, f"the first: {done.code}: {done.said[-1500:]}")
+        outcome.promise("taken over" in done.said, f"it is not said: {done.said[-1500:]}")
+        left = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        outcome.promise(left == kept, f"it wrote {set(left) ^ set(kept)}")
+        outcome.promise((run.run / "events.jsonl").read_bytes() == events, "it wrote into the events")
+        after = job.state(run.run)
+        outcome.exact = outcome.exact and after == before
+        differing = [name for name in after | before if after.get(name) != before.get(name)]
+        outcome.promise(bool(outcome.exact), f"it ended otherwise: {differing}")
+    return outcome
+
+
+@fault("C29", "names with spaces, letters of any language, a leading dash, 255 bytes, a loop of links")
+def _names(ground: Ground) -> Outcome:
+    outcome = Outcome()
+    for name in ("two words", "ünïçødé-日本", "-dash", "x" * 255, "a\nb", "../outside"):
+        with ground.for_("name").job(f"run.name={name!r}", "train.steps=1", world=1) as run:
+            done = run.finish()
+            inside = run.folder / "runs"
+            made = [p for p in run.folder.iterdir() if p.name not in ("runs", "output.txt", "__pycache__", job.TASK)]
+            outcome.promise(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.said[-500:]}")
+            outcome.promise("Traceback" not in done.said, f"{name!r}: {done.said[-800:]}")
+            outcome.promise(not made, f"{name!r} wrote {made}")
+            outcome.promise(
+                done.code == 0 or not inside.exists() or not any(inside.iterdir()), f"{name!r} left something"
+            )
+    looped = ground.for_("loop")
+    (looped.own / "runs").symlink_to(looped.own / "runs")
+    with looped.job(world=1) as run:
+        done = run.finish()
+    outcome.promise(done.code == REFUSED and "Traceback" not in done.said, f"a loop: {done.code}: {done.said[-800:]}")
+    outcome.said = done.sentence
+    return outcome
+
+
+@fault("C29b", "a disk that takes large and small letters for the same: `Run` and `run`")
+def _folded(ground: Ground) -> Outcome:
+    """Such disks are FAT, exFAT and NTFS, which know neither links nor permissions as others do."""
+    before, outcome = ground.unharmed(), Outcome()
+    disk = ground.for_("disk").own / "runs"  # not in the folder of the jobs, as a process may serve it
+    with folding(disk) as kind:
+        first, where = disk / "Run", f"run.dir={disk}"
+        with ground.job("run.name=Run", where) as run:
+            done = run.finish()
+            outcome.exact = done.code == 0 and job.state(first) == before
+            outcome.promise(bool(outcome.exact), f"it did not train: {done.code}: {done.said[-1500:]}")
+        kept = _contents(first)
+        for words in ((), ("optim.lr=2e-2",), ("run.resume=never",)):
+            with ground.job("run.name=run", where, *words) as run:
+                done = run.finish()
+            outcome.said = outcome.said or done.sentence
+            outcome.promise(done.code == REFUSED, f"run {words}: {done.code}: {done.said[-1500:]}")
+            outcome.promise(_contents(first) == kept, f"run {words} changed what is in the folder of Run")
+        outcome.promise("'Run'" in outcome.said, f"the other run is not named: {outcome.said}")
+        with ground.job("run.name=Run", where, "train.steps=15", "run.allow_change=[train.steps]") as run:
+            done = run.finish()
+            outcome.promise(done.code == 0 and job.newest(first) == 15, f"Run: {done.code}: {done.said[-1500:]}")
+    outcome.said = f"{kind}: {outcome.said}"
+    return outcome
+
+
+@contextmanager
+def folding(folder: Path) -> Iterator[str]:
+    """A file system in a folder that does not tell large letters from small ones, and its kind."""
+    ways = (
+        (("mkfs.vfat",), ("mount",)),
+        (("mkfs.exfat",), ("mount",)),
+        (("mkfs.exfat",), ("mount.exfat-fuse",)),
+        (("mkfs.ntfs", "-q", "-F", "-f"), ("lowntfs-3g", "-o", "ignore_case")),
+    )
+    folder.mkdir()
+    image = folder.with_name("disk.img")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for make, mount in ways:
+        if not all(shutil.which(program) for program in ("losetup", make[0], mount[0])):
+            continue
+        if subprocess.run([*make, str(image)], capture_output=True).returncode:
+            continue
+        found = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
+        if found.returncode:
+            raise Abstain(f"no loop device can be had here: {found.stderr.strip()}")
+        device = found.stdout.strip()
+        try:
+            if subprocess.run([*mount, device, str(folder)], capture_output=True).returncode:
+                continue
+            try:
+                (folder / "Probe").mkdir()
+                assert (folder / "pROBE").exists(), f"{make[0]} tells large letters from small ones"
+                (folder / "Probe").rmdir()
+                yield make[0].removeprefix("mkfs.")
+            finally:
+                subprocess.run(["umount", "-l", str(folder)], check=True)
+            return
+        finally:
+            subprocess.run(["losetup", "--detach", device], check=True)
+    raise Abstain("no such file system can be mounted here: it takes root, and dosfstools, exfatprogs or ntfs-3g")
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """All files of a run but its lease, which belongs to whoever starts there."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@fault("C31", "a clock that is an hour off, jumps back, or is beyond 2038, where 32 bits do not count seconds any more")
+def _clock(ground: Ground) -> Outcome:
+    """The wall clock of every process jumps at random; commits are ordered by their steps, leases by counters."""
+    before = ground.unharmed()
+    folder = Path(tempfile.mkdtemp(dir=ground.own))
+    (folder / "sitecustomize.py").write_text(
+        "import os, random, time\n"
+        "_real, _random = time.time, random.Random(os.getpid())\n"
+        "time.time = lambda: _real() + _random.choice((-3600.0, 0.0, 3600.0, 4.0e8))\n"  # 2038-01-19 is 2**31
+        "time.time_ns = lambda: int(time.time() * 1e9)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    outcome = Outcome(said="nothing is decided by the wall clock")
+    with ground.job("task.sleep=0.05", variables={"PYTHONPATH": path}) as run:
+        in_full_run(run)
+        kill(run.process.pid, signal.SIGKILL)
+        run.finish()
+    with ground.job("task.sleep=0.05", variables={"PYTHONPATH": path}) as run:
+        done = run.finish()
+        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        after = job.state(run.run) if done.code == 0 else {}
+    outcome.exact = after == before
+    outcome.promise(outcome.exact, "it ended otherwise")
+    return outcome

@@ -1,0 +1,1 @@
+"""Which micro-batch fits the memory of a device, by measurement."""

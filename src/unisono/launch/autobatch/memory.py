@@ -1,0 +1,134 @@
+"""How much memory a process may use, and how much it has used.
+
+On the CPU a process's peak is the resident set, as the kernel counts it; under a limit of the address space (`ulimit
+-v`) it is the address space. That can be asked on Linux only. An accelerator's peak is what torch's allocator reserved.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a process may use.
+
+    Attributes:
+        amount: in bytes.
+        source: what sets it, as people call it.
+        kind: what is counted.
+    """
+
+    amount: int
+    source: str
+    kind: Literal["resident", "address space", "device"]
+
+
+def limit(config: RunConfig, device: str, processes: int) -> Limit:
+    """The limit of a process of a run.
+
+    Args:
+        config: of the run; `layout.max_memory_gb` is the limit if it is given.
+        device: kind of device.
+        processes: that share this host's memory.
+
+    Raises:
+        ConfigError: where memory cannot be measured.
+    """
+    given = config.layout.max_memory_gb
+    told = int(given * 1e9) if given is not None else None
+    if device != "cpu":
+        if not hasattr(torch.accelerator, "max_memory_reserved"):
+            raise ConfigError(
+                f"this torch cannot say what memory of {device} is used; give layout.micro_batch a number"
+            )
+        return Limit(
+            told or torch.accelerator.get_memory_info()[1], "layout.max_memory_gb" if told else device, "device"
+        )
+    if sys.platform != "linux":
+        raise ConfigError("what memory a process uses is known on Linux only; give layout.micro_batch a number")
+    if told:
+        return Limit(told, "layout.max_memory_gb", "resident")
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space != resource.RLIM_INFINITY:
+        return Limit(space, "the limit of the address space (ulimit -v)", "address space")
+    free, source = _status_of_host()["MemAvailable"], "the memory that this host has left"
+    for most, used in _groups(_own_groups()):
+        if most - used < free:
+            free, source = most - used, "the control group"
+    return Limit(free // processes + _status()["VmRSS"], source, "resident")
+
+
+def forget(kind: str) -> None:
+    """Let the peak begin anew, where that is possible."""
+    if kind == "device":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+    elif kind == "resident":
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return  # then it is the peak since the process began, which is no less
+
+
+def peak(kind: str) -> int:
+    """Bytes of the peak."""
+    if kind == "device":
+        return int(torch.accelerator.max_memory_reserved())
+    return _status()["VmHWM" if kind == "resident" else "VmPeak"]
+
+
+def _status(path: Path = Path("/proc/self/status")) -> dict[str, int]:
+    found = re.findall(r"^(\w+):\s+(\d+) kB", path.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+    return {name: 1024 * int(amount) for name, amount in found}
+
+
+def _status_of_host() -> dict[str, int]:
+    return _status(Path("/proc/meminfo"))
+
+
+def _own_groups() -> list[Path]:
+    """Folders of this process's control group and those that it is in, of version 2 and of version 1."""
+    result = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = _CGROUP / controllers
+            folder = root / path.lstrip("/")
+            result += [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    return result
+
+
+def _groups(folders: list[Path]) -> list[tuple[int, int]]:
+    """Limit and use of every control group that has a limit; what can be let go of (files that were read) is no use."""
+    names: tuple[tuple[str, str, str], ...] = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    result = []
+    for folder in folders:
+        for most, used, files in names:
+            texts = [_read(folder / name) for name in (most, used, "memory.stat")]
+            if texts[0].isdigit() and texts[1].isdigit() and int(texts[0]) < 1 << 60:
+                idle = re.search(rf"^{files} (\d+)$", texts[2], re.MULTILINE)
+                result.append((int(texts[0]), int(texts[1]) - (int(idle[1]) if idle else 0)))
+    return result
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

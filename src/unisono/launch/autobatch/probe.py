@@ -1,0 +1,108 @@
+"""One process of a search for the largest micro-batch: makes steps of several sizes, and says what memory they took.
+
+All ranks decide together: by the largest peak of any rank, held against the smallest limit. A process that runs out
+of memory ends here, and with it the others; the run itself has not begun.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unisono.config import memory_fit, resolve
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading import checksum
+from unisono.data.loading.loader import Loader
+from unisono.data.order.planning import plan_of, source_of
+from unisono.launch import cluster, rank_process
+from unisono.launch.autobatch import memory
+from unisono.optim import schedules
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.files import write_whole
+from unisono.task import Task
+from unisono.training import loop
+
+ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"
+_LOOKED_AT = 16  # micro-batches, of which the largest is computed
+
+
+class Probe:
+    """The steps of one process.
+
+    Args:
+        task: that is trained.
+        config: of the run, concrete but for its micro-batch.
+        place: of this process.
+        group: all processes.
+    """
+
+    def __init__(self, task: Task, config: RunConfig, place: Place, group: Group) -> None:
+        self._task, self._config, self._place, self._group = task, config, place, group
+        self._source = source_of(task, config, place.world_size)
+
+    def peak(self, size: int, kind: str) -> int:
+        """Bytes that a step with micro-batches of so many rows takes at its worst, on this process.
+
+        It has two micro-batches where the run's would have several, as gradients of the first are there during the
+        second one; and the optimizer has its state.
+        """
+        config, world = self._config, self._place.world_size
+        passes = min(2, config.train.global_batch // (world * size))
+        split = Split(world * size * passes, world, size)
+        plan = plan_of(self._task, self._source, config, world)
+        scalars = schedules.Scalars(config, plan.steps)
+        loader = Loader.of(self._task, self._source, plan, split, self._place, config)
+        engine = loop.engine_of(self._task, config, self._place, self._group, split)
+        try:
+            steps = list(islice(loader.steps(), max(1, _LOOKED_AT // passes)))
+            engine.setup(steps[0], scalars(0))
+            sizes = [[max(checksum.size(micro.arrays) for micro in batches)] for batches in steps]
+            everyone = self._group.gather(sizes, "the sizes of micro-batches")
+            largest = max(range(len(steps)), key=lambda step: max(rank[step] for rank in everyone))
+            for step in range(2):
+                memory.forget(kind)
+                engine.step(steps[largest], step, scalars(step))
+            return memory.peak(kind)
+        finally:
+            loader.close()
+            engine.close()
+
+
+def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limit, folder: Path) -> None:
+    """Measure sizes until it is known which is the largest that fits, and write what was found."""
+    everyone = group.gather([limit.amount, limit.source, limit.kind], "the limits of all ranks")
+    amount, source, kind = min(everyone)
+    peaks = {int(size): peak for size, peak in asked["peaks"].items()} if asked["kind"] in ("", kind) else {}
+    while True:
+        size = memory_fit.to_measure(asked["sizes"], peaks, memory_fit.room(amount), asked["failed"] or float("inf"))
+        if group.rank == 0:
+            write_whole(folder / UNDER_WAY, json.dumps(size))
+            found = {"limit": amount, "source": source, "kind": kind, "peaks": peaks}
+            write_whole(folder / FOUND, json.dumps(found))
+        if size is None:
+            return
+        peaks[size] = max(group.gather(probe.peak(size, kind), "the peaks of all ranks"))
+
+
+def main(folder: Path) -> NoReturn:
+    """Entry of a process that `unisono.launch.local_processes` started for a search."""
+    rank_process.die_with_parent()
+    place = cluster.place()
+    assert place is not None
+
+    def work() -> None:
+        config = resolve.read(folder / "config.yaml")
+        asked = json.loads((folder / ASKED).read_text(encoding="utf-8"))
+        group = rank_process.join(config, place)
+        limit = memory.limit(config, config.layout.device, place.local_world_size)
+        search(Probe(rank_process.task_of(config), config, place, group), group, asked, limit, folder)
+
+    rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,184 @@
+"""The largest micro-batch that fits the memory of every process (`layout.micro_batch=auto`, `unisono autobatch`).
+
+The global batch stays what it is, so nothing that is computed changes where nothing random is drawn per micro-batch;
+the number of passes does. Sizes are measured by processes of their own, laid out as the run's, which can run out of
+memory without harm. What was measured is kept per model, data, layout, versions and device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unisono.config import code_digest, environment, fingerprint, memory_fit, resolve
+from unisono.config.batch_split import divisors
+from unisono.config.schema.run import RunConfig
+from unisono.engines.torch import devices
+from unisono.launch import local_processes
+from unisono.launch.autobatch import memory, probe
+from unisono.runtime.communicator import cores
+from unisono.runtime.errors import ConfigError
+from unisono.runtime.files import cache_dir, write_whole
+
+_STARTS = 6  # of processes: as often as that one may run out of memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        micro_batch: rows.
+        rows: that each process has of a global batch.
+        fits: rows that would fit, whether they divide these or not; infinite where rows take no memory.
+        limit: bytes per process.
+        source: what sets the limit.
+        kind: what is counted.
+        peaks: bytes by rows of a micro-batch, as far as measured.
+        known: whether nothing had to be measured.
+    """
+
+    micro_batch: int
+    rows: int
+    fits: float
+    limit: int
+    source: str
+    kind: str
+    peaks: dict[int, int] = field(default_factory=dict)
+    known: bool = False
+
+    def lines(self) -> list[str]:
+        """For the console."""
+        more = f"; about {self.fits:.0f} would fit" if self.fits < self.rows else ""
+        return [
+            f"micro-batch {self.micro_batch} of {self.rows} rows per process, in {self.rows // self.micro_batch} passes"
+            f"{more}",
+            f"  limit: {self.limit / 1e9:.3f} GB, {self.source}; {memory_fit.MARGIN:.0%} of it are left free",
+            *(f"  {size} rows: {peak / 1e9:.3f} GB ({self.kind})" for size, peak in sorted(self.peaks.items())),
+            *(["  measured before"] if self.known else []),
+        ]
+
+
+def settled(config: RunConfig, found: Found) -> RunConfig:
+    """The configuration with the micro-batch that was found."""
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": found.micro_batch})})
+
+
+def find(config: RunConfig, processes: bool = True) -> Found:
+    """The largest micro-batch that fits all processes, measured or known.
+
+    Args:
+        config: concrete but for its micro-batch.
+        processes: whether processes may be started here to measure.
+
+    Raises:
+        ConfigError: if not even the smallest fits, or if there is nothing known where nothing can be measured.
+    """
+    assert isinstance(config.layout.world_size, int)
+    if config.train.global_batch % config.layout.world_size:
+        raise ConfigError(
+            f"train.global_batch={config.train.global_batch} cannot be split evenly over layout.world_size="
+            f"{config.layout.world_size} processes"
+        )
+    rows = config.train.global_batch // config.layout.world_size
+    kept = cache_dir() / "autobatch" / f"{_key(config)}.json"
+    known = _read(kept)
+    if known and (found := _chosen(known, rows, _limit_now(config, known), known=True)):
+        return found
+    if not processes:
+        raise ConfigError(
+            "layout.micro_batch=auto measures with processes of its own, which can only be started on one host that no "
+            "launcher manages. Give `unisono autobatch` the same settings there, and layout.micro_batch the number "
+            "that it finds"
+        )
+    measured = _measured(config, divisors(rows), known)
+    if measured["peaks"]:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, json.dumps(measured))
+    found = _chosen(measured, rows, (measured["limit"], measured["source"]))
+    if found is None:
+        least = min(map(int, measured["peaks"]), default=0)
+        told = f"takes {measured['peaks'][str(least)] / 1e9:.3f} GB" if least else "ran out of memory"
+        raise ConfigError(
+            f"a micro-batch of one row {told}, and a process has {measured['limit'] / 1e9:.3f} GB "
+            f"({measured['source']}): use layout.strategy=fsdp, layout.activation_checkpointing, or a smaller model"
+        )
+    return found
+
+
+def _measured(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict[str, Any]:
+    """Have processes measure; again without the size that one of them ran out of memory with."""
+    from unisono.launch.train import threads_per_process
+
+    assert isinstance(config.layout.world_size, int)
+    found: dict[str, Any] = {"peaks": {}, "kind": "", "limit": 0, "source": "", "failed": None, **known}
+    with tempfile.TemporaryDirectory(prefix="unisono-autobatch-") as name:
+        path = Path(name)
+        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        for start in range(_STARTS):
+            asked = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}
+            (path / probe.ASKED).write_text(json.dumps(asked), encoding="utf-8")
+            (path / probe.UNDER_WAY).unlink(missing_ok=True)
+            try:
+                threads = threads_per_process(config.layout.world_size)
+                local_processes.launch(config, path, threads, module="unisono.launch.autobatch.probe")
+            except local_processes.WorkerError as error:
+                tried = _read(path / probe.UNDER_WAY)
+                if not isinstance(tried, int) or not error.memory or start == _STARTS - 1:
+                    raise
+                found = {**found, **_read(path / probe.FOUND), "failed": tried}
+            else:
+                return {**found, **_read(path / probe.FOUND)}
+    raise AssertionError
+
+
+def _chosen(measured: dict[str, Any], rows: int, limit: tuple[int, str] | None, known: bool = False) -> Found | None:
+    """What measurements say, if they say enough."""
+    peaks = {int(size): peak for size, peak in measured["peaks"].items()}
+    if limit is None or not peaks:
+        return None
+    room = memory_fit.room(limit[0])
+    failed = measured["failed"] or float("inf")
+    if known and memory_fit.to_measure(divisors(rows), peaks, room, failed) is not None:
+        return None
+    size = memory_fit.largest(peaks, room)
+    if size is None:
+        return None
+    fits = memory_fit.Line.through(peaks).rows(room)
+    return Found(size, rows, fits, *limit, measured["kind"], peaks, known)
+
+
+def _limit_now(config: RunConfig, known: dict[str, Any]) -> tuple[int, str] | None:
+    """The limit of a process, where this process can know it: on the CPU, or as it was on the same kind of device."""
+    if config.layout.device != "cpu":
+        given = config.layout.max_memory_gb
+        return (int(given * 1e9), "layout.max_memory_gb") if given else (known["limit"], known["source"])
+    limit = memory.limit(config, "cpu", int(config.layout.world_size))
+    return (limit.amount, limit.source) if limit.kind == known["kind"] else None
+
+
+def _key(config: RunConfig) -> str:
+    layout = {k: v for k, v in fingerprint.plain(config)["layout"].items() if k not in ("micro_batch", "max_memory_gb")}
+    parts = {
+        "mathematics": fingerprint.digest(config),
+        "layout": layout,
+        "code": code_digest.digests(config.recipe),
+        "versions": environment.versions(),
+        "device": devices.product(config.layout.device),
+        "cores": cores(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

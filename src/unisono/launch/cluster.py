@@ -1,0 +1,92 @@
+"""Where this process stands, by what its launcher put into the environment: torchrun, srun, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+from unisono.runtime.communicator import Node, Place
+from unisono.runtime.errors import ConfigError
+
+OURS = "UNISONO_RUN_ID"  # what `unisono.launch.local_processes` gives the processes that it starts: the run id of their launcher
+
+NODE = "UNISONO_NODE"  # where there are several nodes: which of them this is, as JSON
+
+
+def across_nodes(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Number this process among those of all nodes, where its launcher has counted those of its own node only."""
+    if NODE in environment:
+        node = Node(**json.loads(environment[NODE]))
+        here, rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+        environment.update(
+            RANK=str(node.rank * here + rank), WORLD_SIZE=str(node.count * here), GROUP_RANK=str(node.rank),
+            GROUP_WORLD_SIZE=str(node.count), ROLE_RANK=str(node.rank * here + rank),
+            ROLE_WORLD_SIZE=str(node.count * here), MASTER_ADDR=node.host, MASTER_PORT=str(node.port),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )  # fmt: skip
+
+
+def launcher(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of the process that started this one, if that is a launcher of ours."""
+    run_id = environment.get(OURS)
+    if run_id is None or run_id != environment.get("TORCHELASTIC_RUN_ID"):
+        return None
+    return int(run_id.rpartition("-")[2])
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that a launcher gave this process, or None if nobody launched it.
+
+    Raises:
+        ConfigError: if a launcher's variables are there only in part.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
+        wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in wanted if name not in environment]
+        if missing:
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set, as by torchrun, but not {', '.join(missing)}; unset them or set all"
+            )
+        rank, world, local, local_world = (int(environment[name]) for name in wanted[:4])
+        run_id = environment.get("TORCHELASTIC_RUN_ID")  # of the nearest launcher, which may be inside of ours
+        launcher = "unisono" if run_id is not None and run_id == environment.get(OURS) else "torchrun"
+        return Place(rank, world, local, local_world, launcher)
+    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        world = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+        rank, local = int(environment["SLURM_PROCID"]), int(environment.get("SLURM_LOCALID", "0"))
+        return Place(rank, world, local, _tasks_here(environment, world), "slurm")
+    return None
+
+
+def complete(place: Place, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torch's rendezvous reads where the launcher is srun, which sets names of its own.
+
+    The first host of the step is the meeting point; the port follows from the job's number, so all processes know it.
+    """
+    if place.launcher == "slurm":
+        environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
+        number = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
+        environment.setdefault("MASTER_PORT", str(20000 + number % 20000))
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> _first_host("gpu[003-005,9],login1"), _first_host("n1"), _first_host("a-[1,3]-x")
+    ('gpu003', 'n1', 'a-1-x')
+    """
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def _tasks_here(environment: Mapping[str, str], world: int) -> int:
+    """How many tasks of the step run on this host: Slurm writes `2(x3),1` for 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)).split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else world

@@ -1,0 +1,274 @@
+"""Variables of the environment whose values are known to be wrong, as a table, and interfaces that are not there.
+
+`unisono doctor` tells all of it; what no run can start with is refused before one starts (`unisono.launch.host_check`).
+Values are patterns for the whole value, without regard to case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from unisono.launch.nodes import network
+
+Level = Literal["FAIL", "WARNING", "ABSTAIN"]
+ON = r"1|true|yes|on|y"
+OFF = r"0|false|no|off|n"
+SET = r".+"
+# A pair of options, as torch's ConfigTokenizer reads it (c10/core/AllocatorConfig.h): spaces do not count.
+_PAIR = r"\s*[a-z0-9_]+\s*:\s*(\[[^\]]*\]|[^,:=\[\]\s]+)\s*"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A rule about variables of the environment.
+
+    Attributes:
+        names: of variables, separated by spaces.
+        level: of the finding.
+        bad: pattern of values that are not right.
+        why: what such a value does.
+        remedy: what to do.
+    """
+
+    names: str
+    level: Level
+    bad: str
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule has to say.
+
+    Attributes:
+        level: FAIL, WARNING or ABSTAIN.
+        rule: its name: that of the variable, or of the condition.
+        what: what is wrong, or why nothing can be said.
+        remedy: what to do.
+    """
+
+    level: Level
+    rule: str
+    what: str
+    remedy: str = ""
+
+
+def but(good: str) -> str:
+    """The pattern of all values that another does not fit.
+
+    >>> bool(re.fullmatch(but("a|b"), "c")), bool(re.fullmatch(but("a|b"), "a"))
+    (True, False)
+    """
+    return rf"(?!(?:{good})\Z).*"
+
+
+VARIABLES = (
+    # memory of accelerators
+    Variable(
+        "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "FAIL", but(rf"({_PAIR}(,{_PAIR})*)?"),
+        "torch cannot read it, and refuses to start on an accelerator",
+        "write option:value, with commas between several, as in max_split_size_mb:128",
+    ),
+    Variable(
+        "PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "WARNING", SET,
+        "the old name, kept as an alias", "call it PYTORCH_ALLOC_CONF",
+    ),
+    Variable(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING", "WARNING", ON, "every allocation goes to the driver", "unset it",
+    ),
+    Variable(
+        "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES", "WARNING", r"\s*|-1|none|NoDevFiles",
+        "it hides every accelerator, so runs go to the CPU", "unset it, or name devices",
+    ),
+    Variable(
+        "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES", "FAIL",
+        r"(.*,)?\s*([^,\s]+)\s*,(.*,)?\s*\2\s*(,.*)?",
+        "a device is named twice: the driver hides what follows", "name each device once",
+    ),
+    Variable(
+        "CUDA_VISIBLE_DEVICES", "FAIL", but(r"\s*|-1|none|NoDevFiles|[^,;:\s]+(\s*,\s*[^,;:\s]+)*,?"),
+        "the driver cannot read it, and hides every device from the first wrong letter on", "numbers with commas: 0,1",
+    ),
+    # left on after a search for a fault
+    Variable(
+        "CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING", "WARNING", ON, "the CPU waits for every kernel",
+        "unset it, unless you look for the kernel that fails",
+    ),
+    Variable(
+        "TORCH_DISTRIBUTED_DEBUG", "FAIL", but("off|info|detail|"), "torch refuses the value",
+        "OFF, INFO or DETAIL, or unset it",
+    ),
+    Variable(
+        "TORCH_DISTRIBUTED_DEBUG", "WARNING", "detail", "every collective is compared on all ranks before it runs",
+        "unset it, unless you look for ranks that disagree",
+    ),
+    Variable(
+        "NCCL_DEBUG", "WARNING", "info|trace", "NCCL writes a line for every communicator, or for every call",
+        "WARN, or unset it",
+    ),
+    Variable(
+        "PYTHONOPTIMIZE", "WARNING", but("0|"), "assertions are left out, also those that guard results", "unset it",
+    ),
+    Variable(
+        "TORCHDYNAMO_DISABLE TORCH_COMPILE_DISABLE", "WARNING", ON, "layout.compile=true compiles nothing", "unset it",
+    ),
+    Variable(
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "WARNING", ON, "every start compiles anew", "unset it",
+    ),
+    # waiting
+    Variable(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING", "FAIL", "0",
+        "NCCL's deadline ends no process: where one rank is gone, the others wait for ever", "unset it",
+    ),
+    Variable(
+        "TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT", "WARNING", ON,
+        "the CPU waits for every collective, so that nothing overlaps", "unset it; there is a deadline without it",
+    ),
+    Variable(
+        "NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_ENABLE_TIMING", "WARNING", SET,
+        "the old name of a setting of torch", "write TORCH_ before it, or unset it",
+    ),
+    Variable(
+        "TORCH_NCCL_TRACE_BUFFER_SIZE", "WARNING", SET, "the old name of a setting of torch",
+        "call it TORCH_FR_BUFFER_SIZE",
+    ),
+    Variable(
+        "TORCH_NCCL_ENABLE_MONITORING", "WARNING", OFF, "a stuck watchdog of NCCL is no longer ended", "unset it",
+    ),
+    Variable(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "WARNING", OFF,
+        "processes that are started again may read the addresses of those before (pytorch/pytorch#135712)", "unset it",
+    ),
+    Variable(
+        "TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_DESYNC_DEBUG TORCH_NCCL_ENABLE_TIMING "
+        "TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_USE_COMM_NONBLOCKING TORCH_NCCL_AVOID_RECORD_STREAMS", "FAIL",
+        but(rf"{ON}|t|{OFF}|f|"), "torch refuses a value that is neither on nor off", "1 or 0, or unset it",
+    ),
+    Variable(
+        "NCCL_DEBUG", "WARNING", but("version|warn|info|trace|abort|none|"), "NCCL takes no notice of it",
+        "WARN, or unset it",
+    ),
+    # ways between devices
+    Variable(
+        "NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE", "WARNING", ON, "NCCL leaves its fastest way out",
+        "unset it, unless that way is broken here",
+    ),
+    # numbers
+    Variable(
+        "NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "WARNING", "1",
+        "fp32 products are computed with 10 bits of mantissa", "unset it; train.precision says what is computed with",
+    ),
+    Variable(
+        "CUBLAS_WORKSPACE_CONFIG", "WARNING", but(r"(:\d+:\d+)+|"), "cuBLAS cannot read it",
+        ":4096:8, or unset it",
+    ),
+    # the CPU
+    Variable(
+        "OMP_NUM_THREADS MKL_NUM_THREADS", "WARNING", but(r"[1-9]\d*(,[1-9]\d*)*|"), "not a number of threads",
+        "unset it: `unisono train` divides the cores among its processes",
+    ),
+    Variable(
+        "OMP_PROC_BIND", "WARNING", but(f"{OFF}|"),
+        "every process of this host binds its threads to the same first cores", "unset it",
+    ),
+    Variable(
+        "TOKENIZERS_PARALLELISM", "WARNING", OFF, "documents are tokenised on one core", "unset it",
+    ),
+    # left over from elsewhere
+    Variable(
+        "UNISONO_RUN_ID UNISONO_NODE", "FAIL", SET,
+        "left over from a process of a run: another would take itself for one", "unset it, or open a new shell",
+    ),
+    Variable(
+        "TRANSFORMERS_CACHE PYTORCH_TRANSFORMERS_CACHE", "WARNING", SET, "not read any more", "set HF_HOME",
+    ),
+    Variable(
+        "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE", "WARNING", ON,
+        "nothing is downloaded: models and data must be here", "unset it where there is a network",
+    ),
+)  # fmt: skip
+
+# What NCCL 2.2x and torch 2.x read, to tell what is nearly called so.
+KNOWN = frozenset(
+    """
+    NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE NCCL_CHECKS_DISABLE NCCL_COLLNET_ENABLE
+    NCCL_COMM_BLOCKING NCCL_COMM_ID NCCL_CONF_FILE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG
+    NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS NCCL_DESYNC_DEBUG NCCL_DMABUF_ENABLE NCCL_ENABLE_TIMING NCCL_GRAPH_MIXING_SUPPORT
+    NCCL_GRAPH_REGISTER NCCL_HOSTID NCCL_IB_ADAPTIVE_ROUTING NCCL_IB_CUDA_SUPPORT NCCL_IB_DISABLE NCCL_IB_GID_INDEX
+    NCCL_IB_HCA NCCL_IB_MERGE_NICS NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_PKEY NCCL_IB_QPS_PER_CONNECTION
+    NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_IGNORE_CPU_AFFINITY
+    NCCL_LAUNCH_MODE NCCL_LL_BUFFSIZE NCCL_LL128_BUFFSIZE NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MAX_NRINGS NCCL_MIN_CTAS
+    NCCL_MIN_NCHANNELS NCCL_MIN_NRINGS NCCL_NCHANNELS_PER_NET_PEER NCCL_NET NCCL_NET_DISABLE_INTRA NCCL_NET_FORCE_FLUSH
+    NCCL_NET_GDR_C2C NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NET_MERGE_LEVEL NCCL_NET_PLUGIN NCCL_NET_SHARED_BUFFERS
+    NCCL_NET_SHARED_COMMS NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVB_DISABLE NCCL_NVLS_ENABLE NCCL_OOB_NET_ENABLE
+    NCCL_OOB_NET_IFNAME NCCL_P2P_DIRECT_DISABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROFILER_PLUGIN NCCL_PROTO
+    NCCL_PXN_DISABLE NCCL_RAS_ENABLE NCCL_RINGS NCCL_RUNTIME_CONNECT NCCL_SHM_DISABLE NCCL_SHM_USE_CUDA_MEMCPY
+    NCCL_SINGLE_RING_THRESHOLD NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_SOCKET_POLL_TIMEOUT_MSEC
+    NCCL_SOCKET_RETRY_CNT NCCL_SOCKET_RETRY_SLEEP_MSEC NCCL_SPINS_BEFORE_CHECK_ABORT NCCL_TOPO_DUMP_FILE NCCL_TOPO_FILE
+    NCCL_TREE_THRESHOLD NCCL_TUNER_PLUGIN NCCL_WIN_ENABLE NCCL_VERSION TORCH_NCCL_ABORT_IN_DESTROY_PG
+    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BCAST_UNIQUEID TORCH_NCCL_BLOCKING_WAIT
+    TORCH_NCCL_COORD_CHECK_MILSEC TORCH_NCCL_CUDA_EVENT_CACHE TORCH_NCCL_DEBUG_INFO_PIPE_FILE
+    TORCH_NCCL_DEBUG_INFO_TEMP_FILE TORCH_NCCL_DESYNC_DEBUG TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_MONITORING
+    TORCH_NCCL_ENABLE_TIMING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_HIGH_PRIORITY TORCH_NCCL_NAN_CHECK
+    TORCH_NCCL_PROPAGATE_ERROR TORCH_NCCL_RETHROW_CUDA_ERRORS TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING
+    TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_TRACE_CPP_STACK TORCH_NCCL_USE_COMM_NONBLOCKING
+    TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC TORCH_DISTRIBUTED_DEBUG
+    GLOO_SOCKET_IFNAME GLOO_SOCKET_FAMILY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF
+    PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NVML_BASED_CUDA_CHECK PYTORCH_ENABLE_MPS_FALLBACK PYTORCH_TRANSFORMERS_CACHE
+    PYTORCH_JIT PYTORCH_KERNEL_CACHE_PATH PYTORCH_TUNABLEOP_ENABLED PYTORCH_TUNABLEOP_FILENAME
+    """.split()  # noqa: SIM905
+)
+
+
+def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What the rules find, in the order of the table."""
+    for rule in VARIABLES:
+        for name in rule.names.split():
+            value = environment.get(name)
+            if value is not None and re.fullmatch(rule.bad, value, re.IGNORECASE):
+                yield Finding(rule.level, name, f"{name}={value}: {rule.why}", rule.remedy)
+
+
+def misread(environment: Mapping[str, str], up: Sequence[str] | None) -> Iterator[Finding]:
+    """What a run cannot start with, or would wait with for ever.
+
+    Args:
+        environment: of the process.
+        up: interfaces that can be used; None if the run needs none.
+    """
+    yield from (one for one in examine(environment) if one.level == "FAIL" and not one.rule.startswith("UNISONO_"))
+    for name, whole in ((network.GLOO, True), (network.NCCL, False)):
+        if up is not None and (found := absent(environment, up, name, whole=whole)):
+            yield Finding("FAIL", name, found, "name an interface that is up, or unset it")
+
+
+def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables of NCCL and torch that neither of them reads, but that are nearly called as one that they do."""
+    for name in sorted(environment.keys() - KNOWN):
+        theirs = name.startswith(("NCCL", "TORCH_NCCL", "PYTORCH_", "TORCH_DIST", "GLOO_"))
+        if theirs and (close := get_close_matches(name, KNOWN, n=1, cutoff=0.9)):
+            yield f"{name} is set, which nothing reads: is {close[0]} meant?"
+
+
+def absent(environment: Mapping[str, str], up: Sequence[str], name: str, *, whole: bool) -> str | None:
+    """A variable that names interfaces that are not there and up.
+
+    Gloo needs all of them (`whole`); one is enough for NCCL, which takes beginnings of names, whole ones after `=`,
+    and all others after `^`.
+    """
+    value = environment.get(name, "")
+    if not value or value.startswith("^"):
+        return None
+    exact = whole or value.startswith("=")
+    found = [
+        any(there == one or (not exact and there.startswith(one)) for there in up)
+        for one in value.removeprefix("=").split(",")
+    ]
+    if all(found) if whole else any(found):
+        return None
+    return f"{name}={value}, but the interfaces that are up are {', '.join(up)}"

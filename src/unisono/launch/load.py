@@ -1,0 +1,106 @@
+"""A finished or interrupted run, used again: its weights, and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.exchange.export import adapter_of as adapter_of
+from unisono.checkpoint.exchange.export import newest as newest
+from unisono.config import resolve
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int:
+    """Fill a torch module with the weights of a run's newest checkpoint, whatever layout it was trained on.
+
+    Adapters (`adapter=lora`) are merged into the weights of their layers.
+
+    Args:
+        folder: of the run.
+        model: as the task's `build` makes it; for a run with adapters, with the weights of its base.
+        ema: whether to take the moving average of the weights; buffers are always the model's.
+        step: updates that made the weights; None for the newest checkpoint.
+
+    Returns:
+        The number of updates that made these weights.
+
+    Raises:
+        RunError: if there is no run or no checkpoint, or no average that could be taken.
+        CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
+    """
+    from unisono.engines.torch import lora, sharded_tensors
+    from unisono.engines.torch.ema import KIND
+
+    checkpoint = commit.open_(newest(Path(folder), step))
+    reader = checkpoint.reader()
+    chosen = adapter_of(Path(folder))
+    if chosen is not None:
+        lora.same_base(model, reader)
+    adapters = lora.Adapter(chosen, model, seed=0)
+    sharded_tensors.load(adapters.kept(sharded_tensors.of_model(model)), reader, kinds=("model/",))
+    if ema:
+        averaged = {name: p for n, p in model.named_parameters() if (name := KIND + n) in reader.shapes}
+        if not averaged:
+            raise RunError(f"{folder} keeps no moving average of its weights; it was trained without ema.decay")
+        sharded_tensors.load(averaged, reader, kinds=(KIND,))
+    adapters.merge()
+    return checkpoint.step
+
+
+def load_model(
+    folder: Path | str,
+    *,
+    ema: bool = False,
+    step: int | None = None,
+    build: Callable[[RunConfig], nn.Module] | None = None,
+) -> nn.Module:
+    """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
+
+    Args:
+        folder: of the run.
+        ema: as for `load_weights`.
+        step: as for `load_weights`.
+        build: makes the model that the task's `build` made, from the run's configuration; None asks the task itself,
+            which may want its data.
+
+    Raises:
+        UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
+    """
+    from unisono.engines.torch.init_model import built
+    from unisono.launch import rank_process
+
+    newest(Path(folder))
+    config = resolve.read(Path(folder) / "config.yaml")
+    model = built(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
+    load_weights(folder, model, ema=ema, step=step)
+    return model.eval()
+
+
+def evaluate(folder: Path) -> dict[str, float]:
+    """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process."""
+    from unisono.launch import rank_process, train
+    from unisono.training import loop
+
+    newest(folder)
+    config = resolve.read(folder / "config.yaml")
+    alone = {
+        "world_size": 1,
+        "strategy": "single",
+        "shards": None,
+        "device": "auto",
+        "defer_reduction": False,
+        "bucket_mb": None,
+    }
+    here = {"layout": config.layout.model_copy(update=alone), "launch": type(config.launch)()}
+    config = config.model_copy(update=here)
+    config = train.concrete(config, None)
+    return loop.evaluate(rank_process.task_of(config), config, Place(), Alone(), folder)

@@ -1,0 +1,170 @@
+"""Addresses and network interfaces of this host: which one leads to another host, and what it is called.
+
+The name of a host is never used to find its address: it may lead to 127.0.0.1, and two hosts may have the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from unisono.runtime.communicator import SHARES_PORT
+from unisono.runtime.errors import ConfigError, nearest
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of this host.
+
+    Attributes:
+        name: as the kernel calls it, e.g. `eth0`.
+        addresses: of IPv4, then of IPv6.
+        up: whether it can be used.
+        speed: in Mbit/s; 0 if unknown.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    speed: int = 0
+
+
+def interfaces() -> list[Interface]:
+    """All interfaces of this host."""
+    states = psutil.net_if_stats()
+    return [
+        Interface(
+            name,
+            tuple(a.address for kind in (socket.AF_INET, socket.AF_INET6) for a in found if a.family == kind),
+            name in states and states[name].isup,
+            states[name].speed if name in states else 0,
+        )
+        for name, found in psutil.net_if_addrs().items()
+    ]
+
+
+def described(found: list[Interface]) -> str:
+    """Interfaces in one line, e.g. `lo 127.0.0.1, eth0 10.0.0.1 (down)`."""
+    return ", ".join(f"{i.name} {i.addresses[0] if i.addresses else '-'}{'' if i.up else ' (down)'}" for i in found)
+
+
+def rendezvous(text: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 address stands in brackets.
+
+    Raises:
+        ConfigError: for anything else.
+
+    >>> rendezvous("node0:29400"), rendezvous("[fd00::1]:29400")
+    (('node0', 29400), ('fd00::1', 29400))
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536) or (":" in host and host[0] != "["):
+        raise ConfigError(
+            f"launch.rendezvous={text}: give the address of node 0 and a free port of it, as in 10.0.0.1:29400 "
+            "(an IPv6 address in brackets)"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def loopback() -> str:
+    """The address at which this host's own processes meet: 127.0.0.1, or ::1 where the loopback has no other.
+
+    Raises:
+        ConfigError: if it has neither, as where the loopback is down.
+    """
+    for address in ("127.0.0.1", "::1"):
+        with suppress(OSError), reserved(address):
+            return address
+    raise ConfigError(
+        "this host has no address of its own, neither 127.0.0.1 nor ::1, at which its processes could meet: "
+        f"{described(interfaces())}. `ip link set lo up` gives it both"
+    )
+
+
+def reserved(address: str) -> socket.socket:
+    """A socket that keeps a free port for rank 0 of the processes that are started next, which alone shares it.
+
+    Nobody else gets the port while the socket is open, however long these take until they listen there.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+        held.bind((address, 0))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """The family and the address of a host.
+
+    Raises:
+        ConfigError: if its name leads nowhere.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"launch.rendezvous: this host knows no address of {host!r} ({error.strerror}); give the address of node 0"
+        ) from error
+    return family, str(address[0])
+
+
+def towards(host: str, port: int) -> str:
+    """This host's own address on the way to another host, by the kernel's routes; nothing is sent.
+
+    Raises:
+        ConfigError: if there is no way.
+    """
+    family, address = resolve(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError as error:
+            raise ConfigError(
+                f"this host has no route to {host} ({error.strerror}); its interfaces: {described(interfaces())}"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def choose(asked: str | None, host: str, port: int, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The interface by which this node talks to the others, and its address.
+
+    Args:
+        asked: `launch.interface`; else what the user's environment names; else the one that leads to `host`.
+        host: another node.
+        port: of it.
+        environment: of this process.
+
+    Raises:
+        ConfigError: for an interface that is not there or cannot be used.
+    """
+    found = interfaces()
+    name = asked or environment.get(GLOO)
+    if name is None:
+        address = towards(host, port)
+        name = next((i.name for i in found if any(a.partition("%")[0] == address for a in i.addresses)), None)
+        if name is None:
+            raise ConfigError(
+                f"no interface has the address {address}, which leads to {host}; name one by launch.interface: "
+                f"{described(found)}"
+            )
+        return name, address
+    key = f"launch.interface={name}" if asked else f"{GLOO}={name}"
+    chosen = next((i for i in found if i.name == name), None)
+    if chosen is None:
+        raise ConfigError(f"{key}: this host has no such interface, {nearest(name, [i.name for i in found])}")
+    if not chosen.up or not chosen.addresses:
+        why = "has no address" if chosen.up else "is down"
+        raise ConfigError(f"{key}: this interface {why}; choose another: {described(found)}")
+    family = resolve(host, port)[0]
+    fitting = [a for a in chosen.addresses if (":" in a) == (family == socket.AF_INET6)]
+    return name, (fitting or list(chosen.addresses))[0]

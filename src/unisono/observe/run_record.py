@@ -1,0 +1,134 @@
+"""What rank 0 records of a run: the console line, `events.jsonl` and trackers, from one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from unisono.config.schema.run import Observe
+from unisono.engines.protocol import StepResult
+from unisono.observe import trackers
+from unisono.observe.events import Events
+from unisono.observe.progress import Progress, Speed
+from unisono.runtime.communicator import Place
+
+_MASKED = 3  # steps that lack samples of which the console tells
+
+
+class Record:
+    """Where the results of steps go. On ranks other than 0 every method does nothing.
+
+    Args:
+        folder: of the run.
+        config: the `observe` group.
+        place: of this process.
+        first_step: steps made before, in an earlier process.
+        total: steps in the run.
+        writing: False to record nothing.
+        about: `config` and `facts` of the run, for trackers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Observe,
+        place: Place,
+        first_step: int,
+        total: int,
+        writing: bool = True,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        mine = writing and place.is_first
+        self._progress = Progress(total, config.log_every, shown=mine and config.progress)
+        self._trackers: trackers.Trackers | None = None
+        if mine and config.trackers:
+            told = about or {}
+            self._trackers = trackers.open_(
+                config.trackers,
+                folder,
+                config.project,
+                first_step,
+                told.get("config", {}),
+                told.get("facts", {}),
+                config.tracker_timeout,
+            )
+        self._events = Events(folder / "events.jsonl", first_step) if mine else None
+        self._masked = 0
+
+    def __enter__(self) -> Record:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        if self._events is not None:
+            self._events.close()
+        if self._trackers is not None:
+            self._trackers.close(failed=kind is not None)
+
+    def say(self, line: str) -> None:
+        """A line on the console."""
+        self._progress.say(line)
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        scalars: Mapping[str, float],
+        speed: Speed,
+        skipped_rows: Sequence[int] = (),
+        unsaved_since: int | None = None,
+    ) -> None:
+        """A finished step; `step` counts from 1.
+
+        Where its update was left out, with the source rows of its batch; where saves have failed since, with the step
+        of the last checkpoint.
+        """
+        values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
+        values |= scalars
+        values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
+        if speed.mfu is not None:
+            values["mfu"] = speed.mfu
+        if result.skipped:
+            values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
+            rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")
+            self.say(f"step {step}: update left out: {result.skipped}; source rows {rows}")
+        if masked := int(result.work.get("masked", 0)):
+            values["masked"] = masked
+            self._tell_of_masked(step, masked)
+        if result.recompiled:
+            values["recompiled"] = result.recompiled
+        if unsaved_since is not None:
+            values["unsaved_since"] = unsaved_since
+        self._write(step, values)
+        self._progress.step(step, result.loss, speed, unsaved_since)
+
+    def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
+        """A finished evaluation after `step` updates."""
+        self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
+        told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
+
+    def note(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep in `events.jsonl` alone what happened to a checkpoint, or how a run went on, after `step` updates."""
+        if self._events is not None:
+            self._events.note({"step": step, **values})
+
+    def _tell_of_masked(self, step: int, masked: int) -> None:
+        """Say of the first few steps how many samples they lack, whichever process was to make them."""
+        self._masked += 1
+        if self._masked <= _MASKED:
+            what = f"{masked} sample{'s' if masked > 1 else ''} could not be made, and left out"
+            more = "; of more such steps only events.jsonl says so" if self._masked == _MASKED else ""
+            self.say(f"step {step}: {what} (`unisono data audit` says which){more}")
+
+    def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
+        if self._events is not None:
+            self._events.write({"step": step, **values})
+        if self._trackers is not None:
+            numbers = {name: value for name, value in values.items() if not isinstance(value, bool | str | list)}
+            self._trackers.write(step, {prefix + name: float(value) for name, value in numbers.items()})

@@ -1,0 +1,97 @@
+"""Faults by name, and what mends each. `docs/diagnoses.md` explains them, with one section for every name here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.runtime.errors import page
+
+REMEDIES = {
+    # data
+    "Every rank reads the same rows": "give each rank its own slice of the global batch (DistributedSampler, Order)",
+    "Rows are dropped": "do not drop a last batch that does not divide; give some ranks fewer rows of it",
+    "Rows are repeated to fill the batch": "count padding rows with weight zero, or do not pad",
+    "Every epoch has the same order": "tell the sampler its epoch (set_epoch), or key the order by it",
+    "Data are replayed": "keep the position in the order with the checkpoint, or set the epoch of the sampler",
+    "The order of samples depends on the world size": "make the order a function of seed and position alone",
+    "The order inside the global batch depends on the world size": "slice the global batch into contiguous stretches",
+    "Augmentation depends on rank or worker": "draw from a generator that is keyed by seed, epoch and row",
+    # initial parameters
+    "Initialisation depends on the rank": "draw from the seeded generator in build(), or from one seed on all ranks",
+    "Initialisation depends on the layout": "initialise from a seed that no rank changes, before the model is sharded",
+    "Tied weights were untied": "tie them after wrapping",
+    # forward
+    "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",
+    "Randomness depends on the rank": "key every draw by seed, step and global micro-batch",
+    "The state was not carried on": "save and load every buffer, counter and random state",
+    "A second resume drifts": "save totals: what is counted from the last start begins at zero with every start",
+    # loss
+    "A mean of means": "add up sums and counts over micro-batches and ranks, and divide once",
+    "Pairs across processes are missing": "hold local rows against everyone's, and divide by the pairs of all rows",
+    "The loss is scaled by N": "divide the summed loss once, by the count over all ranks",
+    "The loss is not summed over ranks": "reduce sums and counts over ranks before dividing",
+    # gradients
+    "All gradients are scaled by N": "sum over ranks and divide once: DDP and FSDP themselves divide by their number",
+    "Gradients are not synchronised": "call the wrapper, not the module inside; synchronise with the last micro-batch",
+    "Some parameters are not synchronised": "do not let the wrapper ignore parameters, and use all of them through it",
+    "Gradients are those of a part of the batch": "add up the gradients of all micro-batches, then reduce them once",
+    "Gathered rows carry no gradient": "gather with a backward pass that sums over ranks (torch.distributed.nn)",
+    "Gradients are reduced in a lower precision": "reduce gradients in fp32 or wider",
+    "Gradients of the step before are added": "clear gradients after every update",
+    "Parameters are left out": "use all parameters in every pass, or set find_unused_parameters",
+    "Sums are added in another order": "make the first pass alike in every start, or take reduction=ordered",
+    # clipping
+    "The norm is that of a part of the gradient": "add up squared norms over the ranks that hold shards, once",
+    "The norm is added up in too low a precision": "add up squares in fp64, or in the same pieces on every layout",
+    "Clipped before synchronisation": "clip once, after all gradients are reduced",
+    "Clipped by a local norm": "clip once, after all gradients are reduced, by the norm of the whole gradient",
+    # the update
+    "The learning rate differs between ranks": "compute it from the step, on every rank",
+    "The schedule is stepped once per process": "make the learning rate a function of the update, not of calls",
+    "The optimizer was built before wrapping": "build the optimizer after the model is wrapped",
+    "The optimizer holds a parameter twice": "give every parameter to one group, once",
+    "The state of the optimizer was lost": "save and load the whole state of the optimizer",
+    "The update is computed otherwise": "let the same optimizer compute on all layouts, in the same precision",
+    "The update is not that of the gradients": "let nothing but the optimizer change parameters",
+    "A frozen parameter is trained": "leave it out of the optimizer",
+    "Parameters do not train": "give the optimizer the parameters that the model uses",
+    "The master weights have the wrong dtype": "keep parameters in the dtype in which they are updated",
+    # after it
+    "Replicas drift apart": "let all ranks make the same update",
+    "Buffers are those of one process": "synchronise batch statistics over ranks, or use a norm without them",
+    "The moving average drifts": "update it once per update, after the optimizer, alike on every rank",
+    "The moving average was lost": "save it with the checkpoint beside the weights, and load both",
+    "A metric is not summed over ranks": "report sums and counts, reduced over ranks",
+    "Evaluation changes the training": "restore modes, buffers and generators",
+    "Evaluation draws at random": "switch to evaluation mode, and key what it draws",
+    # of a run alone
+    "Nothing is learnt": "look at the learning rate, and at what the optimizer holds",
+    "There is no gradient": "let the loss depend on the model",
+    "Numbers that are not finite": "look at the rows that are named",
+    "Single precision meets double": "make inputs of torch.get_default_dtype(), or compare with precision='fp32'",
+    "Processes wait for each other": "let all ranks call the same collectives, equally often and in the same order",
+    "Ranks made different collectives": "let all ranks make them in the same order and from the same lines",
+    "The run ended with an error": "mend it first",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The likely fault.
+
+    Attributes:
+        fault: its name, one of `REMEDIES`.
+        because: the pattern that says so, with its numbers.
+        remedy: what to do.
+        page: where the docs explain it.
+    """
+
+    fault: str
+    because: str
+    remedy: str
+    page: str
+
+
+def named(fault: str, because: str) -> Diagnosis:
+    """The diagnosis of that name."""
+    return Diagnosis(fault, because, REMEDIES[fault], page(fault))

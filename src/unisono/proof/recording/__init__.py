@@ -1,0 +1,1 @@
+"""What a case of a proof leaves behind to be compared."""

@@ -1,0 +1,1 @@
+"""The proof for training scripts of other libraries."""

@@ -1,0 +1,43 @@
+"""Which shapes of micro-batches a run has seen: what is compiled for a new one may take long, and is no standstill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.data.loading.batch_builder import MicroBatch
+from unisono.runtime.heartbeat import NEW_SHAPE
+
+
+class Shapes:
+    """The shapes so far.
+
+    Args:
+        watching: whether it matters; without compilation a new shape takes no longer than an old one.
+    """
+
+    def __init__(self, watching: bool) -> None:
+        self._watching = watching
+        self._known: set[Any] = set()
+
+    def told(self, batches: Sequence[MicroBatch]) -> str:
+        """`pulse.NEW_SHAPE` if a micro-batch has a shape that none had before, else nothing."""
+        if not self._watching:
+            return ""
+        before = len(self._known)
+        self._known.update(shape(micro.arrays) for micro in batches)
+        return NEW_SHAPE if len(self._known) > before else ""
+
+
+def shape(arrays: Any) -> Any:
+    """The shape and the type of every array of a batch, which may be nested.
+
+    >>> import numpy
+    >>> shape({"x": numpy.zeros((2, 3), dtype="f4"), "more": [numpy.zeros(1)]})
+    (('more', (('1', 'float64'),)), ('x', ('2,3', 'float32')))
+    """
+    if isinstance(arrays, Mapping):
+        return tuple((name, shape(arrays[name])) for name in sorted(arrays))
+    if isinstance(arrays, list | tuple):
+        return tuple(shape(array) for array in arrays)
+    return ",".join(map(str, getattr(arrays, "shape", ()))), str(getattr(arrays, "dtype", ""))
