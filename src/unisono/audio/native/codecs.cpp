@@ -359,10 +359,6 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room, bool
         need(codecs.flac_open, "miniaudio");
         return std::make_unique<Flac>(codecs, bytes);
     } else if (starts(bytes, 0, "OggS", 4)) {
-        if (starts(bytes, 28, "\1vorbis", 7)) {
-            need(codecs.vorbis_open, "miniaudio");
-            return std::make_unique<Vorbis>(codecs, bytes, room, for_reading);
-        }
         if (starts(bytes, 28, "OpusHead", 8)) throw NeedsFFmpeg("Opus");
     } else if (starts(bytes, 4, "ftyp", 4)) {
         throw NeedsFFmpeg("MPEG-4 audio (AAC)");

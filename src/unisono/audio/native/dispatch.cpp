@@ -1,5 +1,7 @@
 // Which compilation of the kernels this CPU can run, and what a plan needs that follows from its size.
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "kernels.hpp"
 
@@ -72,6 +74,9 @@ bool plan_fft(FeaturePlan& plan) {
     }
     plan.place.resize(half);
     for (int k = 0; k < half; k++) plan.place[k] = place_of(k, half, plan.radices.data());
+    plan.order.resize(half / 2);
+    std::iota(plan.order.begin(), plan.order.end(), 1);
+    std::sort(plan.order.begin(), plan.order.end(), [&](int a, int b) { return plan.place[a] < plan.place[b]; });
     plan.unpack.resize(2 * (half / 2 + 1));
     for (int k = 0; k <= half / 2; k++) {
         plan.unpack[2 * k] = static_cast<float>(std::cos(turn * k / plan.size));

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #ifndef UNISONO_ISA
 #define UNISONO_ISA baseline
@@ -17,12 +18,22 @@ namespace {
 
 constexpr int kLanes = UNISONO_LANES;
 typedef float Vec __attribute__((vector_size(4 * UNISONO_LANES)));
+typedef float Unaligned __attribute__((vector_size(4 * UNISONO_LANES), aligned(4)));
 typedef int32_t Int __attribute__((vector_size(4 * UNISONO_LANES)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec8u __attribute__((vector_size(32), aligned(4)));
 
 struct Complex {
     Vec re, im;
+    Complex() = default;
+    Complex(Vec real, Vec imaginary) : re(real), im(imaginary) {}
+    // By parts: GCC copies the whole in halves of vectors, through memory, which stalls what reads it next.
+    Complex(const Complex& other) : re(other.re), im(other.im) {}
+    Complex& operator=(const Complex& other) {
+        re = other.re;
+        im = other.im;
+        return *this;
+    }
 };
 inline Complex operator+(const Complex& a, const Complex& b) { return {a.re + b.re, a.im + b.im}; }
 inline Complex operator-(const Complex& a, const Complex& b) { return {a.re - b.re, a.im - b.im}; }
@@ -193,7 +204,7 @@ void spectrum(const FeaturePlan& plan, const Complex* z, Vec* energy) {
     const Vec low = first.re + first.im, high = first.re - first.im;
     energy[0] = low * low;
     energy[half] = high * high;
-    for (int k = 1; 2 * k <= half; k++) {
+    for (const int32_t k : plan.order) {
         const Complex a = z[plan.place[k]], b = z[plan.place[half - k]];
         const Complex even = {(a.re + b.re) * 0.5f, (a.im - b.im) * 0.5f};
         const Complex odd = times({(a.im + b.im) * 0.5f, (b.re - a.re) * 0.5f}, plan.unpack[2 * k], plan.unpack[2 * k + 1]);
@@ -205,13 +216,53 @@ void spectrum(const FeaturePlan& plan, const Complex* z, Vec* energy) {
         for (int k = 0; k <= half; k++) energy[k] = root(energy[k]);
 }
 
+// One step of a transposition: where bit `kStep` of the place differs, two rows change places.
+template <int kStep, size_t... kPlace>
+inline void exchange(Vec& a, Vec& b, std::index_sequence<kPlace...>) {
+    const Vec low = __builtin_shufflevector(a, b, ((kPlace & kStep) ? kPlace - kStep + kLanes : kPlace)...);
+    b = __builtin_shufflevector(a, b, ((kPlace & kStep) ? kPlace + kLanes : kPlace + kStep)...);
+    a = low;
+}
+
+template <int kStep>
+inline void transpose_from(Vec* rows) {
+    if constexpr (kStep < kLanes) {
+        for (int i = 0; i < kLanes; i++)
+            if ((i & kStep) == 0) exchange<kStep>(rows[i], rows[i + kStep], std::make_index_sequence<kLanes>());
+        transpose_from<2 * kStep>(rows);
+    }
+}
+
 // Samples of kLanes frames, one vector for each sample of a frame.
 void gather(const float* x, int hop, int window, int frames, Vec* samples) {
-    for (int i = 0; i < window; i++) {
+    const float* at[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) at[lane] = x + static_cast<int64_t>(lane < frames ? lane : 0) * hop;
+    int i = 0;
+    for (; i + kLanes <= window; i += kLanes) {
+        Vec rows[kLanes];
+        for (int lane = 0; lane < kLanes; lane++) rows[lane] = *reinterpret_cast<const Unaligned*>(at[lane] + i);
+        transpose_from<1>(rows);
+        for (int k = 0; k < kLanes; k++) samples[i + k] = rows[k];
+    }
+    for (; i < window; i++) {
         Vec v = {};
-        for (int lane = 0; lane < kLanes; lane++) v[lane] = x[static_cast<int64_t>(lane < frames ? lane : 0) * hop + i];
+        for (int lane = 0; lane < kLanes; lane++) v[lane] = at[lane][i];
         samples[i] = v;
     }
+}
+
+// Numbers of kLanes frames, one vector for each number, to one row for each frame.
+void scatter(const Vec* from, int width, int frames, float* out) {
+    int c = 0;
+    for (; c + kLanes <= width; c += kLanes) {
+        Vec rows[kLanes];
+        for (int k = 0; k < kLanes; k++) rows[k] = from[c + k];
+        transpose_from<1>(rows);
+        for (int lane = 0; lane < frames; lane++)
+            *reinterpret_cast<Unaligned*>(out + static_cast<int64_t>(lane) * width + c) = rows[lane];
+    }
+    for (; c < width; c++)
+        for (int lane = 0; lane < frames; lane++) out[static_cast<int64_t>(lane) * width + c] = from[c][lane];
 }
 
 void features(const FeaturePlan& plan, const float* x, int64_t frames, float* out, float* scratch) {
@@ -219,7 +270,7 @@ void features(const FeaturePlan& plan, const float* x, int64_t frames, float* ou
     Vec* samples = reinterpret_cast<Vec*>(scratch);                   // (window,); later the bands
     Complex* z = reinterpret_cast<Complex*>(samples + (plan.window > plan.bands ? plan.window : plan.bands));
     Vec* energy = reinterpret_cast<Vec*>(z + half);                   // (half + 1,)
-    float* shaped = reinterpret_cast<float*>(z);                      // sample i of a lane at [i][lane]
+    Vec* shaped = reinterpret_cast<Vec*>(z);                          // samples, two by two complex numbers
     for (int64_t frame = 0; frame < frames; frame += kLanes) {
         const int now = frames - frame < kLanes ? static_cast<int>(frames - frame) : kLanes;
         gather(x + frame * plan.hop, plan.hop, plan.window, now, samples);
@@ -232,7 +283,7 @@ void features(const FeaturePlan& plan, const float* x, int64_t frames, float* ou
             for (; i < plan.window; i++) part[0] = part[0] + samples[i];
             mean = ((part[0] + part[1]) + (part[2] + part[3])) / static_cast<float>(plan.window);
         }
-        Vec* target = reinterpret_cast<Vec*>(shaped);
+        Vec* target = shaped;
         for (int i = 0; i < plan.lead; i++) target[i] = Vec{};
         target += plan.lead;
         Vec before = samples[0] - mean;
@@ -241,7 +292,7 @@ void features(const FeaturePlan& plan, const float* x, int64_t frames, float* ou
             target[i] = (here - before * plan.emphasis) * plan.shape[i];
             before = here;
         }
-        for (int i = plan.lead + plan.window; i < plan.size; i++) reinterpret_cast<Vec*>(shaped)[i] = Vec{};
+        for (int i = plan.lead + plan.window; i < plan.size; i++) shaped[i] = Vec{};
         transform(plan, z);
         spectrum(plan, z, energy);
         Vec* bands = samples;
@@ -252,18 +303,16 @@ void features(const FeaturePlan& plan, const float* x, int64_t frames, float* ou
             for (int i = 0; i < plan.band_count[band]; i++) sum = sum + at[i] * *weight++;
             bands[band] = plan.scale != 0.0f ? logarithm(larger(sum, Vec{} + plan.floor)) * plan.scale : sum;
         }
-        const float* from = reinterpret_cast<const float*>(bands);
+        const Vec* made = bands;
         if (!plan.cosines.empty()) {
             for (int c = 0; c < plan.outputs; c++) {
                 Vec sum = {};
                 for (int band = 0; band < plan.bands; band++) sum = sum + bands[band] * plan.cosines[c * plan.bands + band];
                 energy[c] = sum;
             }
-            from = reinterpret_cast<const float*>(energy);
+            made = energy;
         }
-        float* to = out + frame * plan.outputs;
-        for (int lane = 0; lane < now; lane++)
-            for (int c = 0; c < plan.outputs; c++) to[static_cast<int64_t>(lane) * plan.outputs + c] = from[c * kLanes + lane];
+        scatter(made, plan.outputs, now, out + frame * plan.outputs);
     }
 }
 

@@ -41,6 +41,7 @@ struct FeaturePlan {
     std::vector<int32_t> radices;
     std::vector<float> twiddles;        // (re, im) of each stage, one after the other
     std::vector<int32_t> place;         // (size/2,) where an output of the FFT lies
+    std::vector<int32_t> order;         // 1..size/4 as their outputs lie, which meets no cache set too often
     std::vector<float> unpack;          // (size/4 + 1, 2) exp(-2 pi i k / size)
 };
 
