@@ -1,7 +1,7 @@
 """The native core, where it was built: its codecs, and what this CPU runs.
 
-The core holds no codec but WAV's. It calls those that the packages miniaudio and soundfile bring, by address, in its own
-threads and without Python's lock; so they are kept up to date where they come from.
+The core reads WAV and Ogg Vorbis itself. The other codecs are those that the packages miniaudio and soundfile bring: it
+calls them by address, in its own threads and without Python's lock, and they are kept up to date where they come from.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ except ImportError as error:
 
 _FLAC = {"flac_open": "open_memory", "flac_read": "read_pcm_frames_f32", "flac_seek": "seek_to_pcm_frame",
          "flac_close": "close"}  # fmt: skip
-_VORBIS = {"vorbis_open": "open_memory", "vorbis_read": "get_samples_float_interleaved", "vorbis_seek": "seek",
-           "vorbis_close": "close"}  # fmt: skip
 _SOUND = {"snd_open": "sf_open_virtual", "snd_read": "sf_readf_float", "snd_seek": "sf_seek", "snd_close": "sf_close",
           "snd_error": "sf_strerror"}  # fmt: skip
 
@@ -52,8 +50,6 @@ def codecs() -> Any:
         ffi, lib = miniaudio.ffi, miniaudio.lib
         for name, function in _FLAC.items():
             found[name] = int(ffi.cast("uintptr_t", ffi.addressof(lib, f"ma_dr_flac_{function}")))
-        for name, function in _VORBIS.items():
-            found[name] = int(ffi.cast("uintptr_t", ffi.addressof(lib, f"stb_vorbis_{function}")))
     except (ImportError, AttributeError, OSError):
         pass
     try:

@@ -6,20 +6,14 @@
 #include <cstring>
 #include <memory>
 
+#include "stream.hpp"
+
 namespace unisono {
 namespace {
 
 constexpr int64_t kChunk = 8192;  // frames that are decoded at a time
 
-uint32_t little(const uint8_t* at, int bytes) {
-    uint32_t value = 0;
-    for (int i = 0; i < bytes; i++) value |= static_cast<uint32_t>(at[i]) << (8 * i);
-    return value;
-}
-
-bool starts(Bytes bytes, int64_t at, const char* text, int length) {
-    return bytes.size >= at + length && std::memcmp(bytes.data + at, text, static_cast<size_t>(length)) == 0;
-}
+}  // namespace
 
 void check(const Header& header) {
     if (header.channels < 1) throw BadRecording("has no channels");
@@ -31,13 +25,7 @@ void check(const Header& header) {
                            std::to_string(kLeastRate) + " to " + std::to_string(kMostRate) + " Hz are read");
 }
 
-// A recording that is open: frames in order, from where it was sought to.
-struct Stream {
-    Header header;
-    virtual ~Stream() = default;
-    virtual void seek(int64_t frame) = 0;
-    virtual int64_t read(float* interleaved, int64_t frames) = 0;  // fewer at the end
-};
+namespace {
 
 // WAV -----------------------------------------------------------------------------------------------------------------
 
@@ -171,101 +159,11 @@ struct Flac final : Stream {
     void seek(int64_t frame) override {
         if (!reinterpret_cast<uint32_t (*)(void*, unsigned long long)>(codecs.flac_seek)(
                 handle, static_cast<unsigned long long>(frame)))
-            throw BadRecording("cannot be decoded from frame " + std::to_string(frame) + " on: it is damaged or cut off");
+            cannot_seek(frame);
     }
     int64_t read(float* to, int64_t frames) override {
         return static_cast<int64_t>(reinterpret_cast<unsigned long long (*)(void*, unsigned long long, float*)>(
             codecs.flac_read)(handle, static_cast<unsigned long long>(frames), to));
-    }
-};
-
-// Ogg Vorbis, by stb_vorbis -------------------------------------------------------------------------------------------
-
-// Pages of an Ogg file: whether they go up to its end, and what the last one says. Of a large file only the last ones.
-struct Pages {
-    int64_t granule = -1;
-    bool ended = false, single = true;
-
-    explicit Pages(Bytes bytes) {
-        constexpr int64_t tail = int64_t{1} << 18;  // more than two pages
-        const uint32_t serial = little(bytes.data + 14, 4);
-        int64_t at = std::max<int64_t>(0, bytes.size - tail);
-        if (bytes.size < 4 * tail) at = 0;
-        for (; at < bytes.size; at++)
-            if (starts(bytes, at, "OggS", 4) && walk(bytes, at, serial)) return;
-    }
-
-private:
-    bool walk(Bytes bytes, int64_t at, uint32_t serial) {
-        granule = -1;
-        ended = false;
-        while (at < bytes.size) {
-            const uint8_t* page = bytes.data + at;
-            if (!starts(bytes, at, "OggS", 4) || at + 27 > bytes.size || at + 27 + page[26] > bytes.size) return ended;
-            int64_t size = 27 + page[26];
-            for (int i = 0; i < page[26]; i++) size += page[27 + i];
-            if (at + size > bytes.size) return ended;
-            if (little(page + 14, 4) == serial) {
-                const uint64_t place = static_cast<uint64_t>(little(page + 10, 4)) << 32 | little(page + 6, 4);
-                if (place < uint64_t{1} << 62) granule = static_cast<int64_t>(place);
-                ended = ended || (page[5] & 4) != 0;
-            } else {
-                single = false;
-            }
-            at += size;
-        }
-        return true;
-    }
-};
-
-struct Arena {
-    char* data;
-    int size;
-};
-
-struct Vorbis final : Stream {
-    const Codecs& codecs;
-    void* handle = nullptr;
-    Arena arena{nullptr, 0};
-
-    Vorbis(const Codecs& all, Bytes bytes, Room& room, bool open) : codecs(all) {
-        header.format = "vorbis";
-        const uint8_t* info = bytes.data + 28;  // the identification header, Vorbis I section 4.2.2
-        if (bytes.size < 28 + 30) throw BadRecording("is cut off in its header");
-        header.channels = info[11];
-        header.rate = static_cast<int>(std::min<uint32_t>(little(info + 12, 4), 0x7fffffff));
-        check(header);
-        if (bytes.size > 0x7fffffff) throw BadRecording("is an Ogg Vorbis of more than 2 GiB");
-        const Pages pages(bytes);
-        if (!pages.single) throw BadRecording("holds several Ogg streams; take it apart");
-        if (!pages.ended)
-            throw BadRecording("is cut off: its last Ogg page is not the end of its stream");
-        if (pages.granule > 0) header.frames = pages.granule;
-        if (!open) return;
-        // Most recordings need less than 1 MiB; a setup that asks for more gets it once.
-        for (int64_t size = std::max<int64_t>(int64_t{1} << 20, static_cast<int64_t>(room.arena.size()));
-             handle == nullptr && size <= kMostState; size *= 8) {
-            if (static_cast<int64_t>(room.arena.size()) < size) room.arena.resize(static_cast<size_t>(size));
-            arena = {room.arena.data(), static_cast<int>(room.arena.size())};
-            int error = 0;
-            handle = reinterpret_cast<void* (*)(const uint8_t*, int, int*, const Arena*)>(codecs.vorbis_open)(
-                bytes.data, static_cast<int>(bytes.size), &error, &arena);
-            if (handle == nullptr && error != 3)  // 3: out of memory
-                throw BadRecording("cannot be decoded as Ogg Vorbis: its headers are damaged (code " +
-                                   std::to_string(error) + ")");
-        }
-        if (handle == nullptr) throw BadRecording("is an Ogg Vorbis whose headers ask for more than 64 MiB");
-    }
-    ~Vorbis() override {
-        if (handle != nullptr) reinterpret_cast<void (*)(void*)>(codecs.vorbis_close)(handle);
-    }
-    void seek(int64_t frame) override {
-        if (!reinterpret_cast<int (*)(void*, unsigned)>(codecs.vorbis_seek)(handle, static_cast<unsigned>(frame)))
-            throw BadRecording("cannot be decoded from frame " + std::to_string(frame) + " on: it is damaged or cut off");
-    }
-    int64_t read(float* to, int64_t frames) override {
-        const int floats = static_cast<int>(frames) * header.channels;
-        return reinterpret_cast<int (*)(void*, int, float*, int)>(codecs.vorbis_read)(handle, header.channels, to, floats);
     }
 };
 
@@ -328,7 +226,7 @@ struct Sound final : Stream {
     }
     void seek(int64_t frame) override {
         if (reinterpret_cast<int64_t (*)(void*, int64_t, int)>(codecs.snd_seek)(handle, frame, 0) != frame)
-            throw BadRecording("cannot be decoded from frame " + std::to_string(frame) + " on: it is damaged or cut off");
+            cannot_seek(frame);
     }
     int64_t read(float* to, int64_t frames) override {
         return reinterpret_cast<int64_t (*)(void*, float*, int64_t)>(codecs.snd_read)(handle, to, frames);
@@ -350,7 +248,7 @@ void need(const void* function, const char* package) {
                            ": pip install 'unisono[audio]'");
 }
 
-std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room, bool for_reading) {
+std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room) {
     if (bytes.size == 0) throw BadRecording("is empty");
     if (starts(bytes, 0, "RIFF", 4) && starts(bytes, 8, "WAVE", 4)) {
         auto wav = std::make_unique<Wav>(bytes);
@@ -359,6 +257,7 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room, bool
         need(codecs.flac_open, "miniaudio");
         return std::make_unique<Flac>(codecs, bytes);
     } else if (starts(bytes, 0, "OggS", 4)) {
+        if (starts(bytes, 28, "\1vorbis", 7)) return open_vorbis(bytes, room);
         if (starts(bytes, 28, "OpusHead", 8)) throw NeedsFFmpeg("Opus");
     } else if (starts(bytes, 4, "ftyp", 4)) {
         throw NeedsFFmpeg("MPEG-4 audio (AAC)");
@@ -380,12 +279,12 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room, bool
 
 Header probe(const Codecs& codecs, Bytes bytes) {
     Room room;
-    return open(codecs, bytes, room, false)->header;
+    return open(codecs, bytes, room)->header;
 }
 
 Decoded decode(const Codecs& codecs, Bytes bytes, const Window& window, Room& room, std::vector<float>& samples,
                int64_t (*left_of)(int rate, void* context), void* context) {
-    const auto stream = open(codecs, bytes, room, true);
+    const auto stream = open(codecs, bytes, room);
     const Header& header = stream->header;
     const int64_t left = left_of(header.rate, context);
     int64_t start = 0, wanted = -1;
@@ -405,7 +304,7 @@ Decoded decode(const Codecs& codecs, Bytes bytes, const Window& window, Room& ro
     const int64_t most = wanted >= 0 ? std::min(wanted, kMostFrames) : kMostFrames;
     if (start > 0) stream->seek(start);
 
-    const int channels = header.channels;
+    const int channels = stream->mixed ? 1 : header.channels;
     // A header is believed only for as much as may well be there; more is made room for as it comes.
     const int64_t believed = std::min<int64_t>({expected >= 0 ? expected : kChunk, most, 64 * bytes.size + kChunk});
     samples.resize(static_cast<size_t>(left + believed));
@@ -439,7 +338,7 @@ Decoded decode(const Codecs& codecs, Bytes bytes, const Window& window, Room& ro
     }
     if (wanted < 0 && count == kMostFrames)
         throw BadRecording("is longer than " + std::to_string(kMostFrames) + " samples; read windows of it");
-    if (count == 0) throw BadRecording("has no samples");
+    if (count == 0 && expected <= 0) throw BadRecording("has no samples");
     if (expected >= 0 && count < expected)
         throw BadRecording("is damaged or cut off: its header says " + std::to_string(header.frames) +
                            " frames, and decoding ended after " + std::to_string(start + count));

@@ -1,15 +1,18 @@
 // Decoding: bytes of a recording to mono samples of a window of it.
 //
-// The core holds no codec of its own but WAV: it calls those of the packages miniaudio (dr_flac, stb_vorbis) and
-// soundfile (libsndfile) by addresses that Python hands over, in its own threads and without Python's lock.
+// WAV and Ogg Vorbis are read here. For all else the core calls the codecs of the packages miniaudio (dr_flac) and soundfile
+// (libsndfile) by addresses that Python hands over, in its own threads and without Python's lock.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 namespace unisono {
+
+struct Kernels;
 
 // Bounds that hold whatever a header says.
 constexpr int kLeastRate = 1000, kMostRate = 1'000'000, kMostChannels = 64;
@@ -30,11 +33,9 @@ struct NeedsFFmpeg : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Addresses of functions, 0 where a package is not installed. See _native.py for their signatures.
+// Addresses of functions, 0 where a package is not installed. See native_core.py.
 struct Codecs {
     void *flac_open = nullptr, *flac_read = nullptr, *flac_seek = nullptr, *flac_close = nullptr;
-    void *vorbis_open = nullptr, *vorbis_read = nullptr, *vorbis_seek = nullptr, *vorbis_length = nullptr,
-         *vorbis_close = nullptr;
     void *snd_open = nullptr, *snd_read = nullptr, *snd_seek = nullptr, *snd_close = nullptr, *snd_error = nullptr;
 };
 
@@ -53,7 +54,8 @@ struct Window {
 // Room that decoding reuses.
 struct Room {
     std::vector<float> interleaved;
-    std::vector<char> arena;
+    std::vector<std::shared_ptr<const void>> setups;  // headers of Vorbis that were met last
+    const Kernels* kernels = nullptr;                 // for what is computed
 };
 
 // What the header says.

@@ -47,40 +47,59 @@ int32_t place_of(int32_t k, int32_t n, const int32_t* radix) {
 
 }  // namespace
 
-bool plan_fft(FeaturePlan& plan) {
-    if (plan.size < 4 || plan.size % 4 != 0) return false;
-    const int half = plan.size / 2;
-    int rest = half;
-    plan.radices.clear();
+constexpr double kTurn = -2.0 * 3.14159265358979323846;
+
+bool FftPlan::make(int points) {
+    if (points < 2) return false;
+    n = points;
+    int rest = n;
+    radices.clear();
     for (const int radix : {8, 4, 2, 3, 5})
         while (rest % radix == 0) {
-            // 16 = 4 * 4 and 128 = 8 * 4 * 4 are quicker than with a stage of twos
-            if (radix == 8 && (rest == 16 || rest == 2 * 8)) break;
-            plan.radices.push_back(radix);
+            if (radix == 8 && rest == 16) break;  // 4 * 4 is quicker than 8 * 2
+            radices.push_back(radix);
             rest /= radix;
         }
     if (rest != 1) return false;
-    constexpr double turn = -2.0 * 3.14159265358979323846;
-    plan.twiddles.clear();
-    int n = half;
-    for (const int radix : plan.radices) {
-        for (int j = 0; j < n / radix; j++)
+    twiddles.clear();
+    int left = n;
+    for (const int radix : radices) {
+        for (int j = 0; j < left / radix; j++)
             for (int q = 1; q < radix; q++) {
-                const double angle = turn * static_cast<double>(j) * q / n;
-                plan.twiddles.push_back(static_cast<float>(std::cos(angle)));
-                plan.twiddles.push_back(static_cast<float>(std::sin(angle)));
+                const double angle = kTurn * static_cast<double>(j) * q / left;
+                twiddles.push_back(static_cast<float>(std::cos(angle)));
+                twiddles.push_back(static_cast<float>(std::sin(angle)));
             }
-        n /= radix;
+        left /= radix;
     }
-    plan.place.resize(half);
-    for (int k = 0; k < half; k++) plan.place[k] = place_of(k, half, plan.radices.data());
-    plan.order.resize(half / 2);
+    place.resize(static_cast<size_t>(n));
+    for (int k = 0; k < n; k++) place[k] = place_of(k, n, radices.data());
+    return true;
+}
+
+bool MdctPlan::make(int numbers) {
+    size = numbers;
+    if (size < 32 || size % 2 != 0 || !fft.make(size / 2)) return false;
+    turns.resize(static_cast<size_t>(size));
+    for (int k = 0; k < size / 2; k++) {
+        const double angle = kTurn / 16 * (8.0 * k + 1) / size;
+        turns[2 * k] = static_cast<float>(std::cos(angle));
+        turns[2 * k + 1] = static_cast<float>(std::sin(angle));
+    }
+    return true;
+}
+
+bool plan_fft(FeaturePlan& plan) {
+    if (plan.size < 4 || plan.size % 4 != 0 || !plan.fft.make(plan.size / 2)) return false;
+    const int half = plan.size / 2;
+    plan.order.resize(static_cast<size_t>(half / 2));
     std::iota(plan.order.begin(), plan.order.end(), 1);
-    std::sort(plan.order.begin(), plan.order.end(), [&](int a, int b) { return plan.place[a] < plan.place[b]; });
-    plan.unpack.resize(2 * (half / 2 + 1));
+    std::sort(plan.order.begin(), plan.order.end(),
+              [&](int a, int b) { return plan.fft.place[a] < plan.fft.place[b]; });
+    plan.unpack.resize(static_cast<size_t>(2 * (half / 2 + 1)));
     for (int k = 0; k <= half / 2; k++) {
-        plan.unpack[2 * k] = static_cast<float>(std::cos(turn * k / plan.size));
-        plan.unpack[2 * k + 1] = static_cast<float>(std::sin(turn * k / plan.size));
+        plan.unpack[2 * k] = static_cast<float>(std::cos(kTurn * k / plan.size));
+        plan.unpack[2 * k + 1] = static_cast<float>(std::sin(kTurn * k / plan.size));
     }
     return true;
 }

@@ -180,8 +180,8 @@ void stage(Complex* z, int total, int n, const float* twiddle) {
     }
 }
 
-void transform(const FeaturePlan& plan, Complex* z) {
-    const int total = plan.size / 2;
+void transform(const FftPlan& plan, Complex* z) {
+    const int total = plan.n;
     int n = total;
     const float* w = plan.twiddles.data();
     for (const int radix : plan.radices) {
@@ -200,12 +200,12 @@ void transform(const FeaturePlan& plan, Complex* z) {
 // |X[k]|^2 of a real signal from the FFT of its even samples (real part) and odd samples (imaginary part).
 void spectrum(const FeaturePlan& plan, const Complex* z, Vec* energy) {
     const int half = plan.size / 2;
-    const Complex first = z[plan.place[0]];
+    const Complex first = z[plan.fft.place[0]];
     const Vec low = first.re + first.im, high = first.re - first.im;
     energy[0] = low * low;
     energy[half] = high * high;
     for (const int32_t k : plan.order) {
-        const Complex a = z[plan.place[k]], b = z[plan.place[half - k]];
+        const Complex a = z[plan.fft.place[k]], b = z[plan.fft.place[half - k]];
         const Complex even = {(a.re + b.re) * 0.5f, (a.im - b.im) * 0.5f};
         const Complex odd = times({(a.im + b.im) * 0.5f, (b.re - a.re) * 0.5f}, plan.unpack[2 * k], plan.unpack[2 * k + 1]);
         const Complex x = even + odd, y = even - odd;
@@ -293,7 +293,7 @@ void features(const FeaturePlan& plan, const float* x, int64_t frames, float* ou
             before = here;
         }
         for (int i = plan.lead + plan.window; i < plan.size; i++) shaped[i] = Vec{};
-        transform(plan, z);
+        transform(plan.fft, z);
         spectrum(plan, z, energy);
         Vec* bands = samples;
         const float* weight = plan.band_values.data();
@@ -316,6 +316,36 @@ void features(const FeaturePlan& plan, const float* x, int64_t frames, float* ou
     }
 }
 
+void mdct(const MdctPlan& plan, float* const* rows, int count, float* scratch) {
+    const int size = plan.size, half = size / 2;
+    Vec* x = reinterpret_cast<Vec*>(scratch);             // (size,)
+    Complex* z = reinterpret_cast<Complex*>(x + size);    // (half,)
+    for (int first = 0; first < count; first += kLanes) {
+        const int now = count - first < kLanes ? count - first : kLanes;
+        for (int i = 0; i < size; i += kLanes) {  // sizes are powers of two from 32 on
+            Vec part[kLanes];
+            for (int lane = 0; lane < kLanes; lane++)
+                part[lane] = *reinterpret_cast<const Unaligned*>(rows[first + (lane < now ? lane : 0)] + i);
+            transpose_from<1>(part);
+            for (int k = 0; k < kLanes; k++) x[i + k] = part[k];
+        }
+        for (int k = 0; k < half; k++)
+            z[k] = times({x[2 * k], x[size - 1 - 2 * k]}, plan.turns[2 * k], plan.turns[2 * k + 1]);
+        transform(plan.fft, z);
+        for (int k = 0; k < half; k++) {
+            const Complex y = times(z[plan.fft.place[k]], plan.turns[2 * k], plan.turns[2 * k + 1]);
+            x[2 * k] = y.re;
+            x[size - 1 - 2 * k] = -y.im;
+        }
+        for (int i = 0; i < size; i += kLanes) {
+            Vec part[kLanes];
+            for (int k = 0; k < kLanes; k++) part[k] = x[i + k];
+            transpose_from<1>(part);
+            for (int lane = 0; lane < now; lane++) *reinterpret_cast<Unaligned*>(rows[first + lane] + i) = part[lane];
+        }
+    }
+}
+
 int64_t scratch(const FeaturePlan& plan) {
     const int64_t samples = plan.window > plan.bands ? plan.window : plan.bands;
     const int64_t energies = plan.size / 2 + 1 > plan.outputs ? plan.size / 2 + 1 : plan.outputs;
@@ -325,7 +355,7 @@ int64_t scratch(const FeaturePlan& plan) {
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {UNISONO_NAME(UNISONO_ISA), resample, features, scratch};
+const Kernels table = {UNISONO_NAME(UNISONO_ISA), resample, features, mdct, scratch, kLanes};
 
 }  // namespace UNISONO_ISA
 }  // namespace unisono

@@ -23,6 +23,23 @@ struct ResampleTable {
     std::vector<float> values;
 };
 
+// A complex FFT of n = 2^a 3^b 5^c points, in place: outputs lie in another order.
+struct FftPlan {
+    int n = 0;
+    std::vector<int32_t> radices;
+    std::vector<float> twiddles;  // (re, im) of each stage, one after the other
+    std::vector<int32_t> place;   // (n,) where an output lies
+    bool make(int points);        // false for a number that has other factors
+};
+
+// The inverse MDCT, as a DCT-IV of `size` numbers by an FFT of half as many.
+struct MdctPlan {
+    int size = 0;
+    FftPlan fft;
+    std::vector<float> turns;  // (size/2, 2) exp(-i pi (8 k + 1) / (8 size))
+    bool make(int numbers);
+};
+
 // Frames -> window -> FFT -> filter bank -> logarithm (-> cosine transform).
 struct FeaturePlan {
     int window = 0, hop = 0, size = 0;  // samples of a frame, between frames, of the FFT
@@ -37,10 +54,7 @@ struct FeaturePlan {
     std::vector<int32_t> band_first, band_count;  // (bands,)
     std::vector<float> band_values;     // weights of all bands, one after the other
     std::vector<float> cosines;         // (outputs, bands), or empty
-    // of the FFT over size/2 complex numbers
-    std::vector<int32_t> radices;
-    std::vector<float> twiddles;        // (re, im) of each stage, one after the other
-    std::vector<int32_t> place;         // (size/2,) where an output of the FFT lies
+    FftPlan fft;                        // of size/2 points
     std::vector<int32_t> order;         // 1..size/4 as their outputs lie, which meets no cache set too often
     std::vector<float> unpack;          // (size/4 + 1, 2) exp(-2 pi i k / size)
 };
@@ -54,7 +68,10 @@ struct Kernels {
     void (*resample)(const ResampleTable& table, const float* x, float* y, int64_t count);
     // `frames` frames of x, which holds them whole; out is (frames, outputs).
     void (*features)(const FeaturePlan& plan, const float* x, int64_t frames, float* out, float* scratch);
+    // DCT-IV of `count` rows of plan.size numbers, each in place.
+    void (*mdct)(const MdctPlan& plan, float* const* rows, int count, float* scratch);
     int64_t (*scratch)(const FeaturePlan& plan);  // floats that `features` needs, aligned to 64 bytes
+    int lanes;                                    // rows that `mdct` makes together; it needs 2 * size * lanes floats
 };
 
 const Kernels& kernels();                          // the best that this CPU has

@@ -156,10 +156,6 @@ NB_MODULE(_native, m) {
                  UNISONO_TAKE(flac_read);
                  UNISONO_TAKE(flac_seek);
                  UNISONO_TAKE(flac_close);
-                 UNISONO_TAKE(vorbis_open);
-                 UNISONO_TAKE(vorbis_read);
-                 UNISONO_TAKE(vorbis_seek);
-                 UNISONO_TAKE(vorbis_close);
                  UNISONO_TAKE(snd_open);
                  UNISONO_TAKE(snd_read);
                  UNISONO_TAKE(snd_seek);

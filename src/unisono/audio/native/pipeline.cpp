@@ -220,6 +220,7 @@ std::vector<Result> Pipeline::run(const std::vector<Item>& items, float* out, in
             }
         }
         if (!bench) bench = std::make_unique<Bench>();
+        bench->room.kernels = kernels;
         for (size_t i; (i = next.fetch_add(1)) < items.size();) {
             float* row = out == nullptr ? nullptr : out + static_cast<int64_t>(i) * rows * width();
             Result& result = results[i];
