@@ -8,7 +8,6 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <map>
 #include <random>
 #include <string>
 
@@ -104,8 +103,7 @@ int main(int argc, char** argv) {
     }
     std::vector<float> out(64 * 4);
     __sanitizer_install_malloc_and_free_hooks(allocated, freed);
-    std::map<std::string, int> seen;
-    int good = 0;
+    int good = 0, bad = 0;
     for (int i = 0; i < count; i++) {
         std::mt19937 random(seed + static_cast<unsigned>(i));
         std::vector<uint8_t> data = mutated(base[random() % base.size()], random);
@@ -128,10 +126,8 @@ int main(int argc, char** argv) {
             return 1;
         }
         if (results[0].kind == unisono::Result::kGood) good++;
-        else seen[results[0].text.substr(0, 24)]++;
+        else if (results[0].kind == unisono::Result::kBad) bad++;
     }
-    std::printf("%d mutated, %d decoded", count, good);
-    for (const auto& [text, times] : seen) std::printf("; %s… %d", text.c_str(), times);
-    std::printf("\n");
+    std::printf("%d mutated: %d decoded, %d refused\n", count, good, bad);
     return good > 0 && good < count ? 0 : 1;  // else it did not look at both
 }

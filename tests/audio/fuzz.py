@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "src/unisono/audio/native"
 SANITIZE = ["-g", "-O1", "-fPIC", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
 # dr_flac shifts negative numbers to the left, which every compiler it supports does as meant.
-OURS = ["-fno-sanitize-recover=all"]
+OURS = ["-fno-sanitize-recover=all", "-DUNISONO_FUZZ"]
 
 
 def build(directory: Path) -> list[str]:

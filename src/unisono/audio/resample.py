@@ -21,7 +21,7 @@ from unisono.runtime.errors import ConfigError, DataError, nearest
 
 Method = Literal["sinc_hann", "kaiser_fast", "kaiser_best"]
 Samples = NDArray[np.float32]
-_MOST_TAPS = 1 << 24  # floats of a kernel: rates whose ratio needs more are not meant seriously
+_MOST_TAPS = 1 << 22  # floats of a kernel: rates whose ratio needs more are not meant seriously
 _PHASES = 128  # outputs that a matrix product makes at a time, at least
 _BLOCK = 32  # outputs that share a stretch of input
 
@@ -71,7 +71,7 @@ def kernel(from_rate: int, to_rate: int, method: Method = "sinc_hann") -> Kernel
 
     Raises:
         ConfigError: for a method that does not exist.
-        DataError: for rates whose ratio needs a kernel of more than 64 MiB.
+        DataError: for rates whose ratio needs a kernel of more than 16 MiB.
     """
     if method not in METHODS:
         raise ConfigError(f"resample method '{method}' does not exist, {nearest(method, METHODS)}")
