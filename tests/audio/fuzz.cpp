@@ -113,7 +113,7 @@ int main(int argc, char** argv) {
         switch (random() % 3) {
             case 0: break;
             case 1: items[0].window.start = -1, items[0].window.place = 0.7; break;
-            default: items[0].window.start = static_cast<double>(random() % 100) / 50;
+            default: items[0].window.start = static_cast<double>(random() % 100) / 250;
         }
         items[0].window.duration = random() % 4 ? 0.5 : 0.01;
         most = in_use.load();
