@@ -47,7 +47,7 @@ def test_a_format_is_decoded_to_the_mean_of_its_channels(form: str, backend: Any
         assert (rate, x.shape, x.dtype) == (22050, reference.shape, np.float32)
         assert np.abs(x - reference).max() < 2e-6  # of libsndfile's
         if form != "mp3":  # which begins with silence of its encoder's
-            off = x - clip(22050, 1.5) * (1 - 0.15 * (channels - 1))
+            off = x[:33075] - clip(22050, 1.5) * (1 - 0.15 * (channels - 1))
             assert off.std() < FORMS[form][2] * x.std()
         header = audio.probe(data)
         assert (header.rate, header.channels, header.frames) == (22050, channels, len(reference))
