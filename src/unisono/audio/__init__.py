@@ -22,7 +22,6 @@ from unisono.audio import codecs, native_core
 from unisono.audio.augment import add_noise, gain, mix, spec_augment, time_shift
 from unisono.audio.batches import (
     Backend,
-    BadRecordingsError,
     Batch,
     Pipeline,
     add_table,
@@ -38,7 +37,6 @@ from unisono.runtime.errors import ConfigError, DataError
 __all__ = [
     "CENTRE",
     "FIRST",
-    "BadRecordingsError",
     "Batch",
     "ByteRange",
     "Decoded",

@@ -20,7 +20,7 @@ from unisono.audio import codecs, native_core
 from unisono.audio.features import Fbank, Features, Plan, plan_of
 from unisono.audio.recordings import FIRST, Window, content, data_of, name_of
 from unisono.audio.resample import Method, kernel, resample_numpy
-from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 
 Array = NDArray[np.float32]
 Backend = Literal["auto", "native", "numpy"]
@@ -42,22 +42,6 @@ class Batch:
     lengths: NDArray[np.int64]
     starts: NDArray[np.float64]
     errors: dict[int, str] = field(default_factory=dict)
-
-
-class BadRecordingsError(DataError):
-    """Rows of a batch that could not be made.
-
-    Attributes:
-        reasons: by row of the batch, a sentence.
-    """
-
-    def __init__(self, reasons: dict[int, str]) -> None:
-        more = f" (and {len(reasons) - 1} more of the batch)" if len(reasons) > 1 else ""
-        super().__init__(f"{next(iter(reasons.values()))}{more}")
-        self.reasons = reasons
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.reasons,)
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class Pipeline:
             on_error: `mask` gives zeros for a recording that cannot be used, and the reason in `Batch.errors`.
 
         Raises:
-            BadRecordingsError: naming the first recording that cannot be used, and why.
+            BadSamplesError: naming the first recording that cannot be used, and why.
         """
         windows = [FIRST] * len(recordings) if windows is None else windows
         if len(windows) != len(recordings):
@@ -165,7 +149,7 @@ class Pipeline:
             if kind != _GOOD:
                 reasons.setdefault(row, f"{names[row]} {text}")
         if reasons and on_error == "raise":
-            raise BadRecordingsError(dict(sorted(reasons.items())))
+            raise BadSamplesError(dict(sorted(reasons.items())))
         values = self._padded([answer[5] for answer in answers]) if out is None else out
         for row in reasons:
             values[row] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from unisono.runtime.errors import ConfigError, DataError
+
+
+_MAPPED = 4 << 20  # bytes from which on a file is mapped, so that windows and headers read little
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,11 @@ def data_of(recording: Any) -> memoryview:
     given = content(recording)
     if isinstance(given, str):
         try:
-            return memoryview(Path(given).read_bytes())
+            path = Path(given)
+            if path.stat().st_size < _MAPPED:
+                return memoryview(path.read_bytes())
+            with path.open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except OSError as error:
             raise DataError(f"{given} cannot be opened: {error.strerror or error}") from error
     return memoryview(given).cast("B")

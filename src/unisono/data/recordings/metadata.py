@@ -74,7 +74,7 @@ class Listed:
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
         kept = {name: value for name, value in self._rows[row].items() if name != self._audio}
-        return {**kept, "audio": self._paths[row], "name": f"{self._paths[row]} (row {row} of {self._place.name})"}
+        return {**kept, "audio": self._paths[row], "name": self._paths[row]}
 
     @property
     def manifest(self) -> dict[str, Any]:
