@@ -47,7 +47,7 @@ class Loader:
         rank: of this process.
         purpose: part of the address of every random draw, e.g. `train`.
         workers: that make micro-batches; `auto` measures what making one takes.
-        worker_kind: `threads` or `processes`.
+        worker_kind: `threads` or `processes`; `auto` measures whether making one holds Python's lock.
         prefetch: micro-batches prepared ahead.
         prefetch_mb: MB prepared ahead at most, but always one micro-batch.
         on_error: `stop`, or `mask` to leave out samples that cannot be made.
@@ -80,7 +80,7 @@ class Loader:
         if on_error == "mask":
             refuse_mask(task)
         self._plan, self._split, self._rank = plan, split, rank
-        self._purpose, self._kind, self._timeout = purpose, worker_kind, timeout
+        self._purpose, self._asked_kind, self._timeout = purpose, worker_kind, timeout
         self._room = 1e6 * prefetch_mb
         self._maker = Maker(
             task,
@@ -186,11 +186,21 @@ class Loader:
         return worker_autotuning.choose(cores(), self._processes, self._stages.total * self._split.passes)
 
     @cached_property
+    def _kind(self) -> str:
+        """`threads` or `processes`."""
+        return worker_autotuning.choose_kind(self._stages) if self._asked_kind == "auto" else self._asked_kind
+
+    @cached_property
     def _waits(self) -> worker_autotuning.Waits:
         return worker_autotuning.Waits(self._count, self._kind, cores() // self._processes)
 
     @cached_property
     def _workers(self) -> workers.Workers:
+        if self._count * self._processes > cores():
+            self._news.append(
+                f"data.workers={self._count} on {self._processes} {'process' if self._processes == 1 else 'processes'} of this "
+                f"host are more than its {cores()} cores: they take time from each other and from training; set fewer, or auto"
+            )
         return workers.of(self._maker, self._kind, self._count, self._purpose)
 
     @cached_property
