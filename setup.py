@@ -37,11 +37,15 @@ class BuildNative(build_ext):
         except Exception as error:  # no compiler, no headers, an old one: the NumPy path serves
             if os.environ.get("UNISONO_NATIVE") == "require":
                 raise
-            print(f"unisono: the native audio core was not built ({error}); unisono.audio runs on NumPy", file=sys.stderr)
+            print(  # noqa: T201 - what pip shows of a build
+                f"unisono: the native audio core was not built ({error}); unisono.audio runs on NumPy", file=sys.stderr
+            )
 
     def copy_extensions_to_source(self) -> None:
         """Copy what was built into the source tree, as an editable install needs it."""
-        self.extensions = [ext for ext in self.extensions if Path(self.get_ext_fullpath(ext.name)).exists() or self._there(ext)]
+        self.extensions = [
+            ext for ext in self.extensions if Path(self.get_ext_fullpath(ext.name)).exists() or self._there(ext)
+        ]
         super().copy_extensions_to_source()
 
     def _there(self, ext: Extension) -> bool:

@@ -54,10 +54,7 @@ def tree(pid: int) -> tuple[float, float]:
 
 def window(name: str, folder: Path, kind: str, seconds: float, workers: int | None = None) -> dict[str, float]:
     """Throughput of a loader in this process, after its first batches."""
-    if workers is None:
-        batches = LOADERS[name](folder, kind)
-    else:
-        batches = audio_loaders.unisono(folder, kind, workers)
+    batches = LOADERS[name](folder, kind) if workers is None else audio_loaders.unisono(folder, kind, workers)
     for _ in range(6):
         batch = next(batches)
     assert batch.shape[0] == BATCH
@@ -101,22 +98,33 @@ def middle(windows: list[dict[str, float]]) -> dict[str, float]:
 def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
     """The table of loaders."""
     found: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
-    names = [n for n in LOADERS if (not only or n in only) and find_spec(NEEDS.get(n, n.lower().partition(" ")[0].replace("decoding", "unisono").replace(",", ""))) is not None]
+    names = [
+        n
+        for n in LOADERS
+        if (not only or n in only)
+        and find_spec(NEEDS.get(n, n.lower().partition(" ")[0].replace("decoding", "unisono").replace(",", "")))
+        is not None
+    ]
     for _ in range(rounds):
         for kind in SETS:
             for name in names:
                 if (one := measured(name, folder, kind, seconds)) is not None:
                     found[name][kind].append(one)
                     print(f"{kind} {name}: {one}", file=sys.stderr, flush=True)
-    head = "| loader | " + " | ".join(f"{k.upper()} {SETS[k][0] / 1000:g} kHz samples/s | CPU ms/sample | MB" for k in SETS)
+    head = "| loader | " + " | ".join(
+        f"{k.upper()} {SETS[k][0] / 1000:g} kHz samples/s | CPU ms/sample | MB" for k in SETS
+    )
     lines = [head + " |", "|---|" + "---|" * 3 * len(SETS)]
-    best: dict[str, list[float]] = defaultdict(list)
     middles = {name: {kind: middle(w) for kind, w in kinds.items()} for name, kinds in found.items()}
     for name in names:
         cells = []
         for kind in SETS:
             each = middles.get(name, {}).get(kind)
-            cells.append(f"{each['rate']:.0f}{'' if each['quiet'] >= 2 else ' †'} | {each['cpu']:.2f} | {each['memory']:.0f}" if each else "- | - | -")
+            cells.append(
+                f"{each['rate']:.0f}{'' if each['quiet'] >= 2 else ' †'} | {each['cpu']:.2f} | {each['memory']:.0f}"
+                if each
+                else "- | - | -"
+            )
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines.append("")
     for kind in SETS:
@@ -128,13 +136,16 @@ def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
                 continue
             mine = middles[ours][kind]
             fastest, leanest = max(p["rate"] for p in peers.values()), min(p["cpu"] for p in peers.values())
-            said = f"{ours}, {kind.upper()}: {mine['rate'] / fastest:.2f} times the best peer by the clock, {leanest / mine['cpu']:.2f} times by CPU time"
+            clock, cpu = mine["rate"] / fastest, leanest / mine["cpu"]
+            said = f"{ours}, {kind.upper()}: {clock:.2f} times the best peer by the clock, {cpu:.2f} times by CPU time"
             if "decoding alone" in middles:
                 alone = middles["decoding alone"][kind]
-                said += f"; {100 * mine['rate'] / alone['rate']:.0f} % of decoding alone by the clock, {100 * alone['cpu'] / mine['cpu']:.0f} % by CPU time"
+                clock, cpu = 100 * mine["rate"] / alone["rate"], 100 * alone["cpu"] / mine["cpu"]
+                said += f"; {clock:.0f} % of decoding alone by the clock, {cpu:.0f} % by CPU time"
             lines.append(f"* {said}.")
-    lines.append("\n† fewer than two windows in which others used less than a tenth of the cores; CPU time is the figure to trust.")
-    del best
+    lines.append(
+        "\n† fewer than two windows in which others used less than a tenth of the cores; CPU time is the figure to trust."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -181,9 +192,16 @@ def stages(folder: Path, repeat: int) -> str:
             )
         x = audio_loaders.clips(44_100)[0]
         y = audio.resample(x, 44_100, 32_000)
-        rows["resample 44.1 → 32 kHz"].append(least(lambda x=x, b=backend: [audio.resample(x, 44_100, 32_000, backend=b) for _ in range(8)], 8))  # type: ignore[misc]
+        rows["resample 44.1 → 32 kHz"].append(
+            least(lambda x=x, b=backend: [audio.resample(x, 44_100, 32_000, backend=b) for _ in range(8)], 8)
+        )  # type: ignore[misc]
         rows["filter bank, 128 bands at 32 kHz"].append(
-            least(lambda y=y, b=backend: [audio.fbank(y, 32_000, 128, window_type="hanning", backend=b) for _ in range(8)], 8)  # type: ignore[misc]
+            least(
+                lambda y=y, b=backend: [
+                    audio.fbank(y, 32_000, 128, window_type="hanning", backend=b) for _ in range(8)
+                ],
+                8,
+            )  # type: ignore[misc]
         )
     lines += [f"| {name} | " + " | ".join(f"{value:.2f}" for value in values) + " |" for name, values in rows.items()]
     return "\n".join(lines) + "\n"
@@ -200,7 +218,10 @@ def crops(folder: Path, repeat: int) -> str:
     x = np.concatenate(audio_loaders.clips(44_100)[:12])
     rng = np.random.default_rng(0)
     starts = rng.uniform(0, 55, repeat)
-    lines = ["| 5 s of 60 s, CPU ms (median) | seek | decode all | ratio | largest difference |", "|---|---|---|---|---|"]
+    lines = [
+        "| 5 s of 60 s, CPU ms (median) | seek | decode all | ratio | largest difference |",
+        "|---|---|---|---|---|",
+    ]
     for form, subtype in (("WAV", "PCM_16"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")):
         file = io.BytesIO()
         with soundfile.SoundFile(file, "w", 44_100, 1, format=form, subtype=subtype) as writer:

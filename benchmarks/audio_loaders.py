@@ -69,10 +69,12 @@ def generate(folder: Path, kind: str) -> None:
     (place / "files").mkdir(parents=True)
     structs = [{"bytes": encoded[row % DISTINCT], "path": f"{row}.{kind}"} for row in range(ROWS)]
     labels = list(range(ROWS))
-    table = pa.table({
-        "audio": pa.array(structs, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-        "label": pa.array(labels, pa.int64()),
-    })
+    table = pa.table(
+        {
+            "audio": pa.array(structs, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
+            "label": pa.array(labels, pa.int64()),
+        }
+    )
     with pa.OSFile(str(place / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=64)
     pq.write_table(table, place / "rows.parquet", row_group_size=64)
@@ -216,7 +218,7 @@ def soundfile_soxr(folder: Path, kind: str) -> Batches:
 
 
 def torchcodec(folder: Path, kind: str) -> Batches:
-    """torchcodec decodes and resamples, in a DataLoader."""
+    """Torchcodec decodes and resamples, in a DataLoader."""
     return _data_loader(_Rows(folder, kind, _by_torchcodec), shuffle=True)
 
 
@@ -235,7 +237,7 @@ def hf_datasets(folder: Path, kind: str) -> Batches:
 
 
 def grain(folder: Path, kind: str) -> Batches:
-    """grain with its reading threads."""
+    """Grain with its reading threads."""
     import grain.python as pygrain
     import torch
 
@@ -252,7 +254,7 @@ def _sample_of_tar(sample: Any) -> Any:
 
 
 def webdataset(folder: Path, kind: str) -> Batches:
-    """webdataset in a DataLoader; the archive twice, for there are two workers."""
+    """Webdataset in a DataLoader; the archive twice, for there are two workers."""
     import webdataset as wds
 
     path = str(folder / kind / "rows.tar")
@@ -314,7 +316,7 @@ class _Cuts:
 
 
 def lhotse(folder: Path, kind: str) -> Batches:
-    """lhotse's cuts in a DataLoader."""
+    """Lhotse's cuts in a DataLoader."""
     return _data_loader(_Cuts(folder, kind), shuffle=True)
 
 

@@ -39,9 +39,7 @@ def build(directory: Path) -> list[str]:
         f'#include "{sources / "miniaudio.h"}"\n'
     )
     library, program = directory / "codecs.so", directory / "fuzz"
-    subprocess.run(
-        ["gcc", *SANITIZE, "-shared", str(directory / "codecs.c"), "-o", str(library), "-lm"], check=True
-    )
+    subprocess.run(["gcc", *SANITIZE, "-shared", str(directory / "codecs.c"), "-o", str(library), "-lm"], check=True)
     own = [str(NATIVE / f"{name}.cpp") for name in ("codecs", "vorbis", "pipeline", "dispatch", "kernels")]
     own = [path for path in own if Path(path).exists()]
     subprocess.run(
@@ -50,7 +48,11 @@ def build(directory: Path) -> list[str]:
     )  # fmt: skip
     import soundfile
 
-    return [str(program), str(library), str(Path(soundfile._snd_path if hasattr(soundfile, "_snd_path") else _sndfile()))]
+    return [
+        str(program),
+        str(library),
+        str(Path(soundfile._snd_path if hasattr(soundfile, "_snd_path") else _sndfile())),
+    ]
 
 
 def _sndfile() -> str:
@@ -79,7 +81,7 @@ def recordings(directory: Path) -> dict[str, list[str]]:
                 time = np.arange(int(0.4 * rate)) / rate
                 tone = 0.3 * np.sin(2 * np.pi * (300 + 900 * time) * time) + 0.02 * random.standard_normal(len(time))
                 path = directory / f"{name}-{number}-{channels}"
-                with open(path, "wb") as file:
+                with path.open("wb") as file:
                     soundfile.write(file, np.stack([tone] * channels, 1), rate, format=form, subtype=subtype)
                 found.setdefault(name, []).append(str(path))
     return found

@@ -21,7 +21,10 @@ FBANKS: dict[str, tuple[int, dict[str, Any]]] = {
     "birdsong": (32000, {"num_mel_bins": 128, "window_type": "hanning"}),
     "speech": (16000, {"num_mel_bins": 80}),
     "telephone": (8000, {"num_mel_bins": 23, "low_freq": 64.0, "high_freq": -200.0, "window_type": "hamming"}),
-    "magnitude": (16000, {"num_mel_bins": 40, "use_power": False, "remove_dc_offset": False, "preemphasis_coefficient": 0.0}),
+    "magnitude": (
+        16000,
+        {"num_mel_bins": 40, "use_power": False, "remove_dc_offset": False, "preemphasis_coefficient": 0.0},
+    ),
 }
 RATES = [(44100, 32000), (22050, 32000), (48000, 32000), (44100, 16000), (22000, 32000), (8000, 16000), (48000, 8000)]
 MELS: dict[str, dict[str, Any]] = {

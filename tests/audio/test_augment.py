@@ -47,7 +47,11 @@ def test_noise_has_the_ratio_that_is_asked_for(ratio: float) -> None:
 def test_silence_stays_finite() -> None:
     silence = np.zeros(100, np.float32)
     rng = np.random.default_rng(0)
-    for made in (audio.add_noise(silence, rng, 10.0), audio.add_noise(x, rng, 10.0, silence), audio.mix(silence, silence, rng)):
+    for made in (
+        audio.add_noise(silence, rng, 10.0),
+        audio.add_noise(x, rng, 10.0, silence),
+        audio.mix(silence, silence, rng),
+    ):
         assert np.isfinite(made).all()
 
 
@@ -62,7 +66,9 @@ def test_gain_and_shift_do_what_they_say() -> None:
 def test_spec_augment_masks_no_more_than_it_may() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        made = audio.spec_augment(features, rng, frequency_masks=1, frequency_width=8, time_masks=1, time_width=20, value=99.0)
+        made = audio.spec_augment(
+            features, rng, frequency_masks=1, frequency_width=8, time_masks=1, time_width=20, value=99.0
+        )
         bands, frames = (made == 99).all(0).sum(), (made == 99).all(1).sum()
         assert bands <= 8
         assert frames <= 20

@@ -65,7 +65,9 @@ def test_neither_threads_nor_neighbours_change_a_bit(recordings: list[bytes]) ->
         "import sys, pickle, hashlib; make, data = pickle.load(sys.stdin.buffer);"
         "print(hashlib.sha256(make(data, threads=3).values.tobytes()).hexdigest())"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps((make, recordings)), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps((make, recordings)), capture_output=True, check=True
+    )
     import hashlib
 
     assert done.stdout.decode().strip() == hashlib.sha256(reference.tobytes()).hexdigest()

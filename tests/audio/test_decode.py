@@ -76,7 +76,9 @@ def test_both_paths_decode_alike(form: str) -> None:
     assert np.abs(native - python).max() < 2e-6
 
 
-def _wav(channels: int = 1, rate: int = 16000, bits: int = 16, data: bytes = bytes(3200), size: int | None = None) -> bytes:
+def _wav(
+    channels: int = 1, rate: int = 16000, bits: int = 16, data: bytes = bytes(3200), size: int | None = None
+) -> bytes:
     width = channels * bits // 8
     head = struct.pack("<HHIIHH", 1, channels, rate & 0xFFFFFFFF, rate * width & 0xFFFFFFFF, width & 0xFFFF, bits)
     size = len(data) if size is None else size
@@ -169,7 +171,10 @@ def test_recordings_come_from_bytes_paths_urls_and_ranges_of_them(tmp_path: Path
     for source in (path, str(path), path.as_uri().replace("%20", " "), bytearray(data), memoryview(data),
                    audio.ByteRange("memory://store/tar", 6, 6 + len(data)), audio.ByteRange(str(path), 0, len(data))):  # fmt: skip
         assert (audio.decode(source).samples == expected).all()
-    for source, reason in ((tmp_path / "none.wav", "cannot be opened: No such file"), ("memory://store/x", "cannot be read")):
+    for source, reason in (
+        (tmp_path / "none.wav", "cannot be opened: No such file"),
+        ("memory://store/x", "cannot be read"),
+    ):
         with pytest.raises(DataError, match=reason):
             audio.decode(source)
 

@@ -1,13 +1,13 @@
 """From recordings to normalised features, for training with anything: plain NumPy arrays in and out.
 
-    from unisono import audio
+from unisono import audio
 
-    x, rate = audio.decode("recording.flac", start=12.0, duration=5.0)
-    x = audio.resample(x, rate, 32_000)
-    features = audio.fbank(x, 32_000, num_mel_bins=128)             # Kaldi's, (498, 128)
+x, rate = audio.decode("recording.flac", start=12.0, duration=5.0)
+x = audio.resample(x, rate, 32_000)
+features = audio.fbank(x, 32_000, num_mel_bins=128)             # Kaldi's, (498, 128)
 
-    pipeline = audio.Pipeline(rate=32_000, duration=5.0, frames=512, mean=-7.2, std=8.86)
-    batch = pipeline(["a.flac", "b.ogg"], threads=2).values         # (2, 512, 128), in one call
+pipeline = audio.Pipeline(rate=32_000, duration=5.0, frames=512, mean=-7.2, std=8.86)
+batch = pipeline(["a.flac", "b.ogg"], threads=2).values         # (2, 512, 128), in one call
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.audio import codecs, native_core
+from unisono.audio import codecs
 from unisono.audio.augment import add_noise, gain, mix, spec_augment, time_shift
 from unisono.audio.batches import (
     Backend,
@@ -141,7 +141,7 @@ def resample(
     x = _checked(x)
     if from_rate == to_rate or not len(x):
         return x.copy()
-    if not _native(backend):
+    if not _uses_core(backend):
         return resample_numpy(x, from_rate, to_rate, method)
     return np.asarray(_resampler(from_rate, to_rate, method).run([(x, from_rate)], _WHOLE, None, 1)[0][5])
 
@@ -196,12 +196,12 @@ def log_mel(x: Array, rate: int, n_mels: int = 128, *, backend: Backend = "auto"
 
 def _features(features: Features, x: Array, rate: int, backend: Backend) -> Array:
     x = _checked(x)
-    if not _native(backend):
+    if not _uses_core(backend):
         return plan_of(features, rate)(x)
     return np.asarray(_engine(features, rate, "").run([(x, rate)], _WHOLE, None, 1)[0][5])
 
 
-def _native(backend: Backend) -> bool:
+def _uses_core(backend: Backend) -> bool:
     return Pipeline(features=None, backend=backend).native
 
 

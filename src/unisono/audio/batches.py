@@ -92,7 +92,7 @@ class Pipeline:
         return self.backend != "numpy" and native_core.module() is not None
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
+    def shape(self) -> tuple[Any, ...]:
         """Of a row: (frames, width), or (samples,); None for what each batch decides."""
         samples = None if self.duration is None else round(self.duration * self.rate)
         if self.features is None:
@@ -165,7 +165,9 @@ class Pipeline:
             if row is not None:
                 values[number, : len(row)] = row
                 if self.features is not None and len(row):
-                    values[number, len(row) :] = row.min() if self.pad == "minimum" else (self.pad - self.mean) / self.std
+                    values[number, len(row) :] = (
+                        row.min() if self.pad == "minimum" else (self.pad - self.mean) / self.std
+                    )
         return values
 
     # the native core --------------------------------------------------------------------------------------------

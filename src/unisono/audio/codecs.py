@@ -64,7 +64,7 @@ class Stream(ABC):
     def read(self, frames: int) -> Samples:
         """The next frames, (n, channels); fewer at the end."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not all have to
         """Let go of it."""
 
 
@@ -204,10 +204,10 @@ def _wav(data: memoryview) -> Stream | None:
             if size == 0xFFFFFFFF or (size == 0 and left):
                 size = left // width * width
             if size > left:
-                raise BadRecording(
-                    f"is cut off: its header says {size // width} frames, and there are {left // width}"
-                )
-            return _Wav(data[at + 8 : at + 8 + size // width * width], Header("wav", rate, channels, size // width), bits, code)
+                raise BadRecording(f"is cut off: its header says {size // width} frames, and there are {left // width}")
+            return _Wav(
+                data[at + 8 : at + 8 + size // width * width], Header("wav", rate, channels, size // width), bits, code
+            )
         at += 8 + size + (size & 1)
 
 
@@ -368,9 +368,7 @@ def _pyav(data: memoryview) -> tuple[Samples, int]:
             stream = container.streams.audio[0]
             rate = int(stream.rate)
             resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
-            parts = [
-                part.to_ndarray() for frame in container.decode(stream) for part in resampler.resample(frame)
-            ]
+            parts = [part.to_ndarray() for frame in container.decode(stream) for part in resampler.resample(frame)]
             parts += [part.to_ndarray() for part in resampler.resample(None)]
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise BadRecording(f"cannot be decoded: {error}") from error

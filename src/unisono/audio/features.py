@@ -60,7 +60,7 @@ class Plan:
     @property
     def width(self) -> int:
         """Numbers of a frame."""
-        return self.cosines.shape[0] or self.banks.shape[1]
+        return int(self.cosines.shape[0] or self.banks.shape[1])
 
     def frames(self, samples: int) -> int:
         """Frames of so many samples; those of fewer than a window are filled up with zeros to one."""
@@ -332,7 +332,9 @@ def _check_size(size: int, name: str) -> None:
         while rest > 1 and rest % prime == 0:
             rest //= prime
     if size < 4 or size % 4 or rest != 1:
-        raise ConfigError(f"{name}={size}: choose a multiple of 4 without a prime factor above 5, e.g. 400, 512 or 1024")
+        raise ConfigError(
+            f"{name}={size}: choose a multiple of 4 without a prime factor above 5, e.g. 400, 512 or 1024"
+        )
 
 
 def _kaldi_mel(hz: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -348,7 +350,12 @@ def _slaney_hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * log(6.4) / 27))
 
 
-_SCALES = {
-    "htk": (lambda hz: 2595.0 * np.log10(1.0 + hz / 700.0), lambda mel: 700.0 * (10.0 ** (mel / 2595.0) - 1.0)),
-    "slaney": (_slaney_mel, _slaney_hz),
-}
+def _htk_mel(hz: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 2595.0 * np.log10(1.0 + hz / 700.0)
+
+
+def _htk_hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 700.0 * (10.0 ** (mel / 2595.0) - 1.0)
+
+
+_SCALES = {"htk": (_htk_mel, _htk_hz), "slaney": (_slaney_mel, _slaney_hz)}

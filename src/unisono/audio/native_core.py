@@ -7,15 +7,15 @@ calls them by address, in its own threads and without Python's lock, and they ar
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
+_module: Any = None
+MISSING = ""
 try:
-    from unisono.audio import _native as _module  # type: ignore[attr-defined, unused-ignore]
-
-    MISSING = ""
+    _module = import_module("unisono.audio._native")
 except ImportError as error:
-    _module, MISSING = None, str(error)
+    MISSING = str(error)
 
 _FLAC = {"flac_open": "open_memory", "flac_read": "read_pcm_frames_f32", "flac_seek": "seek_to_pcm_frame",
          "flac_close": "close"}  # fmt: skip
@@ -23,7 +23,7 @@ _SOUND = {"snd_open": "sf_open_virtual", "snd_read": "sf_readf_float", "snd_seek
           "snd_error": "sf_strerror"}  # fmt: skip
 
 
-def module() -> ModuleType | None:
+def module() -> Any:
     """The extension module; None where it was not built."""
     return _module
 
@@ -60,5 +60,4 @@ def codecs() -> Any:
             found[name] = int(ffi.cast("uintptr_t", ffi.addressof(lib, function)))
     except (ImportError, AttributeError, OSError):
         pass
-    assert _module is not None
     return _module.Codecs(found)

@@ -12,7 +12,6 @@ import numpy as np
 
 from unisono.runtime.errors import ConfigError, DataError
 
-
 _MAPPED = 4 << 20  # bytes from which on a file is mapped, so that windows and headers read little
 
 

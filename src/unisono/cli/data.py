@@ -180,7 +180,9 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
         print(f"row {row}: {reason}")
     if len(found.bad) > 10:
         print(f"… and {len(found.bad) - 10} more")
-    print(f"{found.rows} recordings, {len(found.bad)} cannot be decoded; {found.path} has them, for leave_out={found.path}")
+    print(
+        f"{found.rows} recordings, {len(found.bad)} cannot be decoded; {found.path} has them, for leave_out={found.path}"
+    )
     return 1 if found.bad else 0
 
 
@@ -194,15 +196,15 @@ def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     own = arguments.only(parsed, AudioCache)
     source = open_recordings(parsed.folder, audio=own.audio, leave_out=own.leave_out, key="PATH")
     features = Fbank(own.num_mel_bins, window_type=own.window_type) if own.kind == "features" else None
-    pipeline = Pipeline(
-        own.rate, own.duration, features, own.frames, mean=own.mean, std=own.std, method=own.method
-    )
+    pipeline = Pipeline(own.rate, own.duration, features, own.frames, mean=own.mean, std=own.std, method=own.method)
     with _progress(own.out, len(source), "left out") as told:
         made = make_cache(
             source, pipeline, own.out, windows=own.windows, dtype=own.dtype, on_error=own.on_error,
             workers=cores() if own.workers == "auto" else own.workers, told=told,
         )  # fmt: skip
-    print(f"{own.out}: {len(made)} rows of {tuple(made[0]['values'].shape)} {own.dtype}, {len(made.about['left_out'])} left out")
+    print(
+        f"{own.out}: {len(made)} rows of {tuple(made[0]['values'].shape)} {own.dtype}, {len(made.about['left_out'])} left out"
+    )
     return 0
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from unisono.config import environment
 from unisono.audio import native_core
+from unisono.config import environment
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
 from unisono.runtime.communicator import cores

@@ -51,8 +51,10 @@ class Archives:
             indices = list(pool.map(self._index, paths))
         self._rows = [row for index in indices for row in index]
         if not self._rows:
-            raise DataError(f"{key}: there is no recording in {', '.join(paths[:3])}; known endings are {', '.join(ENDINGS)}")
-        self.columns = self._typed()
+            raise DataError(
+                f"{key}: there is no recording in {', '.join(paths[:3])}; known endings are {', '.join(ENDINGS)}"
+            )
+        self.columns: dict[str, str] = self._typed()
         self._sizes = [(path, _size(path)) for path in paths]
         said = json.dumps([[[name, size] for name, (_, size) in sorted(row.items())] for _, _, row in self._rows])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
@@ -82,13 +84,17 @@ class Archives:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Refuse other data than those of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
-            raise DataError("not the data of before: the archives have other members. Bring them back, or begin another run")
+            raise DataError(
+                "not the data of before: the archives have other members. Bring them back, or begin another run"
+            )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse archives that have changed since they were opened."""
         for path, size in self._sizes[share::shares]:
             if _size(path) != size:
-                raise DataError(f"{path} has changed since it was opened; bring it back as it was, or begin another run")
+                raise DataError(
+                    f"{path} has changed since it was opened; bring it back as it was, or begin another run"
+                )
 
     def _typed(self) -> dict[str, str]:
         """Columns, from the first row."""
@@ -96,7 +102,9 @@ class Archives:
         found: dict[str, str] = {"key": "text"}
         for ending, (first, size) in members.items():
             if ending in ("json", "cls", "txt", "text"):
-                values = _values(ending, bytes(data_of(ByteRange(path, first, first + size))), f"{path}, {name}.{ending}")
+                values = _values(
+                    ending, bytes(data_of(ByteRange(path, first, first + size))), f"{path}, {name}.{ending}"
+                )
                 found.update({key: {int: "int64", float: "float64"}.get(type(v), "text") for key, v in values.items()})
         return found
 

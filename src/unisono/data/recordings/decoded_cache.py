@@ -79,7 +79,9 @@ def make_cache(
         places: list[Window] = [record.get("window", window) for record in records]
         batch = pipeline([r["audio"] for r in records], places, names=[r["name"] for r in records], on_error="mask")
         if batch.errors and on_error == "stop":
-            raise BadSamplesError({row: f"row {records[row]['row']} of the source: {text}" for row, text in batch.errors.items()})
+            raise BadSamplesError(
+                {row: f"row {records[row]['row']} of the source: {text}" for row, text in batch.errors.items()}
+            )
         values[first : first + len(records)] = batch.values
         lengths[first : first + len(records)] = batch.lengths
         return first, {first + row: text for row, text in batch.errors.items()}
@@ -94,9 +96,14 @@ def make_cache(
             done[first] = bad
             told(min(_AT_ONCE, len(rows) - first), len(bad))
     left_out = {row: text for bad in done.values() for row, text in bad.items()}
-    numbers = np.array([rows[row]["row"] for row in range(len(rows))] if windows == "all" else source.rows, dtype=np.int64)
+    numbers = np.array(
+        [rows[row]["row"] for row in range(len(rows))] if windows == "all" else source.rows, dtype=np.int64
+    )
     np.save(folder / "rows.npy", numbers)
-    write_whole(folder / "cache.json", json.dumps({**made_of, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1))
+    write_whole(
+        folder / "cache.json",
+        json.dumps({**made_of, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
+    )
     (folder / "progress.jsonl").unlink()
     return DecodedCache(folder)
 
@@ -119,10 +126,14 @@ class DecodedCache:
         try:
             self.about: dict[str, Any] = json.loads((self.folder / "cache.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"{folder} is not a finished cache: {error}; make it by `unisono data audio-cache`") from error
+            raise DataError(
+                f"{folder} is not a finished cache: {error}; make it by `unisono data audio-cache`"
+            ) from error
         if pipeline is not None and self.about["pipeline"] != json.loads(json.dumps(pipeline.fingerprint())):
             other = [key for key, value in pipeline.fingerprint().items() if self.about["pipeline"].get(key) != value]
-            raise DataError(f"{folder} was made with another {', '.join(other)}; make it anew, or set these as they were")
+            raise DataError(
+                f"{folder} was made with another {', '.join(other)}; make it anew, or set these as they were"
+            )
         left_out = [int(row) for row in self.about["left_out"]]
         self.kept = np.setdiff1d(np.arange(self.about["rows"]), np.array(left_out, dtype=np.int64))
 
@@ -173,7 +184,9 @@ def _begun(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] |
         raise ConfigError(f"{folder} holds a cache of other data or settings; choose another folder, or take it away")
     if about.exists():
         if json.loads(about.read_text(encoding="utf-8")) != wanted:
-            raise ConfigError(f"{folder} holds a part of a cache of other data or settings; choose another, or take it away")
+            raise ConfigError(
+                f"{folder} holds a part of a cache of other data or settings; choose another, or take it away"
+            )
         done: dict[int, dict[int, str]] = {}
         journal = folder / "progress.jsonl"
         for line in journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []:
@@ -189,7 +202,7 @@ def _begun(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] |
     return {}
 
 
-def _array(path: Path, dtype: Any, shape: tuple[int | None, ...]) -> Any:
+def _array(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
     if path.exists():
         return np.lib.format.open_memmap(path, mode="r+")
     return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)

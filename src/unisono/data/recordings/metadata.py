@@ -14,7 +14,22 @@ from unisono.data.sources.storage import is_remote
 from unisono.runtime.errors import DataError, nearest
 
 NAMES = ("file", "file_name", "filename", "path", "audio", "audio_file", "audio_filepath", "audio_path", "wav")
-ENDINGS = (".wav", ".flac", ".ogg", ".oga", ".mp3", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".caf", ".w64", ".webm")
+ENDINGS = (
+    ".wav",
+    ".flac",
+    ".ogg",
+    ".oga",
+    ".mp3",
+    ".opus",
+    ".m4a",
+    ".aac",
+    ".aif",
+    ".aiff",
+    ".au",
+    ".caf",
+    ".w64",
+    ".webm",
+)
 _TABLES = (".csv", ".tsv", ".json", ".jsonl")
 
 
@@ -53,8 +68,10 @@ class Listed:
         self._audio = audio or next((name for name in NAMES if name in names), "")
         if self._audio not in names:
             wanted = f"'{audio}'" if audio else f"of paths ({', '.join(NAMES)})"
-            raise DataError(f"{key}: {place} has no column {wanted}, {nearest(audio or 'file', names)}; name it by audio=")
-        self.columns = {name: _typed(self._rows, name) for name in names if name != self._audio}
+            raise DataError(
+                f"{key}: {place} has no column {wanted}, {nearest(audio or 'file', names)}; name it by audio="
+            )
+        self.columns: dict[str, str] = {name: _typed(self._rows, name) for name in names if name != self._audio}
         self._paths = [_path(folder, row, self._audio, place, number) for number, row in enumerate(self._rows)]
         with ThreadPoolExecutor(16) as pool:
             self._status = list(pool.map(_status, self._paths))
@@ -92,14 +109,15 @@ class Listed:
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse recordings that have changed since they were found, as far as they are those of this share."""
         for row in range(share, len(self._paths), shares):
-            if (now := _status(self._paths[row])) != self._status[row]:
-                what = "is gone" if now is None else f"had {self._status[row] and self._status[row][0]} bytes and has {now[0]}"  # type: ignore[index]
-                if now is not None and self._status[row] is not None and now[0] == self._status[row][0]:  # type: ignore[index]
-                    what = "was written again"
-                raise DataError(
-                    f"{self._paths[row]} has changed since it was found: it {what}; bring it back as it was, or begin "
-                    "another run"
-                )
+            now, before = _status(self._paths[row]), self._status[row]
+            if now == before or before is None:
+                continue
+            what = "is gone" if now is None else f"had {before[0]} bytes and has {now[0]}"
+            if now is not None and now[0] == before[0]:
+                what = "was written again"
+            raise DataError(
+                f"{self._paths[row]} has changed since it was found: it {what}; bring it back as it was, or begin another run"
+            )
 
 
 def _audio_files(folder: Path) -> Any:
@@ -160,7 +178,9 @@ def _json(place: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise DataError(f"{place} cannot be read as JSON: {error}") from error
     if isinstance(found, dict):  # a list under one of these names, beside what is said of all of them
-        found = next((found[name] for name in ("samples", "data", "rows", "items") if isinstance(found.get(name), list)), None)
+        found = next(
+            (found[name] for name in ("samples", "data", "rows", "items") if isinstance(found.get(name), list)), None
+        )
     return _records(place, found)
 
 

@@ -82,9 +82,7 @@ def scan(
     return Scan(len(source), ordered, out)
 
 
-def _bounded(
-    pool: Any, source: Recordings, missing: list[int], ahead: int
-) -> Iterator[tuple[int, dict[int, str]]]:
+def _bounded(pool: Any, source: Recordings, missing: list[int], ahead: int) -> Iterator[tuple[int, dict[int, str]]]:
     """Results in order, with a bounded number asked for ahead."""
     firsts, asked = iter(missing), list[tuple[int, Future[dict[int, str]]]]()
     for first in islice(firsts, ahead):
@@ -129,6 +127,6 @@ def _resumed(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, in
     elif out.exists():
         head, *entries = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
         if head.get("fingerprint") == source.fingerprint:
-            done = {first: _AT_ONCE for first in range(0, len(source), _AT_ONCE)}
+            done = dict.fromkeys(range(0, len(source), _AT_ONCE), _AT_ONCE)
             bad = {entry["row"]: entry["reason"] for entry in entries}
     return done, bad

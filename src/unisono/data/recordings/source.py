@@ -27,13 +27,17 @@ class Table(Protocol):
 
     Attributes:
         columns: their types as words (`int64`, `text`, …), without the recordings'.
-        fingerprint: of the rows.
-        manifest: the files as JSON.
     """
 
-    columns: Mapping[str, str]
-    fingerprint: str
-    manifest: dict[str, Any]
+    columns: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files as JSON."""
 
     def __len__(self) -> int: ...
 
@@ -117,7 +121,11 @@ class Recordings:
         record = self.table.record(number)
         if self._label is not None and record[self._label] is not None:
             record[self._label] = int(record[self._label])
-        kept = record if self._columns is None else {n: v for n, v in record.items() if n in self._columns | {"audio", "name"}}
+        kept = (
+            record
+            if self._columns is None
+            else {n: v for n, v in record.items() if n in self._columns | {"audio", "name"}}
+        )
         return {**kept, "row": number}
 
     @property
@@ -136,7 +144,9 @@ class Recordings:
         """Refuse other data, or other rows, than those of an earlier `manifest`."""
         self.table.check_same(before)
         if before.get("read") != self.fingerprint:
-            raise DataError("not the rows of before: leave_out names others. Name those of before, or begin another run")
+            raise DataError(
+                "not the rows of before: leave_out names others. Name those of before, or begin another run"
+            )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse files that have changed since they were opened."""
@@ -171,7 +181,7 @@ class _Columns:
         wanted = None if columns is None else [self._audio, *dict.fromkeys([*columns, *([label] if label else [])])]
         expect = {label: "int?"} if label else None  # refuses a column of text, naming it
         self._files: Files = open_source(paths, wanted, expect=expect, storage=storage, key=key)
-        self.columns = {name: str(kind) for name, kind in kinds.items() if name != self._audio}
+        self.columns: dict[str, str] = {name: str(kind) for name, kind in kinds.items() if name != self._audio}
         self._ends = np.cumsum([int(shard.rows.sum()) for shard in self._files.shards])
 
     def __len__(self) -> int:
@@ -240,5 +250,7 @@ def _left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: int) 
         leave_out = [number for number in numbers if number is not None]
     found = np.unique(np.fromiter(leave_out, dtype=np.int64))
     if len(found) and not 0 <= found[0] <= found[-1] < rows:
-        raise DataError(f"leave_out names row {int(found[-1] if found[-1] >= rows else found[0])}, and there are {rows}")
+        raise DataError(
+            f"leave_out names row {int(found[-1] if found[-1] >= rows else found[0])}, and there are {rows}"
+        )
     return found
