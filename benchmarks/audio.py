@@ -27,6 +27,12 @@ import numpy as np
 from benchmarks import audio_loaders, page
 from benchmarks.audio_loaders import BATCH, LOADERS, NEEDS, SETS
 
+_HEADS = {
+    "loaders": "Loaders",
+    "workers": "Workers and memory",
+    "stages": "Stages",
+    "crops": "Windows of long recordings",
+}
 _QUIET = 0.10  # of the cores, that others may use
 
 
@@ -244,6 +250,13 @@ def crops(folder: Path, repeat: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(name: str, text: str) -> None:
+    """Put a table into the page, and leave the others as they are."""
+    tables = dict(part.split("\n", 1) for part in page.found("audio").split("### ")[1:])
+    tables[_HEADS[name]] = f"\n{text.strip()}\n\n"
+    page.put("audio", "".join(f"### {head}\n{tables[head]}" for head in _HEADS.values() if head in tables))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--window", nargs=5, help=argparse.SUPPRESS)
@@ -276,7 +289,7 @@ def main() -> None:
                 text = act()
                 print(text, flush=True)
                 if options.write:
-                    page.put(f"audio_{name}", text, "docs/benchmarks.md")
+                    write(name, text)
 
 
 if __name__ == "__main__":
