@@ -40,7 +40,10 @@ def build(directory: Path) -> list[str]:
     )
     library, program = directory / "codecs.so", directory / "fuzz"
     subprocess.run(["gcc", *SANITIZE, "-shared", str(directory / "codecs.c"), "-o", str(library), "-lm"], check=True)
-    own = [str(NATIVE / f"{name}.cpp") for name in ("codecs", "vorbis", "pipeline", "dispatch", "kernels")]
+    own = [
+        str(NATIVE / f"{name}.cpp")
+        for name in ("codecs", "ogg", "vorbis_setup", "vorbis_floor", "vorbis", "pipeline", "dispatch", "kernels")
+    ]
     own = [path for path in own if Path(path).exists()]
     subprocess.run(
         ["g++", "-std=c++17", *SANITIZE, *OURS, "-Wno-psabi", str(HERE / "fuzz.cpp"), *own, "-o", str(program), "-ldl",
