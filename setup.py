@@ -58,7 +58,7 @@ class BuildNative(build_ext):
         compiler.compiler_so = [flag for flag in compiler.compiler_so if flag not in ("-g", "-O2", "-Wall")]
         include = [*self.include_dirs, str(package / "include"), str(package / "ext/robin_map/include")]
         objects = compiler.compile(
-            [str(NATIVE / f"{name}.cpp") for name in ("codecs", "dispatch", "module", "ogg", "pipeline", "vorbis", "vorbis_floor", "vorbis_setup")],
+            [str(path) for path in sorted(NATIVE.glob("*.cpp")) if path.name != "kernels.cpp"],
             self.build_temp, include_dirs=include, extra_postargs=[*FLAGS, *(["-DUNISONO_X86"] if X86 else [])],
         )  # fmt: skip
         for name, flags in KERNELS.items():

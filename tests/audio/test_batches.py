@@ -192,3 +192,17 @@ def test_the_native_core_is_as_far_as_the_cores_go_without_the_gil(tmp_path: Pat
         time.sleep(1e-4)
     thread.join()
     assert ticks > 3
+
+
+def test_what_was_decoded_is_counted(tmp_path: Path) -> None:
+    data, path = recording("flac16"), tmp_path / "a.flac"
+    path.write_bytes(data)
+    make = pipeline()
+    make([data, str(path), b"no", (clip(16000), 16000)], on_error="mask")
+    counted = make.counters()
+    assert {key: counted[key] for key in ("decoded", "failed", "bytes")} == {
+        "decoded": 3,
+        "failed": 1,
+        "bytes": 2 * len(data),
+    }
+    assert counted["seconds"] > 0

@@ -8,9 +8,12 @@ differences). Each row depends on its recording and its window alone, so neither
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +45,24 @@ class Batch:
     lengths: NDArray[np.int64]
     starts: NDArray[np.float64]
     errors: dict[int, str] = field(default_factory=dict)
+
+
+class Counters:
+    """What a pipeline has made in this process, by all of its threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._values = threading.Lock(), {"decoded": 0, "failed": 0, "bytes": 0, "seconds": 0.0}
+
+    def add(self, decoded: int, failed: int, size: int, seconds: float) -> None:
+        """Count a batch."""
+        with self._lock:
+            for name, value in zip(self._values, (decoded, failed, size, seconds), strict=True):
+                self._values[name] += value
+
+    def __call__(self) -> dict[str, float]:
+        """Recordings decoded and failed, bytes of them, and seconds that batches took, added over threads."""
+        with self._lock:
+            return dict(self._values)
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,7 @@ class Pipeline:
         Raises:
             BadSamplesError: naming the first recording that cannot be used, and why.
         """
+        began = perf_counter()
         windows = [FIRST] * len(recordings) if windows is None else windows
         if len(windows) != len(recordings):
             raise ConfigError(f"{len(recordings)} recordings and {len(windows)} windows")
@@ -148,6 +170,8 @@ class Pipeline:
         for row, (kind, text, *_) in enumerate(answers):
             if kind != _GOOD:
                 reasons.setdefault(row, f"{names[row]} {text}")
+        size = sum(_size(each) for row, each in enumerate(given) if row not in reasons)
+        self.counters.add(len(given) - len(reasons), len(reasons), size, perf_counter() - began)
         if reasons and on_error == "raise":
             raise BadSamplesError(dict(sorted(reasons.items())))
         values = self._padded([answer[5] for answer in answers]) if out is None else out
@@ -156,6 +180,11 @@ class Pipeline:
         lengths = np.array([0 if row in reasons else answer[4] for row, answer in enumerate(answers)], dtype=np.int64)
         starts = np.array([answer[3] / max(1, answer[2]) for answer in answers], dtype=np.float64)
         return Batch(values, lengths, starts, dict(sorted(reasons.items())))
+
+    @cached_property
+    def counters(self) -> Counters:
+        """What it has made so far in this process."""
+        return Counters()
 
     def _padded(self, rows: list[Array | None]) -> Array:
         """Rows of different lengths, padded to the longest."""
@@ -180,7 +209,7 @@ class Pipeline:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_engine"}
+        return {name: value for name, value in vars(self).items() if name not in ("_engine", "counters")}
 
     def _run_native(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Any]:
         places = np.array([(-1.0 if w.start is None else w.start, w.place, self.duration or 0.0) for w in windows])
@@ -313,6 +342,13 @@ def _normalised(values: Array, mean: float, std: float) -> Array:
     if mean != 0 or std != 1:
         values = (values - np.float32(mean)) / np.float32(std)
     return values
+
+
+def _size(recording: Any) -> int:
+    """Bytes of a recording, as it lies on the disk."""
+    if isinstance(recording, str):
+        return Path(recording).stat().st_size
+    return 0 if isinstance(recording, tuple) else memoryview(recording).nbytes
 
 
 def _samples(samples: Any, rate: int) -> tuple[Array, int]:

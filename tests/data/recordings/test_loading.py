@@ -149,3 +149,14 @@ def test_more_workers_than_cores_are_warned_of(path: str) -> None:
 def test_a_cluster_job_asks_for_the_cpus_that_its_memory_pays_for() -> None:
     assert cpus_to_request(128, 4) == 12
     assert cpus_to_request(32, 16) == 16
+
+
+def test_a_loader_counts_what_it_built(path: str) -> None:
+    task = Listener(path)
+    loader = Loader(task, task.data(), _plan(), Split.of(BATCH, 1, 8), 0, on_error="mask", prefetch=2)
+    with closing(loader):
+        running = loader.steps()
+        masked = sum(len(micro.made.masked) for _ in range(STEPS) for micro in next(running) if micro.made)
+        counted = loader.counters()
+    assert (counted["built"], counted["masked"]) == (BATCH * STEPS - masked, masked)
+    assert masked > 0 < counted["collate_seconds"]

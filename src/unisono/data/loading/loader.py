@@ -95,6 +95,7 @@ class Loader:
         if isinstance(measured := getattr(plan, "lengths", None), Measured):
             measured.by = self.lengths
         self._largest = 0  # bytes of a micro-batch, as far as any was made
+        self._built, self._seconds = 0, np.zeros(3)
         self._masked, self._told, self._news = 0, -1, deque[str]()
         self._any: Request | None = None
         self._feed: Feed[Request, MicroBatch] | None = None
@@ -145,6 +146,13 @@ class Loader:
         parts = range(0, len(rows), _AT_ONCE)
         asked = [workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
         return np.concatenate([np.zeros(0, dtype=np.int64), *(self._in_time(future.result) for future in asked)])
+
+    def counters(self) -> dict[str, float]:
+        """Micro-batches ready and asked for, samples built and masked, and seconds that reading, sampling and collating took."""
+        ready, asked = self._feed.fill if self._feed is not None else (0, 0)
+        names = ("read_seconds", "sample_seconds", "collate_seconds")
+        seconds = dict(zip(names, self._seconds.tolist(), strict=True))
+        return {"ready": ready, "asked": asked, "built": self._built, "masked": self._masked, **seconds}
 
     def facts(self) -> str:
         """A line about how micro-batches are made."""
@@ -239,6 +247,9 @@ class Loader:
         if step <= self._told:  # made again, as the first one is
             return
         self._told = step
+        for made in (micro.made for micro in batches if micro.made):
+            self._built += len(made.taken)
+            self._seconds += made.seconds
         for sample in (sample for micro in batches if micro.made for sample in micro.made.masked):
             self._masked += 1
             log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)
