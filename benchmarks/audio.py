@@ -253,8 +253,9 @@ def crops(folder: Path, repeat: int) -> str:
 def write(name: str, text: str) -> None:
     """Put a table into the page, and leave the others as they are."""
     tables = dict(part.split("\n", 1) for part in page.found("audio").split("### ")[1:])
-    tables[_HEADS[name]] = f"\n{text.strip()}\n\n"
-    page.put("audio", "".join(f"### {head}\n{tables[head]}" for head in _HEADS.values() if head in tables))
+    tables[_HEADS[name]] = text
+    parts = (f"### {head}\n\n{tables[head].strip()}\n" for head in _HEADS.values() if head in tables)
+    page.put("audio", "\n".join(parts))
 
 
 def main() -> None:
