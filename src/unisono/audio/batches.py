@@ -181,10 +181,11 @@ class Pipeline:
         starts = np.array([answer[3] / max(1, answer[2]) for answer in answers], dtype=np.float64)
         return Batch(values, lengths, starts, dict(sorted(reasons.items())))
 
-    @cached_property
+    @property
     def counters(self) -> Counters:
         """What it has made so far in this process."""
-        return Counters()
+        found: Counters = vars(self).setdefault("_counters", Counters())  # at once, whichever thread is first
+        return found
 
     def _padded(self, rows: list[Array | None]) -> Array:
         """Rows of different lengths, padded to the longest."""
@@ -209,7 +210,7 @@ class Pipeline:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_engine", "counters")}
+        return {name: value for name, value in vars(self).items() if name not in ("_engine", "_counters")}
 
     def _run_native(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Any]:
         places = np.array([(-1.0 if w.start is None else w.start, w.place, self.duration or 0.0) for w in windows])

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <new>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 namespace unisono {
@@ -238,6 +239,9 @@ std::vector<Result> Pipeline::run(const std::vector<Item>& items, float* out, in
             } catch (const std::bad_alloc&) {
                 result.kind = Result::kBad;
                 result.text = "cannot be decoded: out of memory";
+            } catch (const std::exception& error) {  // nothing may leave a thread
+                result.kind = Result::kBad;
+                result.text = std::string("cannot be decoded: ") + error.what();
             }
             if (result.kind != Result::kGood && row != nullptr) std::fill(row, row + rows * width(), 0.0f);
         }
@@ -246,7 +250,10 @@ std::vector<Result> Pipeline::run(const std::vector<Item>& items, float* out, in
     };
     const int helpers = std::min<int>(threads, static_cast<int>(items.size())) - 1;
     std::vector<std::thread> pool;
-    for (int i = 0; i < helpers; i++) pool.emplace_back(work);
+    try {
+        for (int i = 0; i < helpers; i++) pool.emplace_back(work);
+    } catch (const std::system_error&) {  // the system gives no more threads: those that there are do the work
+    }
     work();
     for (auto& thread : pool) thread.join();
     return results;
