@@ -35,7 +35,8 @@ def build(directory: Path) -> list[str]:
             archive.extractall(directory, filter="data")
     sources = next(directory.glob("miniaudio-*/miniaudio"))
     (directory / "codecs.c").write_text(
-        "#define MA_NO_DEVICE_IO\n#define MA_NO_ENGINE\n#define MINIAUDIO_IMPLEMENTATION\n"
+        "#define MA_NO_DEVICE_IO\n#define MA_NO_ENGINE\n#define MA_NO_ENCODING\n#define MA_NO_GENERATION\n"
+        "#define MA_NO_RESOURCE_MANAGER\n#define MA_NO_NODE_GRAPH\n#define MINIAUDIO_IMPLEMENTATION\n"
         f'#include "{sources / "miniaudio.h"}"\n'
     )
     library, program = directory / "codecs.so", directory / "fuzz"
