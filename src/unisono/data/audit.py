@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +21,11 @@ from unisono.data.loading import checksum
 from unisono.data.loading.batch_builder import Maker
 from unisono.data.order.plan import Plan, Taken
 from unisono.data.order.planning import plan_of, source_of
-from unisono.runtime.errors import RunError, UnisonoError, ranges
+from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, ranges
 from unisono.runtime.rng import key
 from unisono.task import Source, Task
 
+_AT_ONCE = 64  # samples that are collated together
 _SHOWN = 20  # faults that are listed
 
 
@@ -182,6 +184,8 @@ def anew(
     for step in chosen:
         try:
             good, pieces, _ = maker.pieces(plan.taken(step, range(plan.rows(step))))
+            if plan.capacity is None:
+                good, pieces = _usable(task, good, pieces)
         except UnisonoError as error:
             report.faults.append(f"step {step} cannot be made anew: {error}")
             continue
@@ -193,6 +197,17 @@ def anew(
             )
         else:
             report.remade += 1
+
+
+def _usable(task: Task, taken: Taken, pieces: list[Any]) -> tuple[Taken, list[Any]]:
+    """Samples without those that only `collate` finds it cannot use."""
+    good = np.ones(len(pieces), dtype=bool)
+    for first in range(0, len(pieces), _AT_ONCE):
+        try:
+            task.collate(pieces[first : first + _AT_ONCE])
+        except BadSamplesError as error:
+            good[[first + number for number in error.reasons]] = False
+    return taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
 
 
 def _end(start: Start, rank: int) -> int:
