@@ -5,7 +5,7 @@ Once a test run has called `install`, what is started as `python -m unisono…`,
 else about it is as it would be: its parent, its command line and environment in `/proc`, its streams, folder, session
 and import path. Two things are not: more has been imported, and the hash seed of strings is the same in all. What a
 command starts, as a launcher its ranks, is forked too: from a copy of the command that was made before it began. In
-`real`, processes are started as ever.
+`real`, processes are started as ever; so is one whose environment asks for what only a new process can do, as `PYTHONHASHSEED` does.
 
 A fork would miss the threads of what it was forked from, and find their locks locked: the server computes nothing and
 has no threads. Linux alone lets a process inherit the orphans of its children; elsewhere all processes are real ones.
@@ -20,6 +20,7 @@ import inspect
 import os
 import pickle
 import random
+import resource
 import runpy
 import signal
 import socket
@@ -46,10 +47,12 @@ IMPORTED = (
 NEVER_IMPORTED = ("tests.recipes.microbiome", "tests.proofs.test_microbiome")
 SCRIPTS = {"unisono": "unisono", "torchrun": "torch.distributed.run"}  # beside the interpreter: the modules they run
 STARTERS = ("unisono", "torch.distributed.run")  # whose processes start others
-PATIENCE = 120.0  # seconds for a process to be there, the imports of the server included
+PATIENCE = 600.0  # seconds for a process to be there, the imports of a server on a busy machine included
 
 _THREADS = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which expects to be forked
 _ROOM = 1 << 13  # bytes in /proc for the command line, and as many for the environment, of a fork
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _start_really = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_start_really)
@@ -67,6 +70,10 @@ class Request:
         folder: to work in.
         session: whether it leads one.
         path: where it looks for modules before where any process does.
+        limits: of resources, by number.
+        mask: of the rights of new files.
+        cores: that it may run on.
+        ignored: signals.
     """
 
     words: tuple[str, ...]
@@ -76,6 +83,10 @@ class Request:
     folder: str
     session: bool
     path: tuple[str, ...]
+    limits: Mapping[int, tuple[int, int]]
+    mask: int
+    cores: frozenset[int]
+    ignored: frozenset[int]
 
     @property
     def imports(self) -> list[str]:
@@ -166,15 +177,31 @@ def _read(given: Mapping[str, Any]) -> Request | None:
     if not Path(folder).is_dir() or module == "tests.fork_server":
         return None
     path = [entry for entry in path if entry]
-    return Request(words, module, arguments, environment, folder, given["start_new_session"], tuple(path))
+    if _startup(environment) != _BEGAN or any(Path(entry, "sitecustomize.py").exists() for entry in path):
+        return None
+    limits = {number: resource.getrlimit(number) for number in _LIMITS}
+    os.umask(mask := os.umask(0))
+    ignored = frozenset(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
+    return Request(
+        words, module, arguments, environment, folder, given["start_new_session"], tuple(path), limits, mask,
+        frozenset(os.sched_getaffinity(0)), ignored,
+    )  # fmt: skip
+
+
+def _startup(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a process reads once, when it starts; a fork cannot have it otherwise."""
+    found = {
+        name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_", "GLIBC_", "MALLOC_"))
+    }
+    found |= {name: value for name in _THREAD_COUNTS if (value := environment.get(name, "1")) != "1"}
+    return {name: value for name, value in found.items() if name != "PYTHONPATH"}
 
 
 def _begin_server() -> socket.socket:
     ours, its = socket.socketpair()
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fork_server", str(its.fileno()), "." * _ROOM], cwd=ROOT, pass_fds=[its.fileno()],
-        env={**os.environ, **threads, "UNISONO_TESTS_ROOM": "." * _ROOM}, stdin=subprocess.DEVNULL,
+        env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1"), "UNISONO_TESTS_ROOM": "." * _ROOM}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     its.close()
     atexit.register(lambda: (ours.close(), process.wait()))
@@ -226,6 +253,13 @@ def serve(connection: socket.socket) -> Callable[[], None]:
 def _begin(request: Request, streams: Sequence[int]) -> Callable[[], None]:
     """Make of a fork what a new process would be."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in request.ignored:
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(request.mask)
+    os.sched_setaffinity(0, request.cores)
+    for number, limits in request.limits.items():
+        if limits != resource.getrlimit(number):
+            resource.setrlimit(number, limits)
     if request.session:
         os.setsid()
     for own, number in enumerate(streams):
@@ -296,6 +330,7 @@ def main(descriptor: int) -> Callable[[], None]:
     return serve(socket.socket(fileno=descriptor))
 
 
+_BEGAN = _startup(os.environ)
 _PATH = [
     entry for entry in sys.path if entry != str(ROOT)
 ]  # of any process; `python -m` has put the server's folder first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -34,6 +35,10 @@ def describe() -> dict[str, Any]:
         "input": sys.stdin.read(),
         "open": sorted(str(Path(f"/proc/self/fd/{n}").readlink()).partition(":")[0] for n in range(3)),
         "interrupted": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
+        "mask": os.umask(0),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "ignored": signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN,
         "torch": "torch" in sys.modules,
     }
 
@@ -49,7 +54,13 @@ def ask(*words: str, **options: Any) -> tuple[dict[str, Any], str, int]:
 @pytest.mark.parametrize(
     "options", [{"input": "said"}, {"input": "", "start_new_session": True}], ids=["plain", "session"]
 )
-def test_a_fork_sees_of_itself_what_a_new_process_does(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_fork_sees_of_itself_what_a_new_process_does(
+    tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN), os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)
+    request.addfinalizer(lambda: (signal.signal(signal.SIGUSR2, before[0]), os.umask(before[1])))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before[2]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[2][1]))
     forked, said, code = ask("3", "two words", cwd=tmp_path, **options)
     with fork_server.real():
         real, _, expected = ask("3", "two words", cwd=tmp_path, **options)
@@ -57,6 +68,16 @@ def test_a_fork_sees_of_itself_what_a_new_process_does(tmp_path: Path, options: 
     assert forked == real
     assert said == "to stderr\n"
     assert code == expected == 3
+
+
+@pytest.mark.parametrize("how", ["a hash seed", "code of the site"])
+def test_what_a_fork_cannot_have_gives_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    assert ask("0", input="", cwd=tmp_path)[0]["torch"]
+    if how == "a hash seed":
+        monkeypatch.setenv("PYTHONHASHSEED", "3")
+    else:
+        (tmp_path / "sitecustomize.py").write_text("")
+    assert not ask("0", input="", cwd=tmp_path)[0]["torch"]
 
 
 def test_what_ends_a_fork_is_told_as_of_any_child() -> None:
