@@ -30,8 +30,8 @@ Told = Callable[[Fault, Outcome], None]
 
 def known() -> dict[str, Fault]:
     """All faults by key, in the order of the list."""
-    for module in ("death", "hangs", "kills", "storage", "numbers", "setup", "network", "rows", "security"):
-        importlib.import_module(f"unisono.faults.{module}")
+    for module in ("death", "hangs", "kills", "storage", "numbers", "setup", "network", "data_rows", "security"):
+        importlib.import_module(f"unisono.faults.scenarios.{module}")
     return dict(sorted(FAULTS.items(), key=lambda pair: _place(pair[0])))
 
 
