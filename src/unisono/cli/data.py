@@ -64,7 +64,10 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
         "print the rows that a run sees from a position on, for a layout that need not exist",
         "as for train; and position=0, count=8, world_size=layout.world_size",
     )
-    verb("audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN")
+    audit = verb(
+        "audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN"
+    )
+    arguments.foreign_run(audit)
 
 
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
@@ -145,7 +148,7 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.audit import audit
 
-    report = audit(parsed.folder)
+    report = audit(parsed.folder, task=parsed.task, trust=parsed.trust)
     print(report)
     return 0 if report.passed else 1
 

@@ -73,7 +73,7 @@ def launch(
 
     Args:
         config: concrete.
-        folder: of the run; the processes read its `config.yaml`.
+        folder: of the run; the processes read its `config.yaml`, and are told the task.
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
         node: which one this is, where there are several.
@@ -114,7 +114,7 @@ def processes(
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     ours: bool = True,
 ) -> None:
-    """Start processes that each run a module, with a folder as its argument, and wait for them.
+    """Start processes that each run a module, with a folder and `reference` as its arguments, and wait for them.
 
     Args:
         module: e.g. `unisono.launch.rank_process`.
@@ -180,7 +180,7 @@ def processes(
             )
             if not ours:
                 held.close()
-            elastic_launch(settings, sys.executable)("-m", module, str(folder))
+            elastic_launch(settings, sys.executable)("-m", module, str(folder), reference)
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:

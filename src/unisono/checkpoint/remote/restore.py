@@ -22,12 +22,14 @@ from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.commit import Checkpoint
-from unisono.checkpoint.remote import store_lock, upload
+from unisono.checkpoint.remote import description, store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectError, Store
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS, DESCRIBED, MANIFEST, described_as, known, step_of
 from unisono.config.schema.run import RunConfig
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, DataError, RunError
 from unisono.runtime.files import sync, whole
+from unisono.runtime.text import one_line
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
 _TOGETHER = 8  # files at a time
@@ -235,12 +237,16 @@ class Restore:
         if name is None and not self.passed:
             return
         for other, why in self.passed.items():
-            print(f"unisono: WARNING: {other} is passed over: {why}", file=sys.stderr)  # noqa: T201 - before there is a log
+            _warn(f"{other} is passed over: {why}")
         if name is not None:
             print(f"restored {name} from {self.store.url}", flush=True)  # noqa: T201
         event = {"step": step_of(name or ""), "restored": name, "from": self.store.url, "passed_over": self.passed}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"\n{json.dumps(event)}\n")  # a line of its own, whatever was cut off before
+
+
+def _warn(text: str) -> None:
+    print(f"unisono: WARNING: {text}", file=sys.stderr)  # noqa: T201 - before there is a log
 
 
 def begun(folder: Path) -> list[Path]:
@@ -309,11 +315,19 @@ def _describe(store: Store, folder: Path) -> None:
         files = {str(name): (int(each["size"]), str(each["sha256"])) for name, each in described.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ObjectError(f"{store.at(DESCRIBED)} is missing or damaged ({error})") from error
+    if elsewhere := next(filter(description.is_elsewhere, files), None):
+        raise ObjectError(
+            f"{store.at(DESCRIBED)} names '{one_line(elsewhere)}', which lies outside of a run's folder. Nothing of it "
+            "was brought: do not use what comes from there"
+        )
     for name, (size, sha256) in sorted(files.items(), key=lambda file: (file[0] != "config.yaml", file[0])):
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ObjectError(f"{store.at(DESCRIBED)} names {name!r}, which lies outside of a run's folder")
+        if not description.is_known(name):
+            _warn(
+                f"{store.at(DESCRIBED)} names '{one_line(name)}', which is neither a record of a run nor data by its "
+                "ending; it was left out"
+            )
+            continue
+        path = safe_paths.destination(folder, name)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
             with whole(path) as temporary:
                 store.fetch(described_as(name, sha256), temporary, size, sha256)

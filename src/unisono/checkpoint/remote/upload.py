@@ -25,7 +25,7 @@ from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
-from unisono.checkpoint.remote import store_lock
+from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import Store
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS, MANIFEST
 from unisono.config.schema.run import Checkpoint, RunConfig
@@ -94,6 +94,11 @@ class Uploads:
         self.uploaded: int | None = None  # step of the newest checkpoint that is there
         self._newest = self._revived = self._missed = -1
         if self._store is not None:
+            if left := description.left_out(folder):
+                say(
+                    f"WARNING: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}: not uploaded, since a run is "
+                    "restored with assets that are data by their ending, and with no others"
+                )
             self._take_up()
 
     def finished(self, path: Path) -> None:

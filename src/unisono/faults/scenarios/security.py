@@ -38,7 +38,7 @@ def _payload(ground: Ground) -> Outcome:
     for file in sorted(newest.iterdir()):
         kept = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
-        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
             done = evaluation.finish()
         outcome.promise(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
         outcome.promise(not touched.exists(), f"{file.name} was unpickled")
@@ -58,7 +58,7 @@ def _escape(ground: Ground) -> Outcome:
     for hostile in (f"../../../../{secret.name}", str(secret)):
         text = kept.replace(json.dumps(shard.name), json.dumps(hostile))
         job.rewrite(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
-        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
             done = evaluation.finish()
         outcome.promise(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
         outcome.said = done.sentence
@@ -73,7 +73,7 @@ def _link(ground: Ground) -> Outcome:
     elsewhere = ground.own / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)
     shard.symlink_to(elsewhere)
-    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
         done = evaluation.finish()
     outcome.promise(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
     outcome.said = done.sentence
