@@ -164,7 +164,7 @@ def held(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             taken = opened.enter_context(run_lock.held(folder))
             if taken.seized:  # what its last owner was writing can be finished by nobody, not even if it wakes up
-                commit._sweep(folder / "checkpoints")
+                commit.sweep(folder / "checkpoints")
         except OSError as error:
             raise _unwritable(folder, error) from error
         yield

@@ -97,6 +97,18 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link the link alone, as what it leads to is not ours.
+
+    Raises:
+        OSError: where it cannot be removed, or not all of it.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
+
+
 def of_pickles(path: Path) -> str:
     """The end of an error about a file or folder that could be a pickle: why it is not read, and what reads it."""
     found = path

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from unisono.checkpoint.remote.upload_process import CHECKPOINTS, DESCRIBED, MAN
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, DataError, RunError
-from unisono.runtime.files import sync, whole
+from unisono.runtime.files import remove_folder, sync, whole
 from unisono.runtime.text import one_line
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
@@ -117,7 +116,7 @@ def again(store: Store, path: Path) -> tuple[Path | None, str]:
         if not isinstance(found, Checkpoint):
             return None, found or f"{store.url} has no checkpoint {name}"
         if here not in (None, found.sha256):
-            shutil.rmtree(found.path)
+            remove_folder(found.path)
             return None, f"{store.at(f'{CHECKPOINTS}/{name}')} is of another past of this run"
         for file, written in found.files.items():
             _link(path / file, found.path / file, written["size"], written["sha256"])
@@ -125,7 +124,7 @@ def again(store: Store, path: Path) -> tuple[Path | None, str]:
         try:
             fetch(store, found)
         except ObjectError:
-            shutil.rmtree(found.path)
+            remove_folder(found.path)
             raise
     except (DataError, OSError) as error:
         return None, str(error)
@@ -203,7 +202,7 @@ class Restore:
                 fetch(self.store, self.begun)
             except ObjectError as error:
                 self.passed[name] = str(error)
-                shutil.rmtree(self.begun.path)
+                remove_folder(self.begun.path)
                 self._find()
             else:
                 brought, self.begun = name, None
@@ -222,7 +221,7 @@ class Restore:
         self.begun = newest(store, at, here, self.passed)
         for left in at.glob(f"{_TEMPORARY}*"):  # of an earlier attempt, at another checkpoint
             if self.begun is None or left != self.begun.path:
-                shutil.rmtree(left)
+                remove_folder(left)
         listed = "; ".join(f"{name}: {why}" for name, why in self.passed.items())
         if self.passed and self.exact:
             raise CheckpointError(f"{store.url}: {listed}. run.resume=exact passes over none; run.resume=auto does")
@@ -263,6 +262,8 @@ def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
     if content is None:
         return None
     at = folder / f"{_TEMPORARY}{name}"
+    if at.is_symlink():
+        at.unlink()
     at.mkdir(parents=True, exist_ok=True)
     with whole(at / MANIFEST) as temporary:
         temporary.write_bytes(content)
@@ -274,7 +275,7 @@ def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
         fault = _missing(store, name, checkpoint)
         if fault is None and checkpoint.step == step_of(name):
             return checkpoint
-    shutil.rmtree(at)
+    remove_folder(at)
     return fault or "its manifest is of another checkpoint"
 
 

@@ -30,6 +30,7 @@ from unisono.checkpoint.remote.object_store import Store
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS, MANIFEST
 from unisono.config.schema.run import Checkpoint, RunConfig
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
+from unisono.runtime.files import remove_folder
 
 HELD = "uploading"  # in the run's folder: files that an upload still needs
 _GRACE = 5.0  # seconds for a process that has nothing left to do
@@ -215,7 +216,7 @@ class Uploads:
         held = self._folder / HELD / path.name
         if held == path:
             return held
-        shutil.rmtree(held, ignore_errors=True)
+        remove_folder(held)
         held.mkdir(parents=True)
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
             try:

@@ -112,3 +112,23 @@ def _describe(store: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(content)
         described[name] = {"size": len(content), "sha256": sha256}
     (store / "run.json").write_text(json.dumps(described))
+
+
+@fault("S10", "a checkpoint that was moved to an archive, with a link left in its place")
+def _moved_checkpoint(ground: Ground) -> Outcome:
+    words = ("checkpoint.keep=1",)
+    before, outcome = ground.unharmed(*words), Outcome()
+    newest = job.finished(ground, *words, "run.stop_after=6")
+    archive = ground.own / "archive"
+    newest.rename(archive)
+    newest.symlink_to(archive)
+    with ground.job(*words) as run:
+        done = run.finish()
+    outcome.promise(done.code == 0, f"a later save was stopped: {done.code}: {done.said[-800:]}")
+    left = [path.name for path in (run.run / "checkpoints").iterdir()]
+    outcome.promise(left == ["step-00000012"], f"{left} are there")
+    outcome.promise((archive / "manifest.json").is_file(), "the archive was removed")
+    outcome.exact = done.code == 0 and job.state(run.run) == before
+    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.said = "the link goes when it is due, the archive stays, and every later save is made"
+    return outcome
