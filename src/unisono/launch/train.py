@@ -314,7 +314,14 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
     assert launch.node_rank is not None and launch.rendezvous is not None and isinstance(config.layout.world_size, int)
     with ExitStack() as opened:
         all_nodes = opened.enter_context(
-            tcp_rendezvous.meet(launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout)
+            tcp_rendezvous.meet(
+                launch.node_rank,
+                launch.nodes,
+                launch.rendezvous,
+                launch.start_timeout,
+                launch.timeout,
+                config.run.dir,
+            )
         )
         node = agreement.agree(all_nodes, config, opened)
         if allow is not None:
