@@ -81,7 +81,10 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
         "num_mel_bins=128, frames=, mean=0, std=1, method=sinc_hann, dtype=float32, on_error=stop|mask, workers=auto",
         "PATH",
     )
-    verb("audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN")
+    audit = verb(
+        "audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN"
+    )
+    arguments.foreign_run(audit)
 
 
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
@@ -162,7 +165,7 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.audit import audit
 
-    report = audit(parsed.folder)
+    report = audit(parsed.folder, task=parsed.task, trust=parsed.trust)
     print(report)
     return 0 if report.passed else 1
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config import resolve
+from unisono.config import foreign_run, resolve
 from unisono.data import ledger
 from unisono.data.ledger import Line, Start
 from unisono.data.loading import checksum
@@ -74,14 +74,17 @@ class Report:
         return "\n".join([*lines, f"{'PASS' if self.passed else 'FAIL'}: {told}"])
 
 
-def audit(folder: Path, remake: int = 2) -> Report:
+def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None, trust: bool = False) -> Report:
     """Audit a run.
 
     Args:
         folder: of the run.
         remake: how many of its steps are made anew, to compare what they hold.
+        task: of the run, as `unisono.config.foreign_run.read_run` takes it.
+        trust: import the task that the run names, wherever it lies.
 
     Raises:
+        TrustError: if the run names a task that nobody has vouched for.
         RunError: if the folder holds no run, or no ledger.
     """
     if not (folder / "config.yaml").is_file():
@@ -89,15 +92,15 @@ def audit(folder: Path, remake: int = 2) -> Report:
     files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
     if not files:
         raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
-    config = resolve.read(folder / "config.yaml")
-    task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
-    source = source_of(task, config)
-    plan = plan_of(task, source, config, world_size=1)  # of any number of processes: the order is the same
+    config = foreign_run.read_run(folder, task, trust=trust)
+    made_task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    source = source_of(made_task, config)
+    plan = plan_of(made_task, source, config, world_size=1)  # of any number of processes: the order is the same
     report = Report(folder)
     starts = gather(files, report)
     made = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
     counted = check(starts, plan, max(made, default=0), report)
-    anew(counted, plan, task, source, remake, report)
+    anew(counted, plan, made_task, source, remake, report)
     return report
 
 
