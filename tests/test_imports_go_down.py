@@ -22,14 +22,16 @@ FLOORS = (
     ("engines",),
     ("data",),
     ("task_config",),
-    ("task", "optim", "config"),
+    ("task", "callback", "optim", "config", "audio"),
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
+    "unisono.audio", "unisono.data.recordings",
     "unisono.task", "unisono.config.schema.base", "unisono.config.schema.data", "unisono.config.schema.run", "unisono.runtime.errors",
     "unisono.runtime.files", "unisono.runtime.rng", "unisono.data.order.order", "unisono.data.order.mixture", "unisono.data.sources",
     "unisono.data.prepare.shards", "unisono.data.prepare.preparation", "unisono.launch.load", "unisono.observe.figures",
+    "unisono.runtime.safe_paths", "unisono.runtime.text", "unisono.checkpoint.exchange.hf_config",
 )  # fmt: skip
 MODULES = {
     ".".join(("unisono", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
@@ -84,7 +86,7 @@ def test_every_room_of_the_house_has_a_floor():
         ("unisono.config.schema.run", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
         ("unisono.runtime.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
         ("unisono.runtime.errors", "from ..task import Task", ["unisono.task"]),
-        ("unisono.engines.torch.engine", "from ...launch import rank_process", ["unisono.launch.processes.rank_process"]),
+        ("unisono.engines.torch.engine", "from ...launch.processes import rank_process", ["unisono.launch.processes.rank_process"]),
         ("unisono.optim.schedules", "import unisono", ["unisono"]),
         ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
         ("unisono.recipes.language.task", "from unisono.engines.torch import engine", ["unisono.engines.torch.engine"]),

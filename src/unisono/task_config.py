@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.config import fingerprint, references, safe_yaml, validate
+from unisono.config import foreign_run, references, safe_yaml, validate
 from unisono.config.compose import Composed, compose
 from unisono.config.references import TASKS
 from unisono.config.schema.run import RunConfig
@@ -30,19 +30,37 @@ def load_config(
     return validate_config(composed), composed
 
 
-def read_config(path: Path, moved: str | None = None) -> RunConfig:
-    """The configuration of a run, from its `config.yaml`.
+def read_run(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> RunConfig:
+    """The configuration of a run that may be somebody else's, typed by a task that may be imported, without callbacks.
+
+    Args:
+        folder: of the run.
+        task: as for `unisono.config.foreign_run.task_of`, which says what may be imported.
+        trust: the same.
+
+    Raises:
+        RunError: if the folder is not that of a run.
+        TrustError: if the run names a task that nobody has vouched for.
+        ConfigError: where its file is not a configuration of this task.
+    """
+    config = read_config(folder / foreign_run.NAME, foreign_run.task_of(folder, task, trust=trust))
+    return config.model_copy(update={"callbacks": []})  # code of its author, which acts on a training only
+
+
+def read_config(path: Path, task: str) -> RunConfig:
+    """The configuration of a run, from its `config.yaml`, for a task that the caller names.
+
+    What the file itself names as its task is never imported: a file of a run may come from anywhere. Whoever has no
+    task to name asks `read_run`.
 
     Args:
         path: of the file.
-        moved: how the same task is called now, where its file may have been moved since.
+        task: reference of the task whose settings these are.
 
     Raises:
         ConfigError: where the file is missing or is not a configuration.
     """
-    values = safe_yaml.read(path)
-    if moved is not None and fingerprint.task(str(values.get("recipe"))) == fingerprint.task(moved):
-        values["recipe"] = moved
+    values = {**safe_yaml.read(path), "recipe": task}
     return validate_config(Composed(values, {name: str(path) for name in values}))
 
 

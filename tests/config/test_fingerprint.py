@@ -19,6 +19,7 @@ BASE = (
 )  # fmt: skip
 
 HARMLESS = {
+    "callbacks": "[early_stopping]",
     "run.name": "b",
     "run.dir": "elsewhere",
     "run.resume": "never",

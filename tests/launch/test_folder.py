@@ -15,14 +15,14 @@ import pytest
 from tests import tasks
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume_point
-from unisono.config import fingerprint
+from unisono.config import fingerprint, foreign_run
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
 from unisono.runtime.communicator import Alone
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 from unisono.task import Task
-from unisono.task_config import load_config, read_config
+from unisono.task_config import load_config, read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -58,7 +58,7 @@ def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") 
 def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
     """A checkpoint of nothing, by the run that lies there."""
     kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
-    said = {**provenance.of(read_config(path / "config.yaml")), **told}
+    said = {**provenance.of(read_run(path, trust=True)), **told}
     commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9, about=said)
 
 
@@ -122,7 +122,7 @@ def test_a_folder_that_is_not_there_yet_is_not_made_by_the_check(here: Path):
 def test_a_run_is_written_down_so_that_it_can_be_read_back():
     told = config("task.rows=7", "optim=sgd")
     path = written(told, DataFacts({"rows": 7}, {}), tasks.LinearTask())
-    assert read_config(path / "config.yaml") == check(told)
+    assert read_run(path, trust=True) == check(told)
 
 
 def test_a_run_is_described_with_its_mathematics_data_and_versions():
@@ -186,7 +186,7 @@ def test_an_empty_folder_is_taken(here: Path):
 
 def test_the_same_configuration_goes_on_with_its_run():
     make()
-    assert fingerprint.changes(read_config(Path("runs/a/config.yaml")), check(config()), random=True) == {}
+    assert fingerprint.changes(read_run(Path("runs/a/config.yaml")), check(config()), random=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_the_place_of_a_task_is_written_down_for_other_working_directories(here:
     jobs.task_file(here)
     told = load_config("small.py:Small", ["run.name=a", "layout.world_size=1"])[0]
     path = written(told, DataFacts({}, {}), tasks.LinearTask())
-    assert read_config(path / "config.yaml").recipe == f"{here.resolve()}/small.py:Small"
+    assert read_run(path, trust=True).recipe == f"{here.resolve()}/small.py:Small"
     assert check(told).recipe == told.recipe
 
 
@@ -482,8 +482,8 @@ def test_a_configuration_that_is_replaced_is_kept():
     make("optim.lr=3", "run.allow_change=[optim.lr]")
     assert sorted(file.name for file in path.glob("config.0*")) == ["config.0001.yaml", "config.0002.yaml"]
     assert (path / "config.0001.yaml").read_text() == first
-    assert read_config(path / "config.0002.yaml").optim.lr == 2
-    assert read_config(path / "config.yaml").optim.lr == 3
+    assert foreign_run.read_values(path / "config.0002.yaml")["optim"]["lr"] == 2
+    assert read_run(path, trust=True).optim.lr == 3
 
 
 def test_a_name_in_allow_change_that_is_no_key_is_refused_for_a_new_run_and_for_one_that_goes_on():

@@ -111,15 +111,8 @@ class ResolvedRun:
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON values; the task's file by its whole path, so that it holds in any working directory."""
-        values = {**fingerprint.plain(self.config), "recipe": references.lasting(self.config.recipe)}
-        values["callbacks"] = [
-            {**one, "callback": references.lasting(one["callback"])}
-            if isinstance(one, dict)
-            else references.lasting(one)
-            for one in values["callbacks"]
-        ]
         told = {
-            "config": values,
+            "config": {**fingerprint.plain(self.config), **code_of(self.config)},
             "directory": str(self.directory),
             "resume": None if self.resume is None else asdict(self.resume),
             "origins": dict(self.origins),
@@ -140,6 +133,15 @@ class ResolvedRun:
         named = {"run.name": self.config.run.name, **changes}
         settings = ", ".join(f'"{key}": "{value}"' for key, value in named.items() if value is not None)
         return f"unisono.train(…, {{{settings}}})"
+
+
+def code_of(config: RunConfig) -> dict[str, Any]:
+    """What a configuration has imported, its task and its callbacks, such that it holds in any working directory."""
+    callbacks = [
+        {**one, "callback": references.lasting(one["callback"])} if isinstance(one, dict) else references.lasting(one)
+        for one in fingerprint.plain(config)["callbacks"]
+    ]
+    return {"recipe": references.lasting(config.recipe), "callbacks": callbacks}
 
 
 def digest_of(values: Mapping[str, Any]) -> str:

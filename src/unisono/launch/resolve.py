@@ -7,7 +7,6 @@ starting processes, and holds the directory while the run lives. All others get 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,16 +17,18 @@ from typing import Any
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.checkpoint.core.resume_point import Newest
 from unisono.checkpoint.remote import restore, upload
-from unisono.config import batch_split, fingerprint
+from unisono.config import batch_split, fingerprint, foreign_run
 from unisono.config.compose import Composed
-from unisono.config.resolved_run import ResolvedRun, ResumePoint, changed_words, digest_of
+from unisono.config.resolved_run import ResolvedRun, ResumePoint, changed_words, code_of, digest_of
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, layout, preflight, run_directory
 from unisono.launch.preflight import DataFacts
-from unisono.runtime.errors import MemoryExhaustedError, RunError
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
+from unisono.runtime.text import one_line
 from unisono.supervise import disk_space
 from unisono.task import Task
-from unisono.task_config import read_config, validate_config
+from unisono.task_config import validate_config
 
 # Refuses a run: asked before anything is read, and again once the facts of its data are known.
 Allow = Callable[[RunConfig, Mapping[str, Any] | None], None]
@@ -225,14 +226,35 @@ def from_plain(values: Mapping[str, Any]) -> ResolvedRun:
     return ResolvedRun(config, Path(values["directory"]), point, values["origins"], tuple(values["command"]))
 
 
+def received(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
+    """A resolved run that another process has sent: what it imports is what this process was asked for.
+
+    Args:
+        values: as they came.
+        asked: the configuration that this process was given.
+
+    Raises:
+        ConfigError: if it names another task or other callbacks; nothing of it was imported.
+    """
+    own = code_of(asked)
+    for name, value in own.items():
+        if values["config"].get(name) != value:
+            raise ConfigError(
+                f"the process that resolved the run has {name}={one_line(values['config'].get(name))}, and this one was "
+                f"asked for {name}={one_line(value)}: give all of them the same, under the same path"
+            )
+    return from_plain(values)
+
+
 def read(directory: Path, digest: str) -> ResolvedRun:
     """The resolved run that its launcher has written.
 
     Raises:
         RunError: if it is another one.
+        OSError: if it cannot be read.
     """
     path = directory / run_directory.RESOLVED
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = safe_paths.read_json(directory, run_directory.RESOLVED)
     if digest_of(values) != digest:  # before anything that it names is imported
         raise RunError(f"{path} is not what this start was resolved to: another start has replaced it")
     run = from_plain(values)
@@ -261,8 +283,7 @@ def _past(config: RunConfig, directory: Path, newest: Newest) -> provenance.Abou
         return None
     if newest.checkpoint is not None:
         return newest.checkpoint.about
-    there = read_config(directory / "config.yaml", moved=config.recipe)  # it ended before its first checkpoint
-    return {"config": fingerprint.plain(there)}
+    return {"config": foreign_run.read_values(directory / "config.yaml")}  # it ended before its first checkpoint
 
 
 def _with_micro_batch(
@@ -280,7 +301,7 @@ def _with_micro_batch(
         before = provenance.filled(past["config"], config)
         kept = before["layout"]["micro_batch"]
         if not random:  # a start that ran out of memory since then has left a smaller one
-            since = read_config(directory / "config.yaml", moved=config.recipe).layout.micro_batch
+            since = foreign_run.read_values(directory / "config.yaml")["layout"]["micro_batch"]
             kept = min(kept, since) if isinstance(since, int) and isinstance(kept, int) else kept
         whole = config.layout.sync_batch_norm and fingerprint.normalised_together(before) is None
         if random or config.run.resume == "exact" or (_divides(kept, config) and not whole):

@@ -18,10 +18,11 @@ import yaml
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
-from unisono.config import environment, fingerprint, safe_yaml
+from unisono.config import environment, fingerprint, foreign_run
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch.preflight import DataFacts
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY, write_kept, write_whole
 from unisono.supervise import run_lock
@@ -82,7 +83,7 @@ def _refuse_another_s_name(config: RunConfig) -> None:
     folder = path_of(config)
     if not (folder / "config.yaml").is_file() or not folds(folder):
         return
-    there = safe_yaml.read(folder / "config.yaml")["run"]["name"]
+    there = str(foreign_run.read_values(folder / "config.yaml")["run"]["name"])
     if there != config.run.name and there.casefold() == str(config.run.name).casefold():
         raise RunError(
             f"{folder} already holds the run {there!r}: this file system does not tell large letters from small ones. "
@@ -124,7 +125,7 @@ def held(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             taken = opened.enter_context(run_lock.held(folder))
             if taken.seized:  # what its last owner was writing can be finished by nobody, not even if it wakes up
-                commit._sweep(folder / "checkpoints")
+                commit.sweep(folder / "checkpoints")
         except OSError as error:
             raise _unwritable(folder, error) from error
         yield
@@ -179,14 +180,14 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
     facts, files = data.facts, data.files
     if not (folder / FINGERPRINT).is_file():
         return
-    before = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))["data"]
+    before = safe_paths.read_json(folder, FINGERPRINT)["data"]
     known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
     if all(before[name] == facts[name] for name in known):  # another number of rows is another order
         return
     differing = "; ".join(
         f"{name} was {before.get(name)} and is {value}" for name, value in facts.items() if before.get(name) != value
     )
-    were = json.loads((folder / FILES).read_text(encoding="utf-8")) if (folder / FILES).is_file() else {}
+    were = safe_paths.read_json(folder, FILES) if (folder / FILES).is_file() else {}
     changed = [
         (f"of source '{name}', " if name else "") + what
         for name in sorted(were.keys() & files.keys())

@@ -218,8 +218,8 @@ def _as_rank(request: Request, task: Task | None, process: ProcessInfo, callback
                 local_processes.forget(run.directory)
                 return run.plain()
 
-            run = resolve.from_plain(
-                share_first(communicator, resolved, "rank 0 to resolve the run and prepare its data")
+            run = resolve.received(
+                share_first(communicator, resolved, "rank 0 to resolve the run and prepare its data"), config
             )
         except Exception:
             rank_process.part()
@@ -244,7 +244,14 @@ def _as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
     assert launch.node_rank is not None and launch.rendezvous is not None
     with ExitStack() as opened:
         nodes = opened.enter_context(
-            tcp_rendezvous.meet(launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout)
+            tcp_rendezvous.meet(
+                launch.node_rank,
+                launch.nodes,
+                launch.rendezvous,
+                launch.start_timeout,
+                launch.timeout,
+                config.run.dir,
+            )
         )
         node = agreement.agree(nodes, config, opened)
         if allow is not None:
@@ -265,7 +272,7 @@ def _as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
         facts = raise_everywhere(nodes, sees, "all nodes to prepare the data", member="node")
         provenance.agree(nodes, {"the data": facts[node.rank]}, "node")
         agreement.unmark(path, node)
-        run = resolve.from_plain(values)
+        run = resolve.received(values, config)
         here = run.world_size // node.count
         with nodes.watched(), ending.explained(run):
             local_processes.launch(

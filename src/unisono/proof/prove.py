@@ -60,7 +60,9 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
             settled = case_process.configured(config, one, proof, None)
             print(f"{one.world_size} process{'es' if one.world_size > 1 else ''}", file=sys.stderr, flush=True)
             try:
-                local_processes.launch(settled, folder, threads, module="unisono.proof.case_process")
+                local_processes.launch(
+                    settled, folder, threads, module="unisono.proof.case_process", arguments=(settled.recipe,)
+                )
             except local_processes.WorkerError as error:
                 missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
                 ended[next(missing, phase[-1]).name] = error  # the first that is missing was under way

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SHARES_PORT = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)  # on the sockets of a launcher and its rank 0 alone
+STORE = "UNISONO_STORE"  # set by our launcher on one host: the file by which its processes meet, of this user alone
 Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
 
 

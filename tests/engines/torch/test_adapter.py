@@ -202,9 +202,9 @@ TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
 def trainer_config(folder: Path) -> Any:
-    from unisono.task_config import read_config
+    from unisono.task_config import read_run
 
-    return read_config(folder / "config.yaml")
+    return read_run(folder, trust=True)
 
 
 def arrays(folder: Path) -> ArrayReader:

@@ -86,9 +86,9 @@ def sources(cache: Path, run: Path) -> set[str]:
 
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
-    from unisono.task_config import build_task, read_config
+    from unisono.task_config import build_task, read_run
 
-    config = read_config(run / "config.yaml")
+    config = read_run(run, trust=True)
     language = build_task(config)
     of_documents = []
     for path in sorted(Path(config.data.path).rglob("*")):

@@ -26,7 +26,7 @@ from unisono.engines.torch.sharded_tensors import load, of_model
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import Pretrained
 from unisono.recipes.language.tokenise import Tokenizer
-from unisono.task_config import read_config
+from unisono.task_config import read_run
 
 TOKENS = torch.arange(3, 67).reshape(2, 32)
 QUIET = {"bos_token_id": None, "eos_token_id": None}  # else the defaults lie outside of a small vocabulary
@@ -223,7 +223,7 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
 
     out = exported(adapted, tmp_path / "out")
     assert {path.name for path in out.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
-    config = read_config(adapted / "config.yaml")
+    config = read_run(adapted, trust=True)
     base = of_transformers(config.model.path)
     plain = logits(base)
     theirs = logits(PeftModel.from_pretrained(base, out))

@@ -123,7 +123,9 @@ def _measured(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dic
             (path / UNDER_WAY).unlink(missing_ok=True)
             try:
                 threads = layout.threads_per_process(config.layout.world_size)
-                local_processes.launch(config, path, threads, module="unisono.launch.autobatch.probe")
+                local_processes.launch(
+                    config, path, threads, module="unisono.launch.autobatch.probe", arguments=(config.recipe,)
+                )
             except local_processes.WorkerError as error:
                 tried = _read(path / UNDER_WAY)
                 if not isinstance(tried, int) or not error.memory or start == _STARTS - 1:

@@ -7,6 +7,7 @@ which the nodes have agreed.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +26,9 @@ from unisono.launch.processes.exit_report import StuckWorkerError as StuckWorker
 from unisono.launch.processes.exit_report import WorkerError as WorkerError
 from unisono.launch.processes.exit_report import headline
 from unisono.launch.processes.fork_server import ForkServer
-from unisono.launch.processes.monitor_client import Watch, watching
+from unisono.launch.processes.monitor_client import Watch, memory_folder, watching
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Node
+from unisono.runtime.communicator import STORE, Node
 from unisono.runtime.errors import LostError, Preempted
 from unisono.supervise import preemption
 
@@ -134,6 +135,9 @@ def processes(
         common = {**variables(threads, reference), **_addresses(meet_at, loopback, node)}
         if watch is not None:
             common[heartbeat.VARIABLE] = str(watch.directory)
+        if node is None and ours:
+            private = watch.directory if watch is not None else opened.enter_context(_private_folder())
+            common[STORE] = str(private / "store")
         ranks = range(node.rank * count if node else 0, (node.rank + 1) * count if node else count)
         environments = [{**os.environ, **common, **_place(rank, ranks, node)} for rank in ranks]
         begun = children.start(server, module, [str(folder), *arguments], environments)
@@ -203,6 +207,16 @@ def variables_set(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder in shared memory that this user alone may enter, for a while."""
+    folder = memory_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _place(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
