@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
-    from unisono.callback import Callback, Evaluate, Save, Stop
+    from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
     from unisono.config.schema.base import Settings
     from unisono.config.schema.data import Data
     from unisono.config.schema.run import RunConfig
@@ -33,6 +33,7 @@ __all__ = [
     "Loss",
     "Order",
     "RunConfig",
+    "RunInfo",
     "Save",
     "Settings",
     "Source",
@@ -55,6 +56,7 @@ _HOME = {
     "Loss": "unisono.task",
     "Order": "unisono.data.order.order",
     "RunConfig": "unisono.config.schema.run",
+    "RunInfo": "unisono.callback",
     "Save": "unisono.callback",
     "Settings": "unisono.config.schema.base",
     "Source": "unisono.task",
