@@ -118,7 +118,7 @@ class Unisono(Contender):
         self.saver.prepare(self.shards)
 
     def save(self, made: int) -> None:
-        replicas.copies_agree(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
+        replicas.check_copies(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
         self.saver.save(made, self.shards, {"step": made})
 
     def over(self) -> bool:

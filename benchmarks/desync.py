@@ -33,6 +33,7 @@ from tests.runs import configuration
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of
+from unisono.engines.protocol import Job
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.guards.collective_comparison import Desync
 from unisono.engines.torch.parallel import fsdp_communication
@@ -136,7 +137,7 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
     split = Split.of(ROWS, place.world_size, ROWS // 2)
     source = task.data()
     loader = Loader(task, source, plan_of(task, source, config, place.world_size), split, place.rank)
-    engine = TorchEngine(task, config, place, group, split)
+    engine = TorchEngine(Job(task, config, place, group, split))
     batches = next(iter(loader.steps()))
     engine.setup(batches, {"lr": 1e-4})
     number = 0
@@ -164,11 +165,11 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
         for name, times in found.items():
             engine._desync = desync = Timed(place, 60.0, wanted=name == "with", ddp=strategy == "ddp")
             desync.start()
-            for module in engine._wrapped.modules():
+            for module in engine.train_state.parallel.wrapped.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(DefaultAllGather())
                     module.set_custom_reduce_scatter(DefaultReduceScatter())
-            desync.watch(engine._wrapped)
+            desync.watch(engine.train_state.parallel.wrapped)
             engine.step(batches, number, {"lr": 1e-4})
             times.append(block())
             desync.close()

@@ -36,7 +36,7 @@ from tests import processes
 from tests.runs import configuration
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.torch.numerics.cross_sample import Crossing
-from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss, Task
 
@@ -98,7 +98,7 @@ def ours(loss: Rows, place: Place, group: Group, passes: int) -> Way:
         configuration(),
         place,
         group,
-        Randomness(0, torch.device("cpu")),
+        RandomState(0, torch.device("cpu")),
         lambda _, context: ({}, context),
     )
 

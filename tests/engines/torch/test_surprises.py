@@ -145,10 +145,10 @@ class RotatingTask(LinearTask):
 
 def rotated(place: Place, group: Group, config: Any) -> tuple[torch.dtype, torch.dtype, float, bool]:
     engine, steps = started(place, group, RotatingTask(), config)
-    before = whole(engine._step.model.phase)
+    before = whole(engine.view.module.phase)
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.01})
-    model = engine._step.model
+    model = engine.view.module
     imaginary = float(model.turn.imag.abs().max())
     told = model.turn.dtype, model.phase.dtype, imaginary, bool(np.any(whole(model.phase) != before))
     engine.close()
@@ -255,7 +255,7 @@ def test_a_run_shorter_than_a_batch_can_be_read_again(tmp_path: Path) -> None:
 
 
 def deadlines(place: Place, group: Group) -> list[float]:
-    step = wrap.Step(LinearTask(), nn.Linear(3, 1))
+    step = wrap.StepModule(LinearTask(), nn.Linear(3, 1))
     made = []
     original = init_device_mesh
 

@@ -86,7 +86,7 @@ def made(seed: int, kind: str = "adamw", world: int = 1) -> tuple[nn.Module, tor
     model = Model()
     if world > 1:
         layout = Layout.model_validate({"strategy": "fsdp", "world_size": world})
-        wrap.wrap(wrap.Step(LinearTask(), model), layout, "fp32", torch.device("cpu"), world, 60.0)
+        wrap.wrap(wrap.StepModule(LinearTask(), model), layout, "fp32", torch.device("cpu"), world, 60.0)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(trainable, lr=0.1, fused=True)

@@ -12,7 +12,7 @@ from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key
 
 
-def built(build: Callable[[], Any], seed: int) -> nn.Module:
+def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
     """The model, on the CPU, in the dtype that its code gives it.
 
     Args:

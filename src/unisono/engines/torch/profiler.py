@@ -12,13 +12,14 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from unisono.engines.observers import Observer
 from unisono.engines.protocol import PREFIX
 from unisono.runtime.files import whole
 
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
-class Profiler:
+class Profiler(Observer):
     """torch's profiler of this process; see `unisono.engines.protocol.Profiler`.
 
     Args:

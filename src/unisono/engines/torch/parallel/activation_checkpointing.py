@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from unisono.engines.torch.numerics.precision import promoting
 
 
-def replayed(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
+def checkpointed(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
     """A forward that keeps its inputs alone, and is made again when the backward pass wants its activations.
 
     Args:
