@@ -46,7 +46,7 @@ class Observer:
         """The context of a part of a step, if this observer has one for it.
 
         Args:
-            name: `reduction`, `transfer`, `forward`, `backward`, `optimizer`; or `passes`, around those of a step.
+            name: `reduction`, `forward`, `backward`, `optimizer`; or `passes`, around all of a step.
         """
         return None
 
@@ -165,58 +165,40 @@ class Observers:
 
 
 class ModelView(Protocol):
-    """The model of a run, as an observer sees it: by name, and whole whatever the layout.
+    """The model of a run, as an observer sees it: by name, and whole whatever the layout."""
 
-    Attributes:
-        module: the model itself, in the framework's own terms.
-        trainable: names of the parameters that are trained.
-        frozen: names of the others.
-        local_buffers: names of the buffers of which every process has its own, and of no other.
-        size: number of scalars in all parameters.
-    """
-
-    module: Any
-    trainable: list[str]
-    frozen: list[str]
-    local_buffers: list[str]
-    size: int
+    module: Any  # the model itself, in the framework's own terms
+    trainable: list[str]  # names of the parameters that are trained
+    frozen: list[str]  # names of the others
+    local_buffers: list[str]  # names of the buffers of which every process has its own
+    size: int  # scalars in all parameters
 
     def whole(self, kind: Kind) -> dict[str, Array]:
         """Whole arrays by name, gathered on rank 0; the other ranks take part and get none. Collective."""
-        ...
 
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient now."""
-        ...
 
     def learning_rates(self) -> list[float]:
         """Of every parameter group, as the optimizer has them."""
-        ...
 
     def differing_replicas(self) -> list[str]:
         """Parameters and averages of which ranks hold copies with other bits, each in a few words. Collective."""
-        ...
 
     def digests(self) -> dict[str, Any]:
         """Of all that an evaluation may not change: by what it is, something to compare."""
-        ...
 
     def flatten(self, outputs: Any) -> dict[str, Array]:
         """The computed arrays of what a task returned, by where they stand in it; parameters are left out."""
-        ...
 
     def without_trace(self) -> AbstractContextManager[Any]:
         """The context of passes that do not count: buffers and random state are put back at its end."""
-        ...
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training, without gradients; within `without_trace`."""
-        ...
 
     def perturb(self, size: float) -> None:
         """Change every parameter by a random relative change of at most this size, the same on every layout."""
-        ...
 
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
         """Make one update from whole gradients, those not named being absent. No observer is called."""
-        ...

@@ -54,15 +54,12 @@ class Profiler(Protocol):
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         """The context of a part of a step; parts may lie inside of each other."""
-        ...
 
     def start(self) -> None:
         """Record from now on."""
-        ...
 
     def stop(self, path: Path | None) -> None:
         """Stop if it runs, and write a Chrome trace in gzip if there is a path."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -129,29 +126,23 @@ class Engine(Protocol):
 
         The micro-batch is then part of the mathematics.
         """
-        ...
 
     @property
     def profiler(self) -> Profiler:
         """Of this process."""
-        ...
 
     @property
     def view(self) -> ModelView:
         """Of the model, for observers; from `setup` on."""
-        ...
 
     def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
         """Build, lay out, check and warm up, with the `batches` and `scalars` of step 0 even when a run is resumed."""
-        ...
 
     def observe(self, observer: Observer) -> None:
         """Call an observer at the points of every step from now on."""
-        ...
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """The same micro-batches; their way to the device may begin before `step` is called with them."""
-        ...
 
     def step(self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:
         """One update. `scalars` holds the scheduled values, `lr` among them.
@@ -161,7 +152,6 @@ class Engine(Protocol):
             SpikeError: on every rank, if too many updates in a row would be left out.
             MemoryExhaustedError: on the rank that ran out of memory; the others wait for it until their deadline.
         """
-        ...
 
     def evaluate(
         self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float], average: bool = False
@@ -170,7 +160,6 @@ class Engine(Protocol):
 
         With the model's weights, or with their moving average in their place.
         """
-        ...
 
     def check_replicas(self, updates: int) -> None:
         """Check, after so many updates, that processes which hold copies of something hold the same bits.
@@ -178,19 +167,15 @@ class Engine(Protocol):
         Raises:
             GuardError: on every rank, naming the first array that differs and the ranks.
         """
-        ...
 
     def state(self) -> list[Shard]:
         """The pieces of the state that this process has to save; those of all processes make it whole."""
-        ...
 
     def load(self, reader: Reader, weights_only: bool = False) -> None:
         """Load a saved state. Every array must be there, with its shape, and no other.
 
         Or the weights and their moving average alone, where no update is to follow.
         """
-        ...
 
     def close(self) -> None:
         """Release processes and memory."""
-        ...

@@ -36,16 +36,12 @@ class Reader(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape of every saved array by name."""
-        ...
 
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
-        ...
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         """The piece of an array that begins at `offset`, as a CPU tensor of its saved dtype."""
-        ...
 
     def fill(self, name: str, offset: tuple[int, ...], into: Any) -> None:
         """Read the piece of a tensor's shape that begins at `offset` into it, whatever its device and dtype."""
-        ...

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.runs import configuration, distance, engine_of, parameters, whole
+from tests.runs import FirstGradients, configuration, distance, engine_of, parameters, whole
 from tests.tasks import LinearTask
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
@@ -159,12 +159,14 @@ def run(place: Place, group: Group, layouts: list[dict[str, Any]]) -> list[dict[
         engine = engine_of(task, config, place, group, split)
         steps = list(Loader(task, source, plan, split, place.rank).steps())
         engine.setup(steps[0], {"lr": 0.05})
+        first = FirstGradients(engine.view)
+        engine.observe(first)
         results = [engine.step(batches, number, {"lr": 0.05}) for number, batches in enumerate(steps)]
         held_out = Loader(task, task.held_out(), StreamPlan.of(Order(9, 0), 12, None, 1), split, place.rank)
         evaluated = engine.evaluate(held_out.steps(), len(steps), {})
         told.append(
             {
-                "gradients": engine.raw,
+                "gradients": first.raw,
                 "parameters": parameters(engine),
                 "buffers": {name: whole(b) for name, b in engine.view.module.named_buffers()},
                 "numbers": [value for r in results for value in (r.loss, r.grad_norm)] + [evaluated.loss],

@@ -59,7 +59,7 @@ def test_fsdp_trains_parameters_that_later_steps_leave_out_as_one_process_does()
 
 def test_ddp_that_was_not_told_refuses_them_before_an_update() -> None:
     config = configuration(layout=layout("ddp", micro_batch=1), launch={"timeout": 20}, **ROUTED)
-    with pytest.raises(AssertionError, match="left parameters out that the first pass used"):
+    with pytest.raises(AssertionError, match="left out parameters that the first pass used"):
         processes.run(trace, 2, Routed(), config)
 
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.nested import each
+from unisono.engines.nested import each, leaves
 from unisono.engines.torch.numerics import precision
 from unisono.task import Batch
 
@@ -28,61 +28,39 @@ Part = Callable[[str], AbstractContextManager[Any]]
 _SYNCHRONOUS = ("cpu", "mps")  # one memory for both
 
 
-class Streams(Protocol):
-    """What an accelerator can do while it computes; tests have one with a clock of its own."""
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor in pinned memory of the host."""
-        ...
-
-    def copy(self, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """Begin to copy tensors to the device while it computes; returns the copies and an event at their end."""
-        ...
-
-    def use(self, tensors: list[Tensor], copied: Any) -> None:
-        """Let what is computed from now on wait for the copies, and their memory stay until it is computed."""
-        ...
-
-    def finished(self, copied: Any) -> bool:
-        """Whether the copies are finished."""
-        ...
-
-    def mark(self) -> Any:
-        """An event at the end of everything that was queued until now."""
-        ...
-
-    def wait(self, computed: Any) -> None:
-        """Let this process wait for that event."""
-        ...
-
-
-class DeviceStreams:
-    """`Streams` of an accelerator, of any kind that `torch.accelerator` knows."""
+class Streams:
+    """What an accelerator can do while it computes, any that `torch.accelerator` knows; tests have one with a clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, torch.Stream(device)
 
-    def pin(self, tensor: Tensor) -> Tensor:  # noqa: D102 - see `Streams`
+    def pin(self, tensor: Tensor) -> Tensor:
+        """The tensor in pinned memory of the host."""
         return tensor if tensor.is_pinned() or tensor.layout != torch.strided else tensor.pin_memory()
 
-    def copy(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.Event]:  # noqa: D102
+    def copy(self, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """Begin to copy tensors to the device while it computes; returns the copies and an event at their end."""
         with self._side:  # the memory is of this stream, which never computes
             copies = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
         return copies, self._side.record_event()
 
-    def use(self, tensors: list[Tensor], copied: torch.Event) -> None:  # noqa: D102
+    def use(self, tensors: list[Tensor], copied: Any) -> None:
+        """Let what is computed from now on wait for the copies, and their memory stay until it is computed."""
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(copied)
         for tensor in tensors:
             tensor.record_stream(stream)  # else the next copy could be made into it while it is still read
 
-    def finished(self, copied: torch.Event) -> bool:  # noqa: D102
-        return copied.query()
+    def finished(self, copied: Any) -> bool:
+        """Whether the copies are finished."""
+        return bool(copied.query())
 
-    def mark(self) -> torch.Event:  # noqa: D102
+    def mark(self) -> Any:
+        """An event at the end of everything that was queued until now."""
         return torch.accelerator.current_stream(self._device).record_event()
 
-    def wait(self, computed: torch.Event) -> None:  # noqa: D102
+    def wait(self, computed: Any) -> None:
+        """Let this process wait for that event."""
         computed.synchronize()
 
 
@@ -111,7 +89,7 @@ class Transfer:
         self, device: torch.device, precision: str, part: Part = nullcontext, streams: Streams | None = None
     ) -> None:
         self.device, self._precision, self._part = device, precision, part
-        self._streams = streams or (None if device.type in _SYNCHRONOUS else DeviceStreams(device))
+        self._streams = streams or (None if device.type in _SYNCHRONOUS else Streams(device))
         self._begun: dict[int, _Copy] = {}  # not used yet: at most one of training and one of evaluation
         self._used: deque[_Copy] = deque()
         self._steps: _Peekable | None = None
@@ -148,24 +126,20 @@ class Transfer:
                 self._begin(batches[0])
 
     def _begin(self, micro: MicroBatch) -> None:
-        while self._used and self._finished(self._used[0]):
-            self._used.popleft()
-        if self._streams is None or id(micro) in self._begun:
+        streams = self._streams
+        if streams is None:
             return
-        host: list[Tensor] = []
-
-        def pinned(value: Any) -> Any:
-            tensor = precision.to_device(value, torch.device("cpu"), self._precision)
-            if not isinstance(tensor, Tensor):
-                return tensor
-            assert self._streams is not None
-            host.append(self._streams.pin(tensor) if tensor.device.type == "cpu" else tensor)
-            return _Index(len(host) - 1)
-
-        indices = each(pinned, micro.arrays)
-        tensors, copied = self._streams.copy(host)
-        batch = each(lambda value: tensors[value.number] if isinstance(value, _Index) else value, indices)
-        self._begun[id(micro)] = _Copy(micro, host, batch, tensors, copied)
+        while self._used and streams.finished(self._used[0].copied):
+            self._used.popleft()
+        if id(micro) in self._begun:
+            return
+        host = each(partial(precision.to_device, device=torch.device("cpu"), precision=self._precision), micro.arrays)
+        found = [leaf for _, leaf in leaves(host) if isinstance(leaf, Tensor)]
+        pinned = [streams.pin(tensor) if tensor.device.type == "cpu" else tensor for tensor in found]
+        tensors, copied = streams.copy(pinned)
+        copies = iter(tensors)
+        batch = each(lambda leaf: next(copies) if isinstance(leaf, Tensor) else leaf, host)
+        self._begun[id(micro)] = _Copy(micro, pinned, batch, tensors, copied)
 
     def _take(self, micro: MicroBatch) -> Batch:
         if self._streams is None:
@@ -174,16 +148,6 @@ class Transfer:
         self._streams.use(copy.tensors, copy.copied)
         self._used.append(_Copy(micro, copy.pinned, {}, [], copy.copied))
         return copy.batch
-
-    def _finished(self, copy: _Copy) -> bool:
-        return self._streams is None or self._streams.finished(copy.copied)
-
-
-@dataclass(frozen=True)
-class _Index:
-    """Of a tensor in the list of those that are copied."""
-
-    number: int
 
 
 class _Peekable:

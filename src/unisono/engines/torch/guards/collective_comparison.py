@@ -2,8 +2,8 @@
 
 A collective that differs between ranks is not an error to the backend: another ReduceOp, another order of equal shapes,
 another dtype of equal size give wrong numbers and no message. So each rank's digest of its calls goes into one sum of
-one number, before what they computed is used. That sum has a gloo group of its own: in the task's group it could
-itself be mistaken for one of the calls that are compared.
+one number, before what they computed is used. That sum has a gloo group of its own, where it cannot be mistaken for
+one of the calls that are compared.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CollectiveComparison(Observer):
         return ()
 
     def begin_check(self) -> None:
-        """Begin to compare what was called until now, beside whatever is computed before `check`; collective."""
+        """Begin to compare what was called until now, while other things are computed; collective."""
         if self._hooks is None:
             return
         value = self._log.check()
@@ -102,11 +102,8 @@ class CollectiveComparison(Observer):
     def check(self, when: str) -> None:
         """End the comparison that was begun, or make one now; collective.
 
-        Args:
-            when: what the processes are doing, e.g. `step 3`.
-
         Raises:
-            DesyncError: if processes made different collectives.
+            DesyncError: if processes made different collectives; `when`, e.g. `step 3`, is part of it.
         """
         if self._hooks is None:
             return
@@ -202,12 +199,8 @@ class CollectiveComparison(Observer):
 
 
 def _apart(everyone: list[Any]) -> tuple[str, int, int]:
-    """A group whose members differ, and two of them: one of the many, and one of the few.
-
-    Args:
-        everyone: for each group of every rank: name, members, number of calls, digest.
-    """
-    groups: dict[str, dict[int, Any]] = {}
+    """A group whose members differ, and two of them: one of the many, and one of the few."""
+    groups: dict[str, dict[int, Any]] = {}  # by rank: number of calls, digest
     for rank, own in enumerate(everyone):
         for name, ranks, turn, digest in own:
             groups.setdefault(name, dict.fromkeys(ranks, (0, 0)))[rank] = (turn, digest)

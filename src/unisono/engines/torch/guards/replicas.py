@@ -138,16 +138,10 @@ def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
-    """Check that parameters with a gradient were changed by an update.
-
-    Args:
-        before: digests before the update.
-        after: digests after it.
-        with_gradient: names of the parameters whose gradient is not zero.
-        lr: learning rate of the update; nothing has to move at zero.
+    """Check that parameters with a gradient were changed by an update, by their digests before and after it.
 
     Raises:
-        GuardError: if none moved; that a few did not can be rounding, and is allowed.
+        GuardError: if none moved though the learning rate is not zero; that a few did not can be rounding.
     """
     still = [name for name in with_gradient if before[name] == after[name]]
     if lr > 0 and still and len(still) == len(with_gradient):
@@ -201,54 +195,39 @@ def check_copies(
     Raises:
         GuardError: on every rank, naming the first array that differs and the ranks.
     """
-    difference = _find_difference(communicator, copies, replicas, step)
-    if difference:
-        raise GuardError(
-            f"{difference} Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
-            "optimizer), or randomness depends on the rank.",
-            fault="Replicas drift apart",
-        )
+    differing = find_differing(communicator, copies, replicas, f"the digests of all ranks after step {step}")
+    _refuse(
+        differing, len(copies), f"replicas differ: step {step},", "Replicas drift apart",
+        "Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
+        "optimizer), or randomness depends on the rank.",
+    )  # fmt: skip
 
 
 def check_buffers(communicator: Group, buffers: Mapping[str, Tensor], step: int) -> None:
     """Check that all ranks hold the same bits of the buffers that are not those of one process; see `check_copies`."""
-    difference = _find_difference(communicator, buffers, [range(communicator.size)], step)
-    if difference:
-        raise GuardError(
-            f"{difference} The model changes this buffer from the rows it sees, and every process sees others: reduce it "
-            "over processes in the model, or leave it out of training.",
-            fault="Buffers are those of one process",
-        )
-
-
-def _find_difference(
-    communicator: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int
-) -> str:
-    """A sentence, or nothing if all agree."""
-    differing = find_differing(communicator, tensors, replicas, f"the digests of all ranks after step {step}")
-    more = f"{len(differing)} of {len(tensors)} tensors differ"
-    return f"replicas differ: step {step}, {differing[0]} ({more})." if differing else ""
+    everyone = [range(communicator.size)]
+    differing = find_differing(communicator, buffers, everyone, f"the digests of all ranks after step {step}")
+    _refuse(
+        differing, len(buffers), f"replicas differ: step {step},", "Buffers are those of one process",
+        "The model changes this buffer from the rows it sees, and every process sees others: reduce it over processes "
+        "in the model, or leave it out of training.",
+    )  # fmt: skip
 
 
 def check_initial_weights(communicator: Group, model: nn.Module) -> None:
-    """Check that all ranks begin with the same parameters.
+    """Check that all ranks begin with the same parameters, before they are sharded; see `check_copies`."""
+    parameters, everyone = dict(model.named_parameters()), [range(communicator.size)]
+    differing = find_differing(communicator, parameters, everyone, "the initial weights of all ranks")
+    _refuse(
+        differing, len(parameters), "initial parameters differ:", "Initialisation depends on the rank",
+        "build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
+    )  # fmt: skip
 
-    Args:
-        communicator: of all ranks.
-        model: before it is sharded.
 
-    Raises:
-        GuardError: on every rank, naming the first parameter that differs and the ranks.
-    """
-    parameters = dict(model.named_parameters())
-    if differing := find_differing(
-        communicator, parameters, [range(communicator.size)], "the initial weights of all ranks"
-    ):
-        raise GuardError(
-            f"initial parameters differ: {differing[0]} ({len(differing)} of {len(parameters)} tensors differ). "
-            "build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
-            fault="Initialisation depends on the rank",
-        )
+def _refuse(differing: Sequence[str], count: int, what: str, fault: str, advice: str) -> None:
+    if differing:
+        more = f"{len(differing)} of {count} tensors differ"
+        raise GuardError(f"{what} {differing[0]} ({more}). {advice}", fault=fault)
 
 
 def _some(names: Sequence[str]) -> str:
