@@ -75,7 +75,7 @@ def load_model(
     Raises:
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
-    from unisono.engines.torch.init_model import build_model
+    from unisono.engines.torch.train_state import build_model
     from unisono.launch import rank_process
 
     newest(Path(folder))

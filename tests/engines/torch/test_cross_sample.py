@@ -15,8 +15,8 @@ from tests.pairs import FEATURES, ROWS, Paired
 from tests.runs import Trace, configuration, distance, trace, traces
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
-from unisono.engines.torch.init_model import build_model
 from unisono.engines.torch.numerics.cross_sample import gather_rows
+from unisono.engines.torch.train_state import build_model
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError, NonFiniteError

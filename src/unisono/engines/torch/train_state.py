@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.engines.state import Reader, Shard
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
-from unisono.engines.torch.init_model import build_model
 from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.batch_norm import BatchStatistics
@@ -21,6 +21,8 @@ from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.parts import Parts
 from unisono.optim import optimizers
+from unisono.runtime.errors import ConfigError
+from unisono.runtime.rng import key
 
 _SPIKES = "spikes/"  # what the names of their history in a checkpoint begin with
 
@@ -115,3 +117,22 @@ class TrainState:
 
     def _of_optimizer(self) -> dict[str, Tensor]:
         return sharded_tensors.of_optimizer(self.module, self.optimizer)
+
+
+def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
+    """The model, on the CPU, in the dtype that its code gives it.
+
+    Args:
+        build: a task's method, or what makes the same model.
+        seed: of the run.
+
+    Raises:
+        ConfigError: if it is no torch module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(seed, "init"))
+        model = build()
+    if not isinstance(model, nn.Module):
+        owner = type(getattr(build, "__self__", build)).__name__
+        raise ConfigError(f"{owner}.build returned a {type(model).__name__}, not a torch module")
+    return model
