@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return sharded_tensors.of_model(self.model) | sharded_tensors.of_optimizer(self.model, self.optimizer)
+        return sharded_tensors.model_tensors(self.model) | sharded_tensors.optimizer_tensors(self.model, self.optimizer)
 
 
 class Contender:

@@ -19,7 +19,7 @@ from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.protocol import Job, StepResult
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.numerics.precision import promoting
+from unisono.engines.torch.numerics.precision import promotion
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import Alone, Group, Place
 from unisono.runtime.rng import generator
@@ -183,7 +183,7 @@ def test_an_evaluation_is_the_loss_of_all_rows_as_one_batch() -> None:
         source = task.held_out()
         batch = task.collate([task.sample(source[r], generator(0, "eval", 0, r)) for r in range(len(source))])
         model.eval()
-        with torch.no_grad(), promoting("fp64"):  # the model casts to fp32 inside, as models do
+        with torch.no_grad(), promotion("fp64"):  # the model casts to fp32 inside, as models do
             scores = model(torch.from_numpy(batch["tokens"][:, :-1])).log_softmax(-1)
         targets = torch.from_numpy(batch["tokens"][:, 1:])
         chosen = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)[targets != 0]

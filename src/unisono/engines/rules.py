@@ -202,13 +202,7 @@ def check_names(communicator: Group, names: Names | None, where: str) -> None:
 
 
 def agree_on_first_pass(communicator: Group, left_out: Sequence[str], random: bool) -> tuple[bool, list[str]]:
-    """Whether the first pass of any rank drew random numbers, and the parameters that any of them left out; collective.
-
-    Args:
-        communicator: of all ranks.
-        left_out: names of the parameters that this rank left out.
-        random: whether it drew.
-    """
+    """Whether the first pass of any rank drew random numbers, and the parameters that any of them left out; collective."""
     everyone = communicator.gather([list(left_out), random], "the others to warm up")
     return any(drew for _, drew in everyone), sorted({name for names, _ in everyone for name in names})
 
@@ -217,13 +211,7 @@ def agree_on_first_pass(communicator: Group, left_out: Sequence[str], random: bo
 
 
 def memory_error(where: str, split: Split, reason: str) -> MemoryExhaustedError:
-    """What to say of a process that ran out of memory.
-
-    Args:
-        where: e.g. `rank 1, step 3`.
-        split: of the global batch.
-        reason: the allocator's own words.
-    """
+    """What to say of a process that ran out of memory, e.g. in `rank 1, step 3`, in the allocator's own words."""
     smaller = [size for size in divisors(split.passes * split.micro_batch) if size < split.micro_batch]
     sizes = f"a smaller layout.micro_batch ({', '.join(map(str, smaller[-4:]))})"
     advice = f"Use {sizes}, or let `unisono autobatch` find the largest that fits" if smaller else (

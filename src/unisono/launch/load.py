@@ -46,7 +46,7 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
     if chosen is not None:
         lora.check_same_base(model, reader)
     adapters = lora.Adapter(chosen, model, seed=0)
-    sharded_tensors.load(adapters.saved(sharded_tensors.of_model(model)), reader, kinds=("model/",))
+    sharded_tensors.load(adapters.saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
     if ema:
         averaged = {name: p for n, p in model.named_parameters() if (name := KIND + n) in reader.shapes}
         if not averaged:

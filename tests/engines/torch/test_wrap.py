@@ -301,7 +301,7 @@ def gathered(kind: str) -> dict[str, Any]:
             module.register_forward_pre_hook(partial(see, name=name))
     model.blocks[0].register_forward_pre_hook(lambda *_: beside.append(isinstance(model.blocks[1].up.weight, DTensor)))
     tokens = torch.randint(1, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    with precision.casting(kind, CPU):
+    with precision.autocast(kind, CPU):
         batch = {"tokens": tokens, "lengths": torch.full((2,), float(LENGTH))}
         total, _ = step(batch, TRAINING, scales(next=1.0, length=1.0))
     total.backward()

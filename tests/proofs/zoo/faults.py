@@ -567,7 +567,7 @@ def whole_added_up() -> Iterator[None]:
 @fault("moments dropped on resume", "The state of the optimizer was lost", resumed=1)
 def moments_dropped() -> Iterator[None]:
     def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        sharded_tensors.load(sharded_tensors.of_model(self.train_state.module), reader, kinds=("model/",))
+        sharded_tensors.load(sharded_tensors.model_tensors(self.train_state.module), reader, kinds=("model/",))
 
     with wrapping(TorchEngine, "load", load):
         yield

@@ -50,12 +50,12 @@ class TorchEngine:
     def __init__(self, job: Job) -> None:
         self.communicator, self._job, self._parts = job.communicator, job, Parts.of(job)
         self.profiler = self._parts.profiler
-        self._default_dtype = torch.get_default_dtype()
+        self._default_dtype, self._random = torch.get_default_dtype(), False
 
     @property
     def random(self) -> bool:
         """Whether a forward pass drew random numbers so far, or mixed rows."""
-        return self._passes.random
+        return self._passes.random if "_passes" in vars(self) else self._random
 
     def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
         """Build, lay out, check and warm up; see `Engine.setup`."""
@@ -127,7 +127,7 @@ class TorchEngine:
     def _computing(self, waiting_for: str, where: str) -> Iterator[None]:
         """The context of everything that is computed: its precision, and its errors in words."""
         with (
-            precision.promoting(self._job.config.train.precision),
+            precision.promotion(self._job.config.train.precision),
             self._parts.comparison.waiting(waiting_for),
             oom.explained(f"rank {self._job.process.rank}, {where}", self._job.split),
         ):
@@ -149,7 +149,9 @@ class TorchEngine:
         """Release the model, before the process group goes: gloo's threads must not outlive what they reduce."""
         torch.set_default_dtype(self._default_dtype)
         self._parts.comparison.close()
-        if "view" in vars(self):  # observers may hold these objects still
-            for part in (self.train_state.parallel, self.train_state, self._passes, self._step, self.view):
+        self._random, state = self.random, vars(self).pop("train_state", None)
+        parts = [vars(self).pop(name, None) for name in ("_passes", "_step", "view")]
+        for part in (getattr(state, "parallel", None), state, *parts):
+            if part is not None:  # emptied, as observers may still hold it
                 vars(part).clear()
         gc.collect()

@@ -47,11 +47,11 @@ def evaluate(
             for batches in steps if cross_sample else [chain.from_iterable(steps)]:
                 for micro, batch in parts.transfer.prefetch(batches):
                     ones = dict.fromkeys(micro.counts, torch.ones((), device=parts.device))
-                    made = passes.evaluate(module, micro, batch, context, ones)
+                    result = passes.evaluate(module, micro, batch, context, ones)
                     if cross_sample is None:
-                        sums.add(micro, made[1])
+                        sums.add(micro, result[1])
                     else:
-                        cross_sample.add_outputs(micro, made, batch)
+                        cross_sample.add_outputs(micro, result, batch)
                     seen.append(replace(micro, arrays={}))
                 for micro, loss in cross_sample.compute_loss(context, ones) if cross_sample else ():
                     sums.add(micro, loss)

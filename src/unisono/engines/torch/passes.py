@@ -68,19 +68,19 @@ class Passes:
         if micro.idle:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
         batch, context = self._local(micro, self._context, batch)
-        made: Any = self._run(micro, batch, context, scales)
+        result: Any = self._run(micro, batch, context, scales)
         if self.cross_sample is None:
-            return made  # type: ignore[no-any-return]
+            return result  # type: ignore[no-any-return]
         if not self._has_first_pass:
-            self.cross_sample.add_outputs(micro, made, batch)
+            self.cross_sample.add_outputs(micro, result, batch)
             self._compute_cross_sample_loss()
-        return self.cross_sample.surrogate_loss(micro, made)
+        return self.cross_sample.surrogate_loss(micro, result)
 
     def _run(self, micro: MicroBatch, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
         """What the wrapped module computes of a micro-batch; see `StepModule`."""
         if self._state.statistics is not None:
             self._state.statistics.idle = micro.idle
-        with self._parts.observers.part("forward"), precision.casting(self._precision, self._parts.device):
+        with self._parts.observers.part("forward"), precision.autocast(self._precision, self._parts.device):
             return self._parallel.wrapped(batch, context, scales)
 
     def _local(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
@@ -98,11 +98,11 @@ class Passes:
         for micro in batches:
             self._seed("dropout", self._context.step, micro.number)
             batch, context = self._local(micro, self._context)
-            made = self._run(micro, batch, context, None)
+            result = self._run(micro, batch, context, None)
             if self.cross_sample is not None:
-                self.cross_sample.add_outputs(micro, made, batch)
-                made = self._task.totals(made, batch, context) if self._task.needs_totals else {}
-            for name, value in sorted(made.items()):
+                self.cross_sample.add_outputs(micro, result, batch)
+                result = self._task.totals(result, batch, context) if self._task.needs_totals else {}
+            for name, value in sorted(result.items()):
                 value = value.detach().to(self._parts.device, self._parts.reduction.dtype)
                 value = torch.zeros_like(value) if micro.idle else value
                 totals[name] = totals[name] + value if name in totals else value
@@ -150,12 +150,12 @@ class Passes:
     ) -> Any:
         """What a step module computes of a held-out micro-batch."""
         self._seed("eval", micro.number)
-        with precision.casting(self._precision, self._parts.device):
+        with precision.autocast(self._precision, self._parts.device):
             return module(batch, self._local(micro, context, batch)[1], scales)
 
     def outputs(self, micro: MicroBatch, context: Context) -> Any:
         """What the task itself returns for a micro-batch, whatever wraps the model."""
         self._seed("look", micro.number)
         batch, context = self._local(micro, context)
-        with precision.casting(self._precision, self._parts.device):
+        with precision.autocast(self._precision, self._parts.device):
             return self._task.outputs(self._state.module, batch, context)

@@ -20,11 +20,7 @@ _OFF: AbstractContextManager[Any] = nullcontext()
 
 
 class Profiler(Observer):
-    """torch's profiler of this process; see `unisono.engines.protocol.Profiler`.
-
-    Args:
-        device: whose work is recorded beside the CPU's.
-    """
+    """torch's profiler of this process, for the CPU and the device; see `unisono.engines.protocol.Profiler`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

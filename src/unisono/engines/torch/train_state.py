@@ -98,7 +98,7 @@ class TrainState:
         """Load a saved state; see `Engine.load`."""
         self._adapter.check_base(reader)
         if weights_only:
-            weights = self._adapter.saved(sharded_tensors.of_model(self.module))
+            weights = self._adapter.saved(sharded_tensors.model_tensors(self.module))
             sharded_tensors.load(weights, reader, kinds=("model/",))
             self.average.load(reader)
             return
@@ -113,10 +113,10 @@ class TrainState:
         self._spikes.load({kind: reader.read(n, (0,), reader.shapes[n]).tolist() for n, kind in spikes.items()})
 
     def _named(self) -> dict[str, Tensor]:
-        return self._adapter.saved(sharded_tensors.of_model(self.module)) | self._of_optimizer()
+        return self._adapter.saved(sharded_tensors.model_tensors(self.module)) | self._of_optimizer()
 
     def _of_optimizer(self) -> dict[str, Tensor]:
-        return sharded_tensors.of_optimizer(self.module, self.optimizer)
+        return sharded_tensors.optimizer_tensors(self.module, self.optimizer)
 
 
 def build_model(build: Callable[[], Any], seed: int) -> nn.Module:

@@ -48,7 +48,7 @@ class TorchModelView:
             case "gradients":
                 return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
             case "optimizer state":
-                return sharded_tensors.of_optimizer(self.module, self._state.optimizer)
+                return sharded_tensors.optimizer_tensors(self.module, self._state.optimizer)
             case "buffers":
                 return dict(self.module.named_buffers())
             case "EMA":
@@ -92,7 +92,7 @@ class TorchModelView:
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """The context of passes that do not count; see `ModelView`."""
-        mode = precision.promoting(self._job.config.train.precision)
+        mode = precision.promotion(self._job.config.train.precision)
         with self._state.buffers.restored(), self._random_state.restored(), mode, torch.no_grad():
             yield
 

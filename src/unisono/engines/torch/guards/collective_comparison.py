@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 from unisono.engines.observers import Observer
 from unisono.engines.torch.guards.collective_hooks import CollectiveHooks
 from unisono.engines.torch.parallel import fsdp_communication
-from unisono.engines.torch.parallel.process_group import TorchGroup, waiting
+from unisono.engines.torch.parallel.process_group import TorchCommunicator, waiting
 from unisono.runtime import collective_log
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import DeadlineError, DesyncError, page
@@ -61,7 +61,7 @@ class CollectiveComparison(Observer):
         self._log = collective_log.Log(self._process.rank, collective_log.folder())
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         assert isinstance(channel, dist.ProcessGroup)
-        self._communicator, self._channel = TorchGroup(self._process, self._timeout, channel), channel
+        self._communicator, self._channel = TorchCommunicator(self._process, self._timeout, channel), channel
         self._hooks = CollectiveHooks(self._log, "gradient bucket" if self._ddp else "collective of the backward pass")
         self._members = self._hooks.members(channel)
 

@@ -76,13 +76,7 @@ class NonFiniteSearch(Observer):
 
 
 def rows_alone(micro: MicroBatch, count: int, loss_of: Callable[[MicroBatch], Loss]) -> list[int]:
-    """Rows of a micro-batch whose loss is not finite when they are computed alone.
-
-    Args:
-        micro: whose arrays can be cut by row.
-        count: passes to make, the same for every process.
-        loss_of: makes a pass of one row.
-    """
+    """Rows of a micro-batch whose loss is not finite when they are computed alone, by `count` passes on every rank."""
     wrong = set()
     for row in (turn % len(micro.rows) for turn in range(count)):
         if not all(bool(torch.isfinite(term)) for term in loss_of(micro.one(row)).sums.values()):

@@ -25,10 +25,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explained(where: str, split: Split) -> Iterator[None]:
     """The context in which an allocator's error becomes one that says what was computed, and what to do.
 
-    Args:
-        where: rank and step.
-        split: of the global batch.
-
     Raises:
         MemoryExhaustedError: on this rank alone. The others wait for it, until they are ended or their deadline ends.
     """

@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RecompileGuard(Observer):
-    """What this process compiles in a step, reported with what the others compile. No cost where nothing is compiled.
-
-    Args:
-        communicator: of all processes.
-    """
+    """What this process compiles in a step, reported with what the others compile. No cost where nothing is compiled."""
 
     def __init__(self, communicator: Group) -> None:
         self._communicator = communicator

@@ -24,7 +24,7 @@ class Buffers:
     together are like any other buffer.
 
     Args:
-        model: whose buffers they are, before it is wrapped.
+        model: before it is wrapped.
         process: this one.
         synchronised: names of the layers whose statistics are those of all processes.
     """

@@ -42,9 +42,6 @@ class CrossSample:
 
     Attributes:
         random: whether a loss that depends on how the batch is cut drew random numbers.
-
-    Raises:
-        ConfigError: for an unknown `Task.cross_sample`, and for one that does not go with a recurrent state.
     """
 
     def __init__(self, job: Job, random_state: RandomState, local: Local) -> None:
@@ -74,10 +71,6 @@ class CrossSample:
     def compute_loss(self, context: Context, scales: Mapping[str, Tensor]) -> list[tuple[MicroBatch, Loss]]:
         """Compute the loss of the outputs added, and in training its gradient in those of this process; collective.
 
-        Args:
-            context: of the step.
-            scales: what each term's sum is multiplied by.
-
         Returns:
             The micro-batches of these outputs, each with its sums.
 
@@ -96,12 +89,7 @@ class CrossSample:
     def surrogate_loss(self, micro: MicroBatch, outputs: Any) -> tuple[Tensor, Loss]:
         """A scalar whose gradient in these outputs is that of the computed loss, and the sums of the micro-batch.
 
-        Args:
-            micro: whose loss was computed.
-            outputs: of a pass that repeats the one whose outputs were added.
-
-        Raises:
-            ConfigError: if the first of all did not repeat it.
+        The pass repeats the one whose outputs were added; the first of all is checked to do so.
         """
         part = self._computed[micro.number]
         total = torch.zeros((), device=part.leaves[0].device)
@@ -162,11 +150,8 @@ class CrossSample:
         """The local rows' share of the loss, and its gradient in everyone's outputs, added up over processes."""
         stack: list[Tensor | None] = []
         for (part, first), adds in zip(everyone.placed(parts), additions(len(parts)), strict=True):
-            outputs, batch_wide = (
-                part.outputs,
-                Everyone(part.outputs, part.shared, 0),
-            )  # of an idle one, which is nowhere
-            if not part.micro.idle:
+            outputs, batch_wide = part.outputs, Everyone(part.outputs, part.shared, 0)
+            if not part.micro.idle:  # which is nowhere in the global batch
                 outputs = everyone.rebuild([leaf[first : first + part.rows] for leaf in everyone.leaves])
                 batch_wide = Everyone(everyone.rebuild(everyone.leaves), everyone.shared, first)
             batch, own = self._local(part.micro, context)
@@ -205,7 +190,7 @@ class CrossSample:
     ) -> tuple[Tensor, Loss]:
         address: tuple[int | str, ...] = ("loss", context.step) if context.training else ("eval", "loss")
         seed = self._random_state.seed(*address, *number)
-        with precision.casting(self._precision, next(leaves(outputs))[1].device):
+        with precision.autocast(self._precision, next(leaves(outputs))[1].device):
             total, loss = rules.scaled_loss(self._task, outputs, batch, context, scales)
         # What the whole loss draws does not depend on how the batch is cut.
         self.random |= bool(number) and context.training and self._random_state.was_used(seed)
@@ -318,11 +303,11 @@ def _alike(mine: Tensor, other: Tensor) -> bool:
 
 
 def gather_rows(own: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Tensors of all processes, one below the other in the order of ranks; bit for bit, of any dtype; collective.
+    """Tensors by row of all processes, one below the other in the order of ranks, of any dtype; collective.
 
     Args:
-        own: of this process; their first axis is the row.
-        rows: of every process.
+        own: of this process.
+        rows: how many every process has.
     """
     if len(rows) == 1:
         return list(own)
@@ -344,13 +329,7 @@ def gather_rows(own: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 
 
 def sum_vector(vector: Tensor, world_size: int, ordered: bool) -> Tensor:
-    """The sum over all processes: what the backward pass of a gather is; collective.
-
-    Args:
-        vector: of this process.
-        world_size: number of processes.
-        ordered: in a tree over the ranks, whose lower levels are the micro-batches.
-    """
+    """The sum over all processes, what the backward pass of a gather is; ordered, as in `OrderedSum`. Collective."""
     if world_size == 1:
         return vector
     if not ordered:

@@ -27,11 +27,8 @@ KIND = "ema/"  # what the names of its arrays in a checkpoint begin with
 class MovingAverage:
     """The average of a model's trainable parameters, in their dtype (the master's) and on their device.
 
-    Without a decay there is none: it has no tensors, and every method does nothing.
-
-    Args:
-        config: the group `ema`.
-        model: laid out; its parameters may not be replaced afterwards.
+    Without a decay there is none: it has no tensors, and every method does nothing. The model is laid out, and its
+    parameters may not be replaced afterwards.
     """
 
     def __init__(self, config: Ema, model: nn.Module) -> None:

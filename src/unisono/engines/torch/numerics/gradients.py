@@ -75,11 +75,6 @@ class OrderedSum:
     to right below that. A process's own micro-batches are a subtree, and the ranks' sums are the levels above it, so
     one process and many add the same pairs. Costs up to log2(micro-batches) more copies of the gradient, and a gather
     of every rank's gradient in place of a reduction.
-
-    Args:
-        parameters: that are trained.
-        passes: of each process in a step.
-        world_size: number of processes.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], passes: int, world_size: int) -> None:

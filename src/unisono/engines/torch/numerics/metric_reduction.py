@@ -15,15 +15,7 @@ from unisono.engines.rules import MetricSums
 
 
 class Reduction:
-    """Sums over ranks.
-
-    Args:
-        world_size: number of ranks.
-        device: where numbers are added up.
-
-    Attributes:
-        dtype: in which they are: float64 where the device has it.
-    """
+    """Sums over ranks, added up on the device in `dtype`: float64 where the device has it."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
@@ -54,7 +46,7 @@ class Reduction:
         Args:
             sums: of this rank.
             counts: of the loss's terms, over the whole global batch already.
-            squares: this rank's part of the squared norm of the gradient; None where there is no gradient.
+            squares: this rank's part of the squared norm of the gradient, if there is one.
             votes: of this rank's observers.
             flags: more of this rank's numbers, on the device.
         """

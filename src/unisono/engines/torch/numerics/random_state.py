@@ -12,12 +12,7 @@ from unisono.runtime.rng import key
 
 
 class RandomState:
-    """The default generators of the CPU and of the device.
-
-    Args:
-        seed: of the run.
-        device: of this process.
-    """
+    """The default generators of the CPU and of the device, under the seed of a run."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device

@@ -20,14 +20,7 @@ from unisono.runtime.communicator import Place
 
 @contextmanager
 def report_wait(total: Tensor, process: Place, last: bool, step: int) -> Iterator[None]:
-    """The context of a backward pass.
-
-    Args:
-        total: whose backward pass it is.
-        process: this one.
-        last: whether gradients are reduced in it.
-        step: that is made, from 0.
-    """
+    """The context of the backward pass of a scalar; only the last one of a step, from 0, waits for other processes."""
     if not (heartbeat.active() and last and process.world_size > 1):
         yield
         return

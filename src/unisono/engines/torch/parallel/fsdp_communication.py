@@ -21,12 +21,7 @@ Note = Callable[[str, dist.ProcessGroup, Tensor, str, int], None]  # see `Collec
 
 
 def log_units(model: nn.Module, note: Note) -> None:
-    """Have everything logged that FSDP sends for the units of a model.
-
-    Args:
-        model: the outermost module.
-        note: called before each call.
-    """
+    """Have `note` called before everything that FSDP sends for the units of a model, the outermost module."""
     for path, module in reversed(list(model.named_modules())):  # modules that share a unit: the first names it
         if isinstance(module, FSDPModule):
             site = f"FSDP unit {path.removeprefix('model.')}" if path else "the outermost FSDP unit"
