@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 
 def create_engine(job: Job) -> Engine:
-    """The engine of the framework that the task is written for (`Task.engine`; torch where it does not say)."""
-    name = getattr(job.task, "engine", "torch")
-    engine: Engine = import_module(f"unisono.engines.{name}.engine").create(job)
+    """The engine that the layout names, which is that of the task's framework."""
+    engine: Engine = import_module(f"unisono.engines.{job.config.layout.engine}.engine").create(job)
     return engine

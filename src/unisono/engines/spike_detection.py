@@ -48,6 +48,11 @@ class SpikeDetection(Observer):
         self._in_a_row = 0
         self._step = 0
 
+    def limits(self) -> dict[str, float]:
+        """The largest numbers of the next step that are no spikes, by what is looked at; none without a history."""
+        full = {kind: history for kind, history in self._history.items() if len(history) == history.maxlen}
+        return {kind: limit(history, self._config.sigma) for kind, history in full.items() if self._config}
+
     def on_step_begin(self, step: int, batches: Sequence[object]) -> None:
         """See `Observer`."""
         self._step = step
@@ -56,13 +61,11 @@ class SpikeDetection(Observer):
         """Leave the update out if the step is a spike; refuse it if too many in a row are."""
         if self._config is None:
             return None
-        reasons = []
+        values = {kind: getattr(result, kind) for kind in self._history}
+        limits = {kind: most for kind, most in self.limits().items() if values[kind] > most}
+        reason = " and ".join(f"{kind} {values[kind]:.4g} is over {most:.4g}" for kind, most in limits.items())
         for kind, history in self._history.items():
-            value = getattr(result, kind)
-            if len(history) == self._config.history and value > (most := limit(history, self._config.sigma)):
-                reasons.append(f"{kind} {value:.4g} is over {most:.4g}")
-            history.append(value)
-        reason = " and ".join(reasons)
+            history.append(values[kind])
         self._in_a_row = self._in_a_row + 1 if reason else 0
         if self._in_a_row < self._config.in_a_row:
             return Verdict(skip=reason)
