@@ -347,7 +347,7 @@ class Drawing(Paired):
         (Twice, r"Twice, micro-batch 0: 'outputs both' has 8 rows, the micro-batch 4; .* is the row"),
         (Growing, r"Growing, micro-batch 1 returns .* and the one before .*: return the same shape for every row"),
         (Named, r"Named, micro-batch 0: 'shared name' is a list; .* and shared\(\) a dict of arrays"),
-        (Drawing, r"Drawing: the output 'error' came out otherwise in a second forward pass over the same rows"),
+        (Drawing, r"Drawing: the output 'error' differs in a second forward pass over the same rows"),
     ],
 )
 def test_what_cannot_cross_samples_is_refused_before_the_first_step(task: type[Paired], message: str) -> None:
