@@ -22,7 +22,7 @@ from unisono.observe.events import Events
 from unisono.runtime.communicator import Place, SingleProcess
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.supervise import preemption
-from unisono.task_config import load_config, read_config
+from unisono.task_config import load_config, read_run
 
 
 def config(*words: str) -> RunConfig:
@@ -67,7 +67,7 @@ def failed(run: ResolvedRun) -> str:
 
 def checkpoint(run: ResolvedRun, step: int, random: bool = False) -> None:
     kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
-    about = provenance.of(read_config(run.directory / "config.yaml"))
+    about = provenance.of(read_run(run.directory, trust=True))
     commit.save(run.directory / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=about)
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batche
     assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is one row already: use " in text
     told = capsys.readouterr().err
     assert "restarting all processes from the checkpoint of step 5, with layout.micro_batch=3 (attempt 1 of 9" in told
-    assert read_config(run.directory / "config.yaml").layout.micro_batch == 1
+    assert read_run(run.directory, trust=True).layout.micro_batch == 1
     later = resolve.decide(
         layout.concrete(config(f"run.dir={run.directory.parent}", "run.name=a", "train.global_batch=12"), None)
     )

@@ -112,20 +112,15 @@ class DeadlineError(UnisonoError):
 
 
 class MemoryExhaustedError(UnisonoError):
-    """A step that ran out of memory before its update.
+    """A process that ran out of memory in a step or an evaluation; the others cannot finish it without this one.
 
     Attributes:
-        again: whether the same step can be made with smaller micro-batches: nothing but gradients was changed.
         random: whether forward passes draw random numbers, so that the micro-batch is part of the mathematics; None
             where that is not known.
     """
 
     exit_code = 6
     random: bool | None = None
-
-    def __init__(self, text: str = "", again: bool = False) -> None:
-        super().__init__(text)
-        self.again = again
 
 
 class CallbackError(UnisonoError):

@@ -15,7 +15,8 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.planning import facts_of, plan_of, source_of
-from unisono.engines.protocol import Engine, Facts
+from unisono.engines import create_engine
+from unisono.engines.protocol import Facts, Job
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import Scalars
 from unisono.runtime import heartbeat
@@ -58,7 +59,7 @@ class Parts:
         self.scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, process, run.split)
         self.loader = Loader.of(task, self.source, self.plan, run.split, process, config, contents=writing)
-        self.engine = engine_of(task, config, process, communicator, run.split)
+        self.engine = create_engine(Job(task, config, process, communicator, run.split))
         self.data = facts_of(self.source)
 
     def __enter__(self) -> Parts:
@@ -96,13 +97,6 @@ class Parts:
         store = store_of(self._run.config)
         assert store is not None
         return restore.again(store, path)
-
-
-def engine_of(task: Task, config: RunConfig, process: ProcessInfo, communicator: Communicator, split: Split) -> Engine:
-    """The engine that the layout names."""
-    from unisono.engines.torch.engine import TorchEngine
-
-    return TorchEngine(task, config, process, communicator, split)
 
 
 def held_out_of(task: Task, config: RunConfig, process: ProcessInfo, split: Split) -> HeldOut | None:

@@ -103,7 +103,7 @@ class Saving(LoopCallback):
 
     def _commit(self, step: int) -> None:
         engine, run, plan = self._parts.engine, self._run, self._parts.plan
-        engine.agree(step)  # of copies a checkpoint has one piece from this rank and one from that
+        engine.check_replicas(step)  # of copies a checkpoint has one piece from this rank and one from that
         rank = self._communicator.rank
         state = resume.state(
             self._resumption, step, plan, run.split.own(rank), self._communicator, random=engine.random,
