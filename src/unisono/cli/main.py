@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     arguments.foreign_run(verb)
     verb.set_defaults(run=_evaluate)
     for name, text in (
-        ("stop", "end a run after its next step, saved; the same command goes on with it"),
+        ("stop", "end a run after its next step, saved; it prints the command that resumes it"),
         ("save", "have a run write a checkpoint after its next step"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)

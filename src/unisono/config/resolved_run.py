@@ -20,6 +20,9 @@ from unisono.config.batch_split import Split
 from unisono.config.schema.run import Layout, RunConfig
 
 
+RESOLVED = "resolved.json"  # in the directory of a run: what its newest start was resolved to
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A checkpoint that this start may resume from.
@@ -128,11 +131,7 @@ class ResolvedRun:
 
     def with_changes(self, changes: Mapping[str, str | None]) -> str:
         """What to type to resume it with other values for some keys; None leaves a key out."""
-        if self.command:
-            return shlex.join(changed_words(self.command, changes))
-        named = {"run.name": self.config.run.name, **changes}
-        settings = ", ".join(f'"{key}": "{value}"' for key, value in named.items() if value is not None)
-        return f"unisono.train(…, {{{settings}}})"
+        return resume_command(self.command, str(self.config.run.name), changes)
 
 
 def code_of(config: RunConfig) -> dict[str, Any]:
@@ -142,6 +141,21 @@ def code_of(config: RunConfig) -> dict[str, Any]:
         for one in fingerprint.plain(config)["callbacks"]
     ]
     return {"recipe": references.lasting(config.recipe), "callbacks": callbacks}
+
+
+def resume_command(command: tuple[str, ...], name: str, changes: Mapping[str, str | None] | None = None) -> str:
+    """What to type to resume a run: the words of its command, or the settings where it was started from Python.
+
+    Args:
+        command: of the run, if there was one.
+        name: of the run.
+        changes: other values for some keys; None leaves a key out.
+    """
+    if command:
+        return shlex.join(changed_words(command, changes or {}))
+    named = {"run.name": name, **(changes or {})}
+    settings = ", ".join(f'"{key}": "{value}"' for key, value in named.items() if value is not None)
+    return f"unisono.train(…, {{{settings}}})"
 
 
 def digest_of(values: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ def explained(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted. {advice(run, launcher)}") from error
     except UnisonoError as error:
-        if isinstance(error, Preempted):  # it says itself what is saved
+        if error.exit_code == Preempted.exit_code:  # it says itself what is saved
             verb = "Resume" if _newest(run) is not None else "Start over"
             error.args = (f"{error}. {_command(verb, run, launcher)}",)
         elif isinstance(error, MemoryExhaustedError):

@@ -19,7 +19,7 @@ from unisono.checkpoint.core.resume_point import Newest
 from unisono.checkpoint.remote import restore, upload
 from unisono.config import batch_split, fingerprint, foreign_run
 from unisono.config.compose import Composed
-from unisono.config.resolved_run import ResolvedRun, ResumePoint, changed_words, code_of, digest_of
+from unisono.config.resolved_run import RESOLVED, ResolvedRun, ResumePoint, changed_words, code_of, digest_of
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, layout, preflight, run_directory
 from unisono.launch.preflight import DataFacts
@@ -253,8 +253,8 @@ def read(directory: Path, digest: str) -> ResolvedRun:
         RunError: if it is another one.
         OSError: if it cannot be read.
     """
-    path = directory / run_directory.RESOLVED
-    values = safe_paths.read_json(directory, run_directory.RESOLVED)
+    path = directory / RESOLVED
+    values = safe_paths.read_json(directory, RESOLVED)
     if digest_of(values) != digest:  # before anything that it names is imported
         raise RunError(f"{path} is not what this start was resolved to: another start has replaced it")
     run = from_plain(values)

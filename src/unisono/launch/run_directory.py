@@ -19,7 +19,7 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
 from unisono.config import environment, fingerprint, foreign_run
-from unisono.config.resolved_run import ResolvedRun
+from unisono.config.resolved_run import RESOLVED, ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch.preflight import DataFacts
 from unisono.runtime import safe_paths
@@ -28,7 +28,6 @@ from unisono.runtime.files import TEMPORARY, write_kept, write_whole
 from unisono.supervise import run_lock
 from unisono.task import Task
 
-RESOLVED = "resolved.json"  # what the newest start was resolved to, for its processes
 FINGERPRINT = "fingerprint.json"
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many

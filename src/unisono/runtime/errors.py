@@ -163,7 +163,7 @@ class StuckError(UnisonoError):
 
 
 class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
-    """A run that was asked to end before it was done; the same command goes on with it."""
+    """A run that was asked to end before it was done, and can be resumed."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
