@@ -19,7 +19,6 @@ from unisono.config import fingerprint, references
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import Layout, RunConfig
 
-
 RESOLVED = "resolved.json"  # in the directory of a run: what its newest start was resolved to
 
 

@@ -17,7 +17,6 @@ from unisono.supervise.processes import STATES
 from unisono.supervise.stacks import Stack
 
 
-
 @dataclass(frozen=True)
 class Limits:
     """Seconds without progress after which a rank is past its time.
