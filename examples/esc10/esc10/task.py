@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Esc10(unisono.Task):
     def build(self) -> nn.Module:
         width = self.model_config.width
         channels = [1, width, 2 * width, 4 * width, 8 * width]
-        blocks = [block(*pair) for pair in zip(channels, channels[1:], strict=False)]
+        blocks = [block(*pair) for pair in pairwise(channels)]
         pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3)]
         return nn.Sequential(*blocks, *pooled, nn.Linear(channels[-1], len(self.classes)))
 
