@@ -63,6 +63,7 @@ USES: dict[str, Callable[..., Any]] = {
     "replay": replay,
     "audit": audit,
     "load_model": unisono.load_model,
+    "open_run": unisono.open_run,
 }
 
 
@@ -109,7 +110,7 @@ def test_an_explicit_word_imports_what_the_run_names(run: tuple[Path, Path]) -> 
     assert foreign_run.read_run(folder).recipe.endswith("evil.py:Evil")  # this process has it by now
 
 
-@pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"]])
+@pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"], ["predict"], ["generate"]])
 def test_no_pipe_answers_for_the_user(run: tuple[Path, Path], verb: list[str]) -> None:
     folder, touched = run
     done = subprocess.run(

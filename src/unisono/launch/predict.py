@@ -107,8 +107,9 @@ def table(
             own = context if carry is None else Context(context.step, False, scalars=scalars, carry=carry)
             outputs = run.task.outputs(model, batch, own)
             scores.add(micro, outputs, batch, own)
+            shown = _columns(run.task, outputs, micro.arrays)
         names = [joined.name(int(row)) for row in micro.rows]
-        made: dict[str, Any] = {"row": [row for _, row in names], **_columns(run.task, outputs, micro.arrays)}
+        made: dict[str, Any] = {"row": [row for _, row in names], **shown}
         if len(parts) > 1:
             made = {"source": [name for name, _ in names], **made}
         for name, values in made.items():
