@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from unisono.data.table_files import read_table, write_table
     from unisono.data.views import Mapped, Subset
     from unisono.engines.kernel_choice import choose_kernel
-    from unisono.engines.torch.init_model import count_parameters
-    from unisono.engines.torch.numerics.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
-    from unisono.engines.torch.numerics.pairwise_distances import pairwise_distances
+    from unisono.engines.torch.losses.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
+    from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
+    from unisono.engines.torch.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
     from unisono.launch.load import load_model, load_weights
     from unisono.launch.run import Run, open_run, read_asset
@@ -84,14 +84,14 @@ _HOME = {
     "World": "proof.scripts.script_recorder",
     "compare": "proof.scripts.script_comparison",
     "choose_kernel": "engines.kernel_choice",
-    "count_parameters": "engines.torch.init_model",
-    "linear_cross_entropy": "engines.torch.numerics.linear_cross_entropy",
+    "count_parameters": "engines.torch.train_state",
+    "linear_cross_entropy": "engines.torch.losses.linear_cross_entropy",
     "load_model": "launch.load",
     "load_weights": "launch.load",
-    "logits_cross_entropy": "engines.torch.numerics.linear_cross_entropy",
+    "logits_cross_entropy": "engines.torch.losses.linear_cross_entropy",
     "moments": "evaluation.moments",
     "open_run": "launch.run",
-    "pairwise_distances": "engines.torch.numerics.pairwise_distances",
+    "pairwise_distances": "engines.torch.losses.pairwise_distances",
     "prove": "proof.prove:prove_task",
     "read_asset": "launch.run",
     "summarise_moments": "evaluation.moments",

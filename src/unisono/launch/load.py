@@ -38,15 +38,15 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
         CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
     from unisono.engines.torch import lora, sharded_tensors
-    from unisono.engines.torch.ema import KIND
+    from unisono.engines.torch.numerics.ema import KIND
 
     checkpoint = commit.open_(newest(Path(folder), step))
     reader = checkpoint.reader()
     chosen = adapter_of(Path(folder))
     if chosen is not None:
-        lora.same_base(model, reader)
+        lora.check_same_base(model, reader)
     adapters = lora.Adapter(chosen, model, seed=0)
-    sharded_tensors.load(adapters.kept(sharded_tensors.of_model(model)), reader, kinds=("model/",))
+    sharded_tensors.load(adapters.saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
     if ema:
         averaged = {name: p for n, p in model.named_parameters() if (name := KIND + n) in reader.shapes}
         if not averaged:

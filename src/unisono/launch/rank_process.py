@@ -144,10 +144,10 @@ def _code(error: BaseException) -> int:
 
 def _record(path: Path, place: Place, error: BaseException) -> None:
     """Leave a fault where the launcher looks for it: in the run's folder or, if its disk is full, in shared memory."""
-    from unisono.engines.torch.guards.oom import ran_out
+    from unisono.engines.torch.guards.oom import is_out_of_memory
 
     told = {"rank": place.rank, "kind": type(error).__name__, "text": _text(error), "code": _code(error)}
-    memory = isinstance(error, MemoryExhaustedError) or ran_out(error)
+    memory = isinstance(error, MemoryExhaustedError) or is_out_of_memory(error)
     text = json.dumps({**told, "fault": getattr(error, "fault", ""), "memory": memory, "time": time.time()})
     for folder in filter(None, (str(path.parent), os.environ.get(heartbeat.VARIABLE))):
         with contextlib.suppress(OSError):

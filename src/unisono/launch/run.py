@@ -44,11 +44,11 @@ class Run:
         Raises:
             UnisonoError: as `unisono.load_weights`, and where the model or its base cannot be built.
         """
-        from unisono.engines.torch.init_model import built
+        from unisono.engines.torch.train_state import build_model
         from unisono.launch.load import load_weights
 
         newest(self.folder, step)
-        model = built(self.task.build, self.config.run.seed)
+        model = build_model(self.task.build, self.config.run.seed)
         load_weights(self.folder, model, ema=ema, step=step)
         return model.eval()
 
