@@ -23,8 +23,7 @@ from unisono.launch import layout, load, preflight, run_directory, task_objects,
 from unisono.launch.cluster import OURS
 from unisono.launch.processes import local_processes
 from unisono.observe import events
-from unisono.recipes.microbiome.modelling import Model
-from unisono.recipes.microbiome.settings import Simulated, Study
+from unisono.recipes.microbiome.settings import Model, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.task_config import find_task, load_config, read_run

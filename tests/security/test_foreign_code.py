@@ -25,7 +25,7 @@ from unisono.checkpoint.remote.object_store import ObjectError, Store
 from unisono.checkpoint.remote.restore import Restore
 from unisono.checkpoint.remote.upload_process import Upload
 from unisono.cli import main
-from unisono.config import foreign_run, references
+from unisono.config import foreign_run
 from unisono.config.foreign_run import TrustError
 from unisono.data.audit import audit
 from unisono.launch import layout, resolve
@@ -64,6 +64,7 @@ USES: dict[str, Callable[..., Any]] = {
     "replay": replay,
     "audit": audit,
     "load_model": unisono.load_model,
+    "open_run": unisono.open_run,
 }
 
 
@@ -110,7 +111,7 @@ def test_an_explicit_word_imports_what_the_run_names(run: tuple[Path, Path]) -> 
     assert read_run(folder).recipe.endswith("evil.py:Evil")  # this process has it by now
 
 
-@pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"]])
+@pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"], ["predict"], ["generate"]])
 def test_no_pipe_answers_for_the_user(run: tuple[Path, Path], verb: list[str]) -> None:
     folder, touched = run
     done = subprocess.run(
@@ -137,7 +138,7 @@ def test_any_reference_of_a_stranger_is_only_shown(
 
 
 def test_a_packaged_recipe_needs_no_word(tmp_path: Path) -> None:
-    for number, name in enumerate(("language", references.TASKS["language"])):
+    for number, name in enumerate(("language", "unisono.recipes.language.task:Language")):
         run, _ = stranger(tmp_path / str(number), reference=name)
         assert foreign_run.task_of(run) == name
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import fingerprint, references, safe_yaml, validate
+from unisono.config import fingerprint, recipes, safe_yaml, validate
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line
@@ -83,8 +83,8 @@ def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool =
 
 
 def is_packaged(reference: str) -> bool:
-    """Whether a reference is to a recipe of an installed package."""
-    return reference in references.TASKS or reference in references.TASKS.values()
+    """Whether a reference is to a recipe of an installed package, or to a task of one."""
+    return reference in recipes.names() or recipes.name_of(reference) is not None
 
 
 def is_imported(reference: str) -> bool:

@@ -8,12 +8,17 @@ import sys
 import types
 from pathlib import Path
 
+from unisono.config import recipes
 from unisono.runtime.errors import ConfigError
 
-TASKS = {
-    "language": "unisono.recipes.language.task:Language",
-    "microbiome": "unisono.recipes.microbiome.task:Microbiome",
-}
+
+def located(reference: str) -> str:
+    """The `file.py:Class` or `package.module:Class` of a reference to a task, which may be the name of a recipe.
+
+    Raises:
+        ConfigError: for a name that is no recipe.
+    """
+    return reference if ":" in reference else recipes.find(reference).task()
 
 
 def module_of(reference: str, place: str) -> types.ModuleType:

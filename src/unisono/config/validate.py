@@ -128,7 +128,7 @@ def _children_at(parts: Sequence[int | str], values: Any, groups: Groups) -> dic
 def _tags(parts: Sequence[int | str], name: str, values: Any, groups: Groups) -> list[str]:
     """The values that tell the branches of the union at a path from each other."""
     annotation, _ = _at(parts, values, groups)
-    return [str(tag) for model in _models(annotation, None) for tag in _literals(model, name)]
+    return [str(tag) for model in models_of(annotation, None) for tag in _literals(model, name)]
 
 
 def _at(parts: Sequence[int | str], values: Any, groups: Groups) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ def _at(parts: Sequence[int | str], values: Any, groups: Groups) -> tuple[Any, A
 
 def _children(annotation: Any, values: Any, groups: Groups) -> dict[Any, Any]:
     """Names and types of the keys below an annotation; unions are resolved by the `kind` that is there."""
-    for model in _models(annotation, values):
+    for model in models_of(annotation, values):
         fields = {name: field.annotation for name, field in model.model_fields.items()}
         if model is RunConfig:
             fields.update(groups)
@@ -155,11 +155,12 @@ def _children(annotation: Any, values: Any, groups: Groups) -> dict[Any, Any]:
     return {}
 
 
-def _models(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
+def models_of(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
+    """The settings that an annotation allows; of a union those of the `kind` that the values have, if they have one."""
     if get_origin(annotation) is Annotated:
-        yield from _models(get_args(annotation)[0], values)
+        yield from models_of(get_args(annotation)[0], values)
     elif get_origin(annotation) in (Union, types.UnionType):
-        branches = [model for branch in get_args(annotation) for model in _models(branch, values)]
+        branches = [model for branch in get_args(annotation) for model in models_of(branch, values)]
         wanted = values.get("kind") if isinstance(values, dict) else None
         yield from (model for model in branches if wanted is None or wanted in _literals(model, "kind"))
     elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):

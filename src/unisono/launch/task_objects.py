@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.callback import Callback
-from unisono.config import references
+from unisono.config import recipes, references
 from unisono.config.compose import literal
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
@@ -43,8 +43,7 @@ def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
         raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
     known = f"{kind.__module__}:{kind.__name__}"
     file = f"{path}:{kind.__name__}"
-    packaged = next((name for name, place in references.TASKS.items() if place == known), None)
-    return packaged or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
+    return recipes.name_of(known) or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
 
 
 def refuse_state(task: Task, why: str) -> None:

@@ -21,7 +21,7 @@ from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import Scalars
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
-from unisono.task import Task
+from unisono.task import Task, set_up
 
 
 class Parts:
@@ -101,6 +101,7 @@ class Parts:
 
 def held_out_of(task: Task, config: RunConfig, process: ProcessInfo, split: Split) -> HeldOut | None:
     """The task's held-out rows, if it has any."""
+    set_up(task)
     source = task.held_out()
     if source is None:
         return None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from unisono.config import references
+from unisono.config import recipes, references
 
 KNOWN = frozenset(
     """
@@ -28,7 +28,7 @@ def modules_of(reference: str) -> list[str]:
     Args:
         reference: to the task.
     """
-    place = references.TASKS.get(reference, reference).rpartition(":")[0]
+    place = (references.located(reference) if reference in recipes.names() else reference).rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _file_of(place)
     if file is None or not file.is_file():
         return []
