@@ -103,8 +103,8 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 
 def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     """Interleave the contenders; returns seconds per step of each, on rank 0."""
-    from unisono.launch import run_directory as folders
-    from unisono.launch import train
+    from unisono.config.resolved_run import ResolvedRun
+    from unisono.launch import layout, run_directory
     from unisono.launch.processes import rank_process
     from unisono.runtime.communicator import Place
     from unisono.task_config import build_task, load_config
@@ -112,14 +112,14 @@ def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
 
     place = Place(rank, world, rank, world, "benchmark")
     config, _ = load_config("language", recipe(world, folder, rounds + 5))
-    config = train.concrete(config, place)
+    config = layout.concrete(config, place)
     group = rank_process.join(config, place)
     task = build_task(config)
-    path = folders.path_of(config)
+    run = ResolvedRun(config, run_directory.path_of(config), None)
     if rank == 0:
-        path.mkdir(parents=True)
+        run.directory.mkdir(parents=True)
     group.barrier("the folder")
-    with Training(task, config, place, group, path) as training:
+    with Training(task, run, place, group) as training:
         contenders: dict[str, Iterator] = {
             "bare": bare(rank, world, build_task(config), config.run.seed),
             "bare again": bare(rank, world, build_task(config), config.run.seed),
