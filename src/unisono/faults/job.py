@@ -165,6 +165,10 @@ class Job:
         found = {}
         for pid in self.pids():
             with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("rank "):  # a fork, which says so itself
+                    found[int(name.removeprefix("rank "))] = pid
+                    continue
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 variables = dict(
                     v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in v

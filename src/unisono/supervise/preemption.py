@@ -50,6 +50,8 @@ def heeded(ends: Ends | None = None) -> Iterator[None]:
     if _ear is None and threading.current_thread() is threading.main_thread():
         ear = _ear = _Ear(ends)
     try:
+        if ear is not None:
+            ear.open()
         yield
     except _TooEarly:
         raise Preempted(TOO_EARLY) from None
@@ -156,11 +158,16 @@ class _Ear:
         self._ends, self._told = ends, False
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
+        self._descriptor = -1
         # Whoever has handlers of their own keeps them, and what is ignored stays so.
-        own = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-        self._before = {number: signal.signal(number, self._heard) for number in own}
+        self._before = {number: signal.SIG_DFL for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL}
+
+    def open(self) -> None:
+        """Hear from now on; the first signal may come before this returns."""
         self._descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        for number in self._before:
+            signal.signal(number, self._heard)
 
     def close(self) -> None:
         """Hear no more."""
