@@ -26,6 +26,8 @@ from unisono.runtime.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono.callback import Callback
+
 Batch = dict[str, Any]
 _OLD_NAMES = frozenset({"rng", "generator", "random", "rand"})  # of the second argument of `sample` in older versions
 
@@ -256,6 +258,10 @@ class Task(ABC):
             KernelError: for a kernel that was asked for and cannot be had.
         """
         return {}
+
+    def callbacks(self) -> Sequence[Callback]:
+        """Callbacks of every run of the task, besides those that the user names."""
+        return []
 
     def facts(self) -> dict[str, Any]:
         """What is worth knowing about the data before the start, as JSON; printed by `check` and kept with the run."""

@@ -23,7 +23,7 @@ def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
     Raises:
         ConfigError: naming the entry and what is wrong with it.
     """
-    own = list(getattr(task, "callbacks", list)())
+    own = list(task.callbacks())
     for one in own:
         if not isinstance(one, Callback):
             raise ConfigError(f"{type(task).__name__}.callbacks() returned {one!r}, which is not a unisono.Callback")
