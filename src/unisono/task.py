@@ -288,8 +288,15 @@ class Task(ABC):
 def set_up(task: Task) -> None:
     """Have a task's `setup` called, unless this process has done so for this very object."""
     if vars(task).get("_set_up_by") != os.getpid():
+        before = vars(task).keys() - made_by_setup(task)
         task.setup()
+        vars(task)["_made_by_setup"] = vars(task).keys() - before
         vars(task)["_set_up_by"] = os.getpid()
+
+
+def made_by_setup(task: Task) -> set[str]:
+    """The attributes of a task that its `setup` makes, so that they are no state of the object's own."""
+    return {"_set_up_by", "_made_by_setup", *vars(task).get("_made_by_setup", ())}
 
 
 def _refuse_old_sample(cls: type[Task]) -> None:

@@ -26,6 +26,7 @@ from unisono.observe import events
 from unisono.recipes.microbiome.settings import Model, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
+from unisono.task import set_up
 from unisono.task_config import find_task, load_config, read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
@@ -275,6 +276,9 @@ def test_a_run_is_named_after_its_job_unless_a_person_sits_in_it(
 
 
 class Remembering(LinearTask):
+    def setup(self) -> None:
+        self.question = "?"
+
     @cached_property
     def answer(self) -> int:
         return 42
@@ -283,6 +287,8 @@ class Remembering(LinearTask):
 def remembering() -> Remembering:
     task = Remembering()
     assert task.answer == 42
+    set_up(task)
+    assert task.question == "?"
     return task
 
 

@@ -19,7 +19,7 @@ from unisono.config import recipes, references
 from unisono.config.compose import literal
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
-from unisono.task import Task
+from unisono.task import Task, made_by_setup
 
 
 def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
@@ -50,10 +50,10 @@ def refuse_state(task: Task, why: str) -> None:
     """Refuse a task object that has more than its settings where another one takes its place.
 
     Raises:
-        ConfigError: naming the attributes; what a `cached_property` keeps is no state.
+        ConfigError: naming the attributes; what a `cached_property` keeps or `setup` makes is no state.
     """
     kept = {name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)}
-    own = sorted(vars(task).keys() - kept - {"config", "model_config", "data_config"})
+    own = sorted(vars(task).keys() - kept - made_by_setup(task) - {"config", "model_config", "data_config"})
     if own:
         raise ConfigError(
             f"the {type(task).__name__} object has {', '.join(own)} besides its settings, but {why}, from its class "
