@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -66,6 +66,8 @@ class Context:
         carry: the task's state for these rows, or None where the task keeps none; see `Task.first_carry`.
         totals: in training, what `Task.totals` came to over the whole global batch, where the task asks for it.
         everyone: in a loss with `cross_sample="rows"`, all rows of the global batch.
+        key: in JAX, the micro-batch's own key.
+        valid: in JAX, which of its rows are real, (rows,) booleans; the others pad a short batch.
     """
 
     step: int
@@ -74,6 +76,8 @@ class Context:
     carry: Mapping[str, Any] | None = None
     totals: Mapping[str, Tensor] = field(default_factory=dict)
     everyone: Everyone | None = None
+    key: Any = None
+    valid: Any = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Loss:
     Attributes:
         sums: scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those `Task.counts` returns;
             in evaluation, terms that only guide the training may be left out.
-        weights: weight per term; 1 where absent.
+        weights: weight per term; 1 where absent. The same for all rows.
         metrics: `(sum, count)` per metric, each a scalar tensor or a number; reported as `Σ sum / Σ count`.
         carry: the state of these rows for the next step, detached; only for tasks that have a carry.
     """
@@ -112,9 +116,18 @@ class Task(ABC):
     `Annotated` unions of them with a discriminator. A key they do not know is refused.
     """
 
+    engine: ClassVar[str] = "torch"
+    """What it is written in, `torch` or `jax`."""
+
     Config: Any = Nothing
     Model: Any = Nothing
     Data: Any = DataGroup
+
+    static_scalars: Sequence[str] = ()
+    """In JAX: scheduled scalars that are Python numbers, e.g. a depth; each new value compiles the step again."""
+
+    frozen: Sequence[str] = ()
+    """In JAX: patterns over names of parameters that are not trained, e.g. `("encoder.*",)`."""
 
     needs_totals = False
     """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
@@ -203,8 +216,12 @@ class Task(ABC):
     # model and loss ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def build(self) -> nn.Module:
-        """The model, on the CPU. Called under a keyed seed, so the initial weights are the same on every process."""
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The model, with the same initial weights on every process.
+
+        In torch `build(self)` returns a module on the CPU, and is called under a keyed seed; in JAX `build(self, key)`
+        returns a pytree of arrays, and is called under `jit`.
+        """
 
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:

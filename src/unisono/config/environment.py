@@ -32,7 +32,20 @@ _DRIVER = Path("/sys/module/nvidia/version")
 @cache
 def versions() -> dict[str, str]:
     """Versions of whatever could change what a run computes."""
-    names = ("torch", "numpy", "transformers", "tokenizers", "peft", "pydantic", "safetensors", "flash_attn")
+    names = (
+        "torch",
+        "jax",
+        "jaxlib",
+        "optax",
+        "equinox",
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "peft",
+        "pydantic",
+        "safetensors",
+        "flash_attn",
+    )
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     return {
         "unisono": __version__,

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ import psutil
 
 from unisono.checkpoint.core import commit
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, malloc_arenas
+from unisono.launch import child_processes, cluster, malloc_arenas
 from unisono.launch.cluster import OURS
 from unisono.launch.monitor_client import Watch, watching
 from unisono.launch.nodes import network
@@ -95,7 +95,10 @@ def launch(
         watch or nullcontext(),
     ):
         try:
-            processes(module, folder, count, threads, config.recipe, loopback, node, watch, "SIGINT,SIGHUP,SIGQUIT")
+            processes(
+                module, folder, count, threads, config.recipe, loopback, node, watch, "SIGINT,SIGHUP,SIGQUIT",
+                jax=config.layout.engine == "jax",
+            )  # fmt: skip
         except WorkerError as error:
             if asked() and error.by_signal:  # before they could hear it, or long after their deadline
                 raise _preempted(folder) from None
@@ -113,6 +116,7 @@ def processes(
     watch: Watch | None = None,
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     ours: bool = True,
+    jax: bool = False,
 ) -> None:
     """Start processes that each run a module, with a folder as its argument, and wait for them.
 
@@ -128,20 +132,12 @@ def processes(
         signals: to this process, which end all of them.
         ours: whether rank 0 listens by `collective.start`, which shares the port that is kept for it; whoever else
             listens there would find it in use.
+        jax: whether they are processes of a JAX run, into which no torch may come.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
         KeyboardInterrupt: after all processes have ended.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from unisono.launch.nodes import static_rendezvous
-
-    for name in list(logging.root.manager.loggerDict):  # its loggers have levels of their own
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     run_id = f"unisono-{os.getpid()}"
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -165,28 +161,59 @@ def processes(
     logs = folder / "logs"
     first = node.rank * count if node else 0
     address = network.loopback()
+    start = _by_ourselves if jax else _by_elastic
     try:
         with network.reserved(address) as held, variables_set(variables), _handlers_kept():
-            settings = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=count,
-                run_id=run_id,
-                rdzv_backend=static_rendezvous.known(),
-                rdzv_endpoint=written(address, held.getsockname()[1]),
-                max_restarts=0,
-                shutdown_timeout=_GRACE,
-                signals_to_handle=signals,
-            )
+            where = address, held.getsockname()[1]
             if not ours:
                 held.close()
-            elastic_launch(settings, sys.executable)("-m", module, str(folder))
-    except SignalException as error:
-        raise KeyboardInterrupt from error
-    except ChildFailedError as error:
+            start(["-m", module, str(folder)], count, where, run_id, signals)
+    except child_processes.ChildrenFailedError as error:
         raise _headline(logs, error, first, watch, node) from None
     if watch is not None and (untold := watch.untold()):
         raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
+
+
+def _by_ourselves(arguments: Sequence[str], count: int, where: tuple[str, int], run_id: str, signals: str) -> None:
+    """Start the processes of a JAX run, and wait for them."""
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": where[0], "MASTER_PORT": where[1]}
+    own = [
+        {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        | {"TORCHELASTIC_RUN_ID": run_id}
+        for rank in range(count)
+    ]
+    child_processes.run(arguments, own, _GRACE, [signal.Signals[name] for name in signals.split(",")])
+
+
+def _by_elastic(arguments: Sequence[str], count: int, where: tuple[str, int], run_id: str, signals: str) -> None:
+    """Start the processes of a torch run by torch's elastic launcher, and wait for them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from unisono.launch.nodes import static_rendezvous
+
+    for name in list(logging.root.manager.loggerDict):  # its loggers have levels of their own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=run_id,
+        rdzv_backend=static_rendezvous.known(),
+        rdzv_endpoint=written(*where),
+        max_restarts=0,
+        shutdown_timeout=_GRACE,
+        signals_to_handle=signals,
+    )
+    try:
+        elastic_launch(settings, sys.executable)(*arguments)
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise child_processes.ChildrenFailedError(codes) from error
 
 
 def forget(folder: Path) -> None:
@@ -236,13 +263,17 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _headline(
-    logs: Path, error: Any, first: int = 0, watch: Watch | None = None, node: Node | None = None
+    logs: Path,
+    error: child_processes.ChildrenFailedError,
+    first: int = 0,
+    watch: Watch | None = None,
+    node: Node | None = None,
 ) -> WorkerError:
     """The fault to show: a process that died or was stuck, or the first fault that is not a wait in vain for another.
 
     Args:
         logs: of the run, with the faults and what the monitors found of all nodes.
-        error: torch's, whose ranks are those of this node.
+        error: with the exit codes of the processes of this node.
         first: rank of this node's first process.
         watch: the monitor of this node.
         node: which one this is, where there are several.
@@ -253,7 +284,7 @@ def _headline(
     faults.sort(key=lambda fault: (fault["kind"] in _FOLLOWS, fault["time"]))
     found = _found(logs, watch)
     told = {fault["rank"] for fault in faults}
-    ended_with = {first + rank: failure.exitcode for rank, failure in error.failures.items()}
+    ended_with = {first + rank: code for rank, code in error.codes.items()}
     silent = {rank: code for rank, code in ended_with.items() if rank not in told}
     # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= _GRACE

@@ -22,9 +22,11 @@ from unisono.config.batch_split import Split
 from unisono.config.compose import Composed, compose, literal
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_process import MARK
+from unisono.engines import choice
 from unisono.launch import (
     cluster,
     host_check,
+    jax_layout,
     local_processes,
     malloc_arenas,
     monitor_client,
@@ -109,7 +111,7 @@ def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
         _warn_of_idle_accelerators(asked, config)
         _warn_of_one_device(config)
         _warn_of_one_process(config)
-    alone = config.layout.strategy in ("single", "dp")
+    alone = rank_process.is_alone(config.layout)
     if place is not None and place.launcher != "unisono" and not alone:
         return _as_launched(config, place, task, allow)
     if task is not None and not alone:
@@ -147,17 +149,16 @@ class Checked:
 def preflight(task: Task, config: RunConfig) -> Checked:
     """Refuse everything about this host, numbers and data that can be refused before processes start."""
     from unisono.data.order.planning import facts_of, files_of, plan_of, source_of, watched
-    from unisono.engines.torch import lora
     from unisono.observe import trackers
     from unisono.optim import ema, schedules
     from unisono.training import loop
 
     assert isinstance(config.layout.world_size, int)
     host_check.check(config)
-    split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
+    split = _split_of(config)
     task.check()
     trackers.check(config.observe.trackers)
-    lora.check(config.adapter)
+    _check_adapter(config)
     source = source_of(task, config, config.layout.world_size)
     plan = plan_of(task, source, config)
     schedules.Scalars(config, plan.steps)
@@ -167,15 +168,40 @@ def preflight(task: Task, config: RunConfig) -> Checked:
     return Checked(secrets.hidden({**rows, **task.facts()}), secrets.hidden(files_of(source)), watched(source))
 
 
+def _check_adapter(config: RunConfig) -> None:
+    """Refuse adapters where they cannot be had."""
+    if config.adapter is None:
+        return
+    if config.layout.engine == "jax":
+        raise ConfigError("adapter=lora belongs to layout.engine=torch; a JAX task trains what `frozen` leaves")
+    from unisono.engines.torch import lora
+
+    lora.check(config.adapter)
+
+
+def _split_of(config: RunConfig) -> Split:
+    layout = config.layout
+    assert isinstance(layout.world_size, int)
+    devices = layout.devices if isinstance(layout.devices, int) else 1
+    return Split.of(config.train.global_batch, layout.world_size, layout.micro_batch, devices)
+
+
 def concrete(config: RunConfig, place: Place | None) -> RunConfig:
     """The configuration with every `auto` of the layout decided.
 
     Raises:
         ConfigError: for a layout that this host or its launcher cannot give.
     """
-    from unisono.engines.torch import devices
-
+    config = _with_engine(config)
+    if config.layout.engine == "jax":
+        return jax_layout.concrete(config, place)
+    devices = choice.devices("torch")
     layout = config.layout
+    if layout.devices not in (1, "auto"):
+        raise ConfigError(
+            f"layout.devices={layout.devices} belongs to layout.engine=jax; torch has one process per device "
+            "(layout.world_size), or all devices of a host in one process (layout.strategy=dp)"
+        )
     alone = layout.strategy in ("single", "dp")
     if place is not None and place.world_size > 1 and layout.strategy == "dp":
         raise ConfigError(
@@ -201,7 +227,7 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
     else:
         world, here = layout.world_size, layout.world_size // config.launch.nodes
     strategy = ("single" if world == 1 else "ddp") if layout.strategy == "auto" else layout.strategy
-    update: dict[str, Any] = {"world_size": world, "strategy": strategy}
+    update: dict[str, Any] = {"world_size": world, "strategy": strategy, "devices": 1}
     if strategy == "hsdp" and layout.shards is None:
         if here in (1, world):
             raise ConfigError(
@@ -224,6 +250,16 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
             "; ".join(e["msg"].removeprefix("Value error, ") for e in getattr(error, "errors", list)())
         ) from error
     return config.model_copy(update={"layout": checked})
+
+
+def _with_engine(config: RunConfig) -> RunConfig:
+    """The configuration with the engine that its task is written for."""
+    wanted = resolve.task_class(config.recipe).engine
+    if config.layout.engine not in ("auto", wanted):
+        raise ConfigError(
+            f"layout.engine={config.layout.engine}, but {config.recipe} is written in {wanted}; leave layout.engine out"
+        )
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"engine": wanted})})
 
 
 def threads_per_process(processes: int) -> int:
@@ -298,13 +334,13 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
 
         told, path = group.gather(while_first(group, opens, what), what)[0]
         if told:
-            rank_process.part()
+            rank_process.part(group)
             raise RunError(told)
         path = Path(path)
         config = resolve.read(path / "config.yaml")
         with rank_process.recorded(path, place), monitor_client.joined(config, path, place, group):
             result = loop.run(task or rank_process.task_of(config), config, place, group, path)
-    rank_process.part()
+    rank_process.part(group)
     return result
 
 
@@ -352,7 +388,7 @@ def _allowed_everywhere(config: RunConfig, place: Place, group: Group, allow: Al
     refused = {rank: text for rank, text in enumerate(group.gather(told, "all ranks to be allowed to start")) if text}
     if refused:
         rank, text = next(iter(refused.items()))
-        rank_process.part()
+        rank_process.part(group)
         raise RunError(text if len(refused) == place.world_size else f"rank {rank}: {text}")
 
 
@@ -404,9 +440,10 @@ def _job(place: Place | None) -> str | None:
 
 
 def _warn_of_idle_accelerators(asked: RunConfig, config: RunConfig) -> None:
-    from unisono.engines.torch import devices
-
+    devices = choice.devices(config.layout.engine)
     kind, count = devices.accelerators()
+    if asked.layout.device == "auto" and config.layout.engine == "jax" and (why := devices.fallback()):
+        _warn(f"this run goes to the CPU: {why}. layout.device=cpu says that the CPU is meant")
     if count and asked.layout.device == "auto" and config.layout.device == "cpu":
         run = f"{config.layout.world_size} × {config.train.precision}"
         _warn(
@@ -417,10 +454,10 @@ def _warn_of_idle_accelerators(asked: RunConfig, config: RunConfig) -> None:
 
 
 def _warn_of_one_device(config: RunConfig) -> None:
-    from unisono.engines.torch import devices
-
-    kind, count = devices.accelerators()
-    if config.layout.strategy == "dp" and (config.layout.device == "cpu" or count < 2):
+    if config.layout.strategy != "dp":
+        return
+    kind, count = choice.devices("torch").accelerators()
+    if config.layout.device == "cpu" or count < 2:
         found = f"{count} × {kind}" if config.layout.device != "cpu" else "the CPU"
         _warn(
             f"layout.strategy=dp shares rows among several devices of one process, and this run has {found}: it is a "
@@ -429,7 +466,7 @@ def _warn_of_one_device(config: RunConfig) -> None:
 
 
 def _warn_of_one_process(config: RunConfig) -> None:
-    if config.layout.strategy in ("single", "dp") and config.launch.max_restarts:
+    if rank_process.is_alone(config.layout) and config.launch.max_restarts:
         _warn(
             f"launch.max_restarts={config.launch.max_restarts} starts the processes of a run again, and this one has "
             "no other than this: nothing starts it again"
@@ -469,7 +506,7 @@ def _with_measured_micro_batch(config: RunConfig, task: Task) -> RunConfig:
 def _with_micro_batch(config: RunConfig) -> RunConfig:
     """The configuration with its micro-batch as a number, so that a resume can keep it."""
     assert isinstance(config.layout.world_size, int)
-    micro = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch).micro_batch
+    micro = _split_of(config).micro_batch
     return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": micro})})
 
 

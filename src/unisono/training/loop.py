@@ -121,7 +121,8 @@ class Training:
         train = config.train
         source = source_of(task, config, place.world_size)
         self.plan = plan_of(task, source, config, place.world_size)
-        self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch)
+        devices = config.layout.devices if isinstance(config.layout.devices, int) else 1
+        self._split = Split.of(train.global_batch, place.world_size, config.layout.micro_batch, devices)
         self._scalars = Scalars(config, self.plan.steps)
         self.held_out = held_out_of(task, config, place, self._split)
         self._task, self._source = task, source
@@ -132,7 +133,7 @@ class Training:
         self._boundary = Boundary(group, folder, config.launch.preempt_deadline, run_lock.inherited(folder), writing)
         self.evaluated: dict[str, float] = {}
         self._evaluated_after: int | None = None
-        self._shapes = Shapes(watching=config.layout.compile)
+        self._shapes = Shapes(watching=config.layout.compile or config.layout.engine == "jax")
 
     def _load(self) -> Loader:
         return Loader.of(
@@ -484,6 +485,10 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
 
 def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: Split) -> Engine:
     """The engine that the layout names."""
+    if config.layout.engine == "jax":
+        from unisono.engines.jax.engine import JaxEngine
+
+        return JaxEngine(task, config, place, group, split)
     from unisono.engines.torch.engine import TorchEngine
 
     return TorchEngine(task, config, place, group, split)

@@ -17,6 +17,7 @@ from typing import Any
 
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.run import RunConfig
+from unisono.engines import choice
 from unisono.runtime.communicator import Json, Party, Place
 from unisono.runtime.errors import ConfigError, RunError, nearest
 
@@ -76,15 +77,8 @@ def versions() -> dict[str, str]:
 
 def machine(config: RunConfig, place: Place) -> dict[str, Json]:
     """What computes: the device's name, the processor's instructions, and how many threads share an operation."""
-    import torch
-
-    from unisono.engines.torch import devices
-
-    return {
-        "device": devices.name_of(devices.device_of(config.layout.device, place)),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-    }
+    found: dict[str, Json] = choice.devices(config.layout.engine).machine(config.layout, place)
+    return found
 
 
 # with the checkpoint -----------------------------------------------------------------------------------------------

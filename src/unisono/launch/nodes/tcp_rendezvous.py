@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
-import json
 import os
 import platform
 import secrets
@@ -20,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from unisono.launch.nodes import network
 from unisono.runtime.communicator import Json, written
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
+from unisono.runtime.json_line import JsonLine
 
 TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes, if the user has set it; it is never sent
 _GREETING = 5.0  # seconds for whoever connects to say who it is
@@ -41,7 +40,7 @@ class Meeting:
         lost: why another node is given up, once `watched` has noticed.
     """
 
-    def __init__(self, rank: int, size: int, lines: dict[int, _Line], timeout: float) -> None:
+    def __init__(self, rank: int, size: int, lines: dict[int, JsonLine], timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.lost: str | None = None
         self._lines = lines  # node 0 has one to each of the others, and they have one to node 0
@@ -132,7 +131,7 @@ class Meeting:
                 with suppress(OSError):
                     line.send(message, time.monotonic() + _PATIENCE)
 
-    def _watch(self, line: _Line, stop: threading.Event) -> None:
+    def _watch(self, line: JsonLine, stop: threading.Event) -> None:
         why = None
         while why is None:
             try:
@@ -183,14 +182,14 @@ def meet(rank: int, size: int, rendezvous: str, start_timeout: float, timeout: f
         meeting.close()
 
 
-def _received(size: int, host: str, port: int, deadline: float, start_timeout: float) -> dict[int, _Line]:
+def _received(size: int, host: str, port: int, deadline: float, start_timeout: float) -> dict[int, JsonLine]:
     """Node 0: a line from each of the other nodes, in their order."""
-    lines: dict[int, _Line] = {}
+    lines: dict[int, JsonLine] = {}
     with _listening(host, port, size) as listener:
         while len(lines) < size - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                line = _Line(listener.accept()[0], "a node")
+                line = JsonLine(listener.accept()[0], "a node")
             except TimeoutError:
                 absent = ", ".join(str(rank) for rank in range(1, size) if rank not in lines)
                 text = (
@@ -227,7 +226,7 @@ def _proof(nonce: str, rank: int) -> str:
     return hmac.new(os.environ.get(TOKEN, "").encode(), f"{nonce} {rank}".encode(), "sha256").hexdigest()
 
 
-def _wrong_number(came: int, theirs: int, size: int, name: str, lines: dict[int, _Line]) -> str | None:
+def _wrong_number(came: int, theirs: int, size: int, name: str, lines: dict[int, JsonLine]) -> str | None:
     if theirs != size:
         return f"launch.nodes is {size} on node 0 and {theirs} on {name}; start all nodes with one command"
     if came in lines:
@@ -236,7 +235,7 @@ def _wrong_number(came: int, theirs: int, size: int, name: str, lines: dict[int,
     return None
 
 
-def _refused(lines: dict[int, _Line], error: UnisonoError) -> UnisonoError:
+def _refused(lines: dict[int, JsonLine], error: UnisonoError) -> UnisonoError:
     """The same error, after all who came have been told."""
     for line in lines.values():
         with suppress(OSError):
@@ -245,7 +244,7 @@ def _refused(lines: dict[int, _Line], error: UnisonoError) -> UnisonoError:
     return error
 
 
-def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_timeout: float) -> _Line:
+def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_timeout: float) -> JsonLine:
     """Another node: the line to node 0, which may not be there yet."""
     _, address = network.resolve(host, port)
     why = "nobody is there"
@@ -262,7 +261,7 @@ def _joined(rank: int, size: int, host: str, port: int, deadline: float, start_t
                 "a firewall let the port pass?"
             )
         time.sleep(0.1)
-    line = _Line(link, f"node 0 at {written(host, port)}")
+    line = JsonLine(link, f"node 0 at {written(host, port)}")
     nonce = str(line.receive(max(deadline, time.monotonic() + _PATIENCE), "its greeting").get("nonce"))
     me = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid(), "proof": _proof(nonce, rank)}
     told = line.exchange(me, max(0.0, deadline - time.monotonic()) + _PATIENCE, "all nodes to come")
@@ -295,54 +294,3 @@ def _listening(host: str, port: int, size: int) -> socket.socket:
             ) from error
         raise ConfigError(f"{asked} cannot be used: {error.strerror}") from error
     return listener
-
-
-class _Line:
-    """JSON messages, one a line, over a connected socket; `name` is whoever is at its other end."""
-
-    def __init__(self, link: socket.socket, name: str) -> None:
-        self.name = name
-        self._link = link
-        self._writes = link.dup()  # a timeout belongs to a socket object, and one thread writes while another reads
-        self._read = b""
-
-    def send(self, message: Json, deadline: float) -> None:
-        """Send a message, or raise an OSError."""
-        self._writes.settimeout(max(0.01, deadline - time.monotonic()))
-        self._writes.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, deadline: float, what: str) -> Any:
-        """The next message, as a dictionary; a DeadlineError if it does not come."""
-        began = time.monotonic()
-        while b"\n" not in self._read:
-            try:
-                self._link.settimeout(max(0.01, deadline - time.monotonic()))
-                part = self._link.recv(1 << 16)
-            except TimeoutError:
-                waited = time.monotonic() - began
-                raise DeadlineError(f"{self.name} has said nothing for {waited:.0f} s, in wait for {what}") from None
-            except OSError as error:
-                raise DeadlineError(f"{self.name} is gone ({error.strerror}), in wait for {what}") from error
-            if not part:
-                raise DeadlineError(f"{self.name} is gone, in wait for {what}")
-            self._read += part
-        line, _, self._read = self._read.partition(b"\n")
-        try:
-            told = json.loads(line)
-        except ValueError as error:
-            raise DeadlineError(f"{self.name} does not speak as a node of ours") from error
-        return told if isinstance(told, dict) else {}
-
-    def exchange(self, message: Json, timeout: float, what: str) -> Any:
-        """Send a message and return the next one that comes."""
-        deadline = time.monotonic() + timeout
-        try:
-            self.send(message, deadline)
-        except OSError as error:
-            raise DeadlineError(f"{self.name} is gone ({error.strerror}), in wait for {what}") from error
-        return self.receive(deadline, what)
-
-    def close(self) -> None:
-        """Hang up."""
-        self._writes.close()
-        self._link.close()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-import torch
+import numpy as np
 
 from unisono.config.schema.optimizers import SkipSpikes
 from unisono.engines.protocol import StepResult
@@ -49,24 +49,32 @@ class Spikes:
         self._seen: dict[str, deque[float]] = {kind: deque(maxlen=config.history) for kind in kinds if config}
         self._in_a_row = 0
 
-    def judged(self, result: StepResult, step: int) -> StepResult:
+    def limits(self) -> dict[str, float]:
+        """What the next step is held against, by what is looked at; nothing before there is a whole history."""
+        full = {kind: seen for kind, seen in self._seen.items() if len(seen) == seen.maxlen}
+        return {kind: limit(seen, self._config.sigma) for kind, seen in full.items() if self._config}
+
+    def judged(self, result: StepResult, step: int, made: bool | None = None) -> StepResult:
         """The result of a step, and in it why its update is to be left out, if it is; collective.
 
         Args:
             result: of the step, finite.
             step: updates made or left out before this one.
+            made: whether the update was made, where that is decided by the limits already.
 
         Raises:
             SpikeError: on every rank, if too many in a row were to be left out.
         """
         if self._config is None:
             return result
-        reasons = []
+        limits = self.limits()
+        values = {kind: getattr(result, kind) for kind in self._seen}
+        over = {kind: most for kind, most in limits.items() if values[kind] > most}
+        if made is not None:  # the last digit of a number may not be the one that was held against its limit
+            over = {} if made else over or limits
+        reasons = [f"{kind} {values[kind]:.4g} is over {most:.4g}" for kind, most in over.items()]
         for kind, seen in self._seen.items():
-            value = getattr(result, kind)
-            if len(seen) == self._config.history and value > (most := limit(seen, self._config.sigma)):
-                reasons.append(f"{kind} {value:.4g} is over {most:.4g}")
-            seen.append(value)
+            seen.append(values[kind])
         # The numbers are the same on every rank, or should be; a rank that left its update out alone would be lost.
         told = self._group.gather(" and ".join(reasons), "whether the update is left out")
         why = next(filter(None, told), "")
@@ -85,8 +93,7 @@ class Spikes:
             return
         arrays = {kind: list(seen) for kind, seen in self._seen.items()} | {"in_a_row": [float(self._in_a_row)]}
         for name, values in arrays.items():
-            data = torch.tensor(values, dtype=torch.float64)
-            yield Shard(f"spikes/{name}", tuple(data.shape), (0,), data)
+            yield Shard(f"spikes/{name}", (len(values),), (0,), np.array(values, dtype=np.float64))
 
     def load(self, reader: Reader) -> None:
         """Take over what was saved; a run that did not look at spikes before begins with an empty history."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.state import Reader, Shard
+from unisono.engines.torch import saved_tensors
 
 Rows = Mapping[str, Tensor]
 
@@ -61,5 +62,5 @@ class Carry:
                 size = (self._split.micro_batch, *shape[1:])
                 offset = (number * size[0],) + (0,) * (len(shape) - 1)
                 if reader.covers(full, offset, size):  # else no step has reached these rows yet
-                    rows = reader.read(full, offset, size).to(self._device)
+                    rows = saved_tensors.read(reader, full, offset, size).to(self._device)
                     self._kept.setdefault(number, {})[full.removeprefix("carry/")] = rows

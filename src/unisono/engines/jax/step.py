@@ -1,0 +1,276 @@
+"""The step of every strategy, as one pure function of global arrays: counts before, one scale per term, one norm.
+
+Nothing here knows who observes. A step whose loss or gradient is not finite, or is a spike, leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from unisono.engines.jax import mesh
+from unisono.engines.jax.batches import Pass, specs_of
+from unisono.engines.jax.cross_sample import CrossSample
+from unisono.engines.jax.forward import Forward, Inputs, Parameters, Scales
+from unisono.engines.jax.mesh import BATCH
+from unisono.engines.jax.optimizers import Optimizer
+from unisono.runtime.errors import ConfigError
+
+Sharded = Mapping[str, jax.Array]
+# What a step is given besides the scheduled scalars: the largest norm, the largest loss and norm with which it makes an
+# update, and how much of the moving average is kept.
+LARGEST, LOSS_LIMIT, NORM_LIMIT, AVERAGE_KEPT = CONTROLS = ("largest norm", "loss limit", "norm limit", "average kept")
+
+
+@dataclass
+class State:
+    """What a step changes.
+
+    Attributes:
+        parameters: that are trained, by name.
+        average: their moving average; empty without.
+        optimizer: its state.
+        carry: of the rows, (passes, devices, rows, …) by name; empty without.
+    """
+
+    parameters: dict[str, Any]
+    average: dict[str, Any]
+    optimizer: Any
+    carry: dict[str, Any]
+
+
+jax.tree_util.register_dataclass(State)
+
+
+@dataclass
+class Outcome:
+    """What a step came to, the same on every device.
+
+    Attributes:
+        reports: of every micro-batch of the global batch in order, (micro-batches, numbers).
+        squares: of the gradient of each parameter, summed; in the order of their names.
+        loss: of the global batch.
+        grad_norm: of the whole gradient before clipping.
+        updated: whether the update was made.
+    """
+
+    reports: Any
+    squares: Any
+    loss: Any
+    grad_norm: Any
+    updated: Any
+
+
+jax.tree_util.register_dataclass(Outcome)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The training step.
+
+    Attributes:
+        forward: the functions of the task.
+        optimizer: makes the update.
+        passes: of every device.
+        defer: whether gradients of sharded parameters are added up once per step instead of once per pass.
+        rows: real rows of the global batch, for a loss across samples; else 0.
+    """
+
+    forward: Forward
+    optimizer: Optimizer
+    passes: int
+    defer: bool = False
+    rows: int = 0
+
+    def __call__(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome]:
+        """One update of the state."""
+        names = dict(zip((*self.forward.scalars, *CONTROLS), inputs.floats, strict=True))
+        gradients, reports, carry = self.gradients(state, constants, batch, inputs)
+        squares = jnp.stack([jnp.square(gradients[name]).sum() for name in sorted(gradients)])
+        grad_norm = jnp.sqrt(squares.sum())
+        loss = self.loss(reports)
+        updated = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updated &= (loss <= names[LOSS_LIMIT]) & (grad_norm <= names[NORM_LIMIT])
+        clipped = jnp.where(grad_norm > names[LARGEST], names[LARGEST] / (grad_norm + 1e-6), 1.0)
+        gradients = {name: gradient * clipped for name, gradient in gradients.items()}
+        parameters, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters, names)
+        kept = names[AVERAGE_KEPT]
+        average = {
+            name: kept * value + (1 - kept) * parameters[name] for name, value in state.average.items()
+        }  # fmt: skip
+        made = State(parameters, average, optimizer, {})
+        before = State(state.parameters, state.average, state.optimizer, {})
+        made = jax.tree.map(lambda new, old: jnp.where(updated, new, old), made, before)
+        made.carry = carry
+        return made, Outcome(reports, squares, loss, grad_norm, updated)
+
+    def gradients(
+        self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
+    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any]]:
+        """The raw gradient of the global batch, the reports of its micro-batches, and the new state of its rows."""
+        specs = {name: self._spec(array) for name, array in state.parameters.items()}
+        return self.forward.grid.per_device(  # type: ignore[no-any-return]
+            self._on_device,
+            in_specs=(
+                specs, jax.tree.map(self._spec, constants), jax.tree.map(lambda _: BATCH, state.carry),
+                specs_of(batch), jax.tree.map(lambda _: PartitionSpec(), inputs),
+            ),
+            out_specs=(specs, PartitionSpec(), BATCH),
+        )(state.parameters, dict(constants), state.carry, batch, inputs)  # fmt: skip
+
+    def loss(self, reports: jax.Array) -> jax.Array:
+        """The loss of the global batch."""
+        columns = self.forward.columns
+        assert columns is not None
+        parts = columns.split(reports)
+        counts = dict(zip(columns.names.terms, parts["counts"].sum(0), strict=True))
+        weights, sums = parts["weights"][0], parts["sums"].sum(0)
+        return sum(  # type: ignore[return-value]
+            weights[at] * jnp.where(counts[name] > 0, sums[at] / counts[name], 0.0)
+            for at, name in enumerate(columns.terms)
+        )
+
+    def _spec(self, array: Any) -> PartitionSpec:
+        return self.forward.grid.spec(array.shape)
+
+    # on one device ------------------------------------------------------------------------------------------------
+
+    def _on_device(
+        self, parameters: Parameters, constants: Parameters, carry: dict[str, Any], batch: Pass, inputs: Inputs
+    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any]]:
+        batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))  # (passes, rows, …): it has one device's
+        forward = replace(self.forward, gathers=False) if self.defer else self.forward
+        whole = forward.whole(parameters) if self.defer else parameters
+        device = _Device(forward, self, whole, constants, batch, inputs, scales(forward, batch))
+        kept = device.carry(carry)
+        totals = device.totals(kept)
+        crosses = forward.task.cross_sample is not None
+        gradients, reports, left = (device.across if crosses else device.by_micro_batch)(totals, kept)
+        self.forward.columns = forward.columns
+        if self.defer:
+            gradients = {name: mesh.scatter(value, forward.spec(name)) for name, value in gradients.items()}
+        gradients = {name: mesh.add_up(value, forward.spec(name)) for name, value in gradients.items()}
+        if left is not None:
+            if not carry:
+                raise ConfigError(f"{type(forward.task).__name__}.loss returns a carry, but there is no first_carry()")
+            kept = jax.tree.map(lambda new, old: _where_rows(batch.valid, new, old), dict(left), kept)
+        after = jax.tree.map(lambda array: array[:, None], kept if carry else {})
+        return gradients, mesh.everywhere(reports), after
+
+
+@dataclass(frozen=True, eq=False)
+class _Device:
+    """One device's part of one step."""
+
+    forward: Forward
+    step: Step
+    parameters: Parameters
+    constants: Parameters
+    batch: Pass
+    inputs: Inputs
+    scales: Scales
+
+    @property
+    def _regathers(self) -> bool:
+        return self.forward.gathers and self.forward.grid.shards > 1
+
+    def carry(self, kept: dict[str, Any]) -> Any:
+        """The state of this device's rows before the step, (passes, rows, …); None without."""
+        forward = self.forward
+        one = lambda micro, own: forward.carry(own or None, micro, self.inputs)  # noqa: E731
+        return jax.vmap(one)(self.batch, kept)
+
+    def totals(self, kept: Any) -> dict[str, jax.Array]:
+        """What `Task.totals` comes to over the global batch, from a pass without gradients; empty where not asked."""
+        forward = self.forward
+        if not forward.task.needs_totals:
+            return {}
+
+        def one(_: None, given: Any) -> tuple[None, Any]:
+            micro, own = given
+            context = forward.context(micro, self.inputs, carry=own)
+            outputs = forward.outputs(self.parameters, self.constants, micro, context)
+            totals = forward.task.totals(outputs, micro.arrays, context)
+            any_row = micro.valid.any()
+            wide = self.batch.counts.dtype
+            return None, {name: jnp.where(any_row, value, 0).astype(wide) for name, value in totals.items()}
+
+        _, totals = _scan(one, None, (self.batch, kept))
+        return {name: jax.lax.psum(jax.lax.stop_gradient(value.sum(0)), mesh.DEVICES) for name, value in totals.items()}
+
+    def by_micro_batch(self, totals: Any, kept: Any) -> tuple[dict[str, jax.Array], jax.Array, Any]:
+        """Gradients, reports and the new state of rows, for a loss that is a sum over rows."""
+        forward = self.forward
+
+        def objective(parameters: Parameters, micro: Pass, own: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            context = forward.context(micro, self.inputs, totals=totals, carry=own)
+            outputs = forward.outputs(parameters, self.constants, micro, context)
+            loss, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
+            return forward.objective(sums, self.scales), (forward.report(sums, micro), loss.carry)
+
+        objective = mesh.regathered(objective) if self._regathers else objective
+
+        def one(gathered: Any, given: Any) -> tuple[Any, tuple[jax.Array, Any]]:
+            gradients, made = jax.grad(objective, has_aux=True)(self.parameters, *given)
+            return jax.tree.map(jnp.add, gathered, gradients), made
+
+        nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
+        gradients, (reports, left) = _scan(one, nothing, (self.batch, kept))
+        return gradients, reports, left
+
+    def across(self, totals: Any, kept: Any) -> tuple[dict[str, jax.Array], jax.Array, Any]:
+        """The same for a loss across samples, in two passes where a device has several micro-batches."""
+        forward = self.forward
+
+        def outputs(parameters: Parameters, micro: Pass, own: Any) -> tuple[Any, Any]:
+            context = forward.context(micro, self.inputs, totals=totals, carry=own)
+            return eqx.partition(forward.outputs(parameters, self.constants, micro, context), eqx.is_inexact_array)  # type: ignore[no-any-return]
+
+        outputs = mesh.regathered(outputs) if self._regathers else outputs
+        crossing = CrossSample(forward, self.batch, self.inputs, self.scales, self.step.rows, totals, kept)
+        if self.step.passes == 1:
+            only = jax.tree.map(lambda array: array[0], (self.batch, kept))
+            floats, pull, others = jax.vjp(lambda p: outputs(p, *only), dict(self.parameters), has_aux=True)
+            settled = crossing.settle(jax.tree.map(lambda array: array[None], eqx.combine(floats, others)))
+            (gradients,) = pull(jax.tree.map(lambda array: array[0], settled.gradients))
+            return gradients, settled.reports, settled.carry
+
+        def first(_: None, given: Any) -> tuple[None, Any]:
+            return None, eqx.combine(*outputs(self.parameters, *given))
+
+        _, found = jax.lax.scan(first, None, (self.batch, kept))
+        settled = crossing.settle(jax.lax.stop_gradient(found))
+
+        def second(gathered: Any, given: Any) -> tuple[Any, None]:
+            micro, own, gradient = given
+            _, pull, _ = jax.vjp(lambda p: outputs(p, micro, own), dict(self.parameters), has_aux=True)
+            return jax.tree.map(jnp.add, gathered, pull(gradient)[0]), None
+
+        nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
+        gradients, _ = jax.lax.scan(second, nothing, (self.batch, kept, settled.gradients))
+        return gradients, settled.reports, settled.carry
+
+
+def scales(forward: Forward, batch: Pass) -> dict[str, jax.Array]:
+    """What each term's sum is multiplied with: one over its count in the whole global batch, or zero."""
+    counts = jax.lax.psum(batch.counts.sum(0), mesh.DEVICES)  # (terms,)
+    return {name: jnp.where(count > 0, 1 / count, 0.0) for name, count in zip(forward.names.terms, counts, strict=True)}
+
+
+def _scan(one: Any, begin: Any, given: Any) -> Any:
+    """`jax.lax.scan`, or a plain call where there is one pass."""
+    if len(jax.tree.leaves(given)[0]) > 1:
+        return jax.lax.scan(one, begin, given)
+    end, made = one(begin, jax.tree.map(lambda array: array[0], given))
+    return end, jax.tree.map(lambda array: array[None], made)
+
+
+def _where_rows(valid: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Rows (passes, rows, …) that are real from the one, the others from the other."""
+    return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - valid.ndim)), new.astype(old.dtype), old)
