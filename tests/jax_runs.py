@@ -65,7 +65,7 @@ def trace(task: Task, config: RunConfig, place: Place | None = None, group: Grou
             if step == 0:
                 result.gradients = raw_gradients(engine, batches, scalars(0))
             done = engine.step(batches, step, scalars(step))
-            assert not done.recompiled
+            result.recompiled.append(done.recompiled)
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.metrics.append({**done.terms, **done.metrics, **done.work})

@@ -18,12 +18,18 @@ LENGTH = 12
 WIDTH = 16
 
 
+def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    if not rate:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0.0)
+
+
 class Block(eqx.Module):
     attention: eqx.nn.MultiheadAttention
     norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
     up: eqx.nn.Linear
     down: eqx.nn.Linear
-    dropout: float = eqx.field(static=True)
+    dropout: float
 
     def __init__(self, dropout: float, key: jax.Array) -> None:
         one, two, three = jax.random.split(key, 3)
@@ -43,9 +49,7 @@ class Block(eqx.Module):
         return x + self.drop(jax.vmap(self.down)(jax.nn.gelu(wide)), second)
 
     def drop(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        if not self.dropout:
-            return x
-        return jnp.where(jax.random.bernoulli(key, 1 - self.dropout, x.shape), x / (1 - self.dropout), 0.0)
+        return dropped(x, self.dropout, key)
 
 
 class Transformer(eqx.Module):
@@ -124,6 +128,7 @@ class TransformerTask(Task):
 
     def outputs(self, model: Transformer, batch: Any, context: Context) -> Any:
         keys = jax.random.split(context.key, len(batch["tokens"]))
+        model = model if context.training else eqx.tree_at(lambda m: [b.dropout for b in m.blocks], model, [0.0, 0.0])
         return jax.vmap(model)(batch["tokens"][:, :-1], keys)
 
     def loss(self, outputs: jax.Array, batch: Any, context: Context) -> Loss:
@@ -136,6 +141,58 @@ class TransformerTask(Task):
             {"next": (losses * real).sum(1), "length": jnp.square(predicted)},
             weights={"length": self.config.embedding_penalty},
             metrics={"accuracy": (hits, real.sum(1))},
+        )
+
+
+class UnevenTask(Task):
+    """A small network with dropout; rows have different numbers of targets, one of them none."""
+
+    engine = "jax"
+
+    class Config(Settings):
+        rows: int = 27
+        dropout: float = 0.0
+
+    config: Config
+
+    def rows_of(self, seed: int, count: int) -> list[dict[str, np.ndarray]]:
+        rng = np.random.default_rng(seed)
+        x, y = rng.normal(size=(count, 5)), rng.normal(size=(count, 6))
+        real = np.arange(6) < rng.integers(1, 7, size=(count, 1))
+        real[3] = False
+        parts = zip(x.astype(np.float32), y.astype(np.float32), real, strict=True)
+        return [{"x": a, "y": b, "real": c} for a, b, c in parts]
+
+    def data(self) -> list[dict[str, np.ndarray]]:
+        return self.rows_of(1, self.config.rows)
+
+    def held_out(self) -> list[dict[str, np.ndarray]]:
+        return self.rows_of(2, 11)
+
+    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+        return {**record, "x": record["x"] + rng.normal(scale=0.1, size=5).astype(np.float32)}
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"near": float(batch["real"].sum()), "size": float(len(batch["x"]))}
+
+    def work(self, batch: Any) -> dict[str, float]:
+        return {"targets": float(batch["real"].sum())}
+
+    def build(self, key: jax.Array) -> Any:
+        one, two = jax.random.split(key)
+        return {"up": jax.random.normal(one, (5, 8)), "bias": jnp.zeros(8), "down": jax.random.normal(two, (8, 6))}
+
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        hidden = jnp.tanh(batch["x"] @ model["up"] + model["bias"])
+        rate = self.config.dropout if context.training else 0.0
+        return dropped(hidden, rate, context.key) @ model["down"]
+
+    def loss(self, outputs: jax.Array, batch: Any, context: Context) -> Loss:
+        errors = jnp.square(outputs - batch["y"]) * batch["real"]
+        return Loss(
+            {"near": errors.sum(1), "size": jnp.square(outputs).mean(1)},
+            weights={"size": 0.3},
+            metrics={"close": (((errors < 0.5) & batch["real"]).sum(1), batch["real"].sum(1))},
         )
 
 

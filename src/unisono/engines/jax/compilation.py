@@ -38,12 +38,14 @@ class Key:
     Attributes:
         name: of the program, for people.
         shapes: name, shape and dtype of every array of a batch.
-        static: whatever else it depends on, by name.
+        static: scheduled values that it depends on, by name.
+        rows: real rows of a short global batch, where it is compiled for their number; that is no surprise.
     """
 
     name: str
     shapes: Shapes
     static: tuple[tuple[str, Any], ...] = ()
+    rows: int = 0
 
 
 class Compiler:
@@ -73,13 +75,14 @@ class Compiler:
             DesyncError: on every process, if they do not have the same program.
         """
         if key not in self._made:
-            before = [known for known in self._made if known.name == key.name and known.static == key.static]
+            before = [k for k in self._made if (k.name, k.static, k.rows) == (key.name, key.static, key.rows)]
             if before and self._communicator.size > 1:
                 raise ConfigError(
                     f"{_changed(before[-1], key)}. All processes run one program, compiled for one shape: pad to a "
                     "fixed length in collate()"
                 )
-            if others := [known for known in self._made if known.name == key.name]:
+            others = [known for known in self._made if known.name == key.name]
+            if others and (others[-1].shapes, others[-1].static) != (key.shapes, key.static):
                 self.news.append(_changed(others[-1], key))
             self._made[key] = self._compiled(key.name, make, arguments)
         return self._made[key]

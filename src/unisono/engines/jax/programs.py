@@ -117,8 +117,8 @@ class Programs:
         self, name: str, make: Callable[[Forward], Any], training: bool, names: Names, scalars: Scalars, rows: int,
         batch: Pass, *arguments: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        static = {name: scalars[name] for name in self.task.static_scalars} | ({"real rows": rows} if rows else {})
-        key = Key(name, signature(batch), tuple(static.items()))
+        static = tuple((name, scalars[name]) for name in self.task.static_scalars)
+        key = Key(name, signature(batch), static, rows)
         if key not in self._forwards:
             self._forwards[key] = self.forward(training, scalars, names)
         program = self.compiler.of(key, lambda: make(self._forwards[key]), *arguments)
