@@ -21,14 +21,16 @@ FLOORS = (
     ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
-    ("task", "optim", "config"),
+    ("task", "optim", "config", "audio"),
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 OPEN_TO_RECIPES = (
+    "unisono.audio", "unisono.data.recordings",
     "unisono.task", "unisono.config.schema.base", "unisono.config.schema.data", "unisono.config.schema.run", "unisono.runtime.errors",
     "unisono.runtime.files", "unisono.runtime.rng", "unisono.data.order.order", "unisono.data.order.mixture", "unisono.data.sources",
     "unisono.data.prepare.shards", "unisono.data.prepare.preparation", "unisono.launch.load", "unisono.observe.figures",
+    "unisono.runtime.safe_paths", "unisono.runtime.text", "unisono.checkpoint.exchange.hf_config",
 )  # fmt: skip
 MODULES = {
     ".".join(("unisono", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path

@@ -16,15 +16,20 @@ EXPORT = "write a checkpoint's weights for transformers, PEFT, or as plain safet
 IMPORT = "take the tensors out of foreign files: .pt and .bin without running them, safetensors after a check"
 
 
-def add(verbs: Any, merged: Callable[[Path, bool, int], nn.Module]) -> None:
+# Makes the model of a run with its adapters merged: folder, ema, step, task, trust.
+Merged = Callable[[Path, bool, int, "str | None", bool], "nn.Module"]
+
+
+def add(verbs: Any, merged: Merged) -> None:
     """Put the verbs among the others.
 
     Args:
         verbs: where verbs are added.
-        merged: the model of a run with its adapters merged (folder, ema, step).
+        merged: makes the model that `merge=true` exports.
     """
     verb = verbs.add_parser("export", help=EXPORT, description=EXPORT)
     arguments.run(verb)
+    arguments.foreign_run(verb)
     arguments.overrides(
         verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
@@ -35,12 +40,16 @@ def add(verbs: Any, merged: Callable[[Path, bool, int], nn.Module]) -> None:
     verb.set_defaults(run=_import)
 
 
-def _export(parsed: argparse.Namespace, merged: Callable[[Path, bool, int], nn.Module]) -> int:
+def _export(parsed: argparse.Namespace, merged: Merged) -> int:
     from unisono.checkpoint.exchange.export import export
     from unisono.config.schema.export_verb import Export
 
     words = arguments.only(parsed, Export)
-    made = export(parsed.folder, words, merged)
+
+    def model(folder: Path, ema: bool, step: int) -> nn.Module:
+        return merged(folder, ema, step, parsed.task, parsed.trust)
+
+    made = export(parsed.folder, words, model)
     print(
         f"{made.folder}: {made.told}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"

@@ -150,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     arguments.run(verb)
     verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: the last but one)")
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
+    arguments.foreign_run(verb)
     verb.set_defaults(run=_replay)
     text = "explain from a run's files how it ended, what is saved and what to do"
     verb = verbs.add_parser("diagnose", help=text, description=text)
@@ -157,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.set_defaults(run=_diagnose)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     arguments.run(verb)
+    arguments.foreign_run(verb)
     verb.set_defaults(run=_evaluate)
     for name, text in (
         ("stop", "end a run after its next step, saved; the same command goes on with it"),
@@ -362,7 +364,7 @@ def _diagnose(parsed: argparse.Namespace) -> int:
 def _replay(parsed: argparse.Namespace) -> int:
     from unisono.launch.replay import replay
 
-    replayed = replay(parsed.folder, parsed.first, parsed.last)
+    replayed = replay(parsed.folder, parsed.first, parsed.last, task=parsed.task, trust=parsed.trust)
     print("\n".join(replayed.lines(parsed.folder)))
     return int(not replayed.same)
 
@@ -370,7 +372,7 @@ def _replay(parsed: argparse.Namespace) -> int:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from unisono.launch.load import evaluate
 
-    for name, value in evaluate(parsed.folder).items():
+    for name, value in evaluate(parsed.folder, task=parsed.task, trust=parsed.trust).items():
         print(f"{name}: {value:.6f}")
     return 0
 
@@ -393,15 +395,16 @@ def _generate(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _merged(folder: Path, ema: bool, step: int) -> nn.Module:
+def _merged(folder: Path, ema: bool, step: int, task: str | None, trust: bool) -> nn.Module:
     """The model of a run with its adapters merged; that of the language recipe is made without its documents."""
-    from unisono.config import resolve
+    from unisono.config import foreign_run, resolve
     from unisono.launch import load
     from unisono.recipes.language import generate
 
-    of_language = resolve.read(folder / "config.yaml").recipe in ("language", resolve.TASKS["language"])
-    merged = generate.merged if of_language else load.load_model
-    return merged(folder, ema=ema, step=step)
+    chosen = foreign_run.task_of(folder, task, trust=trust)
+    if chosen in ("language", resolve.TASKS["language"]):
+        return generate.merged(folder, ema=ema, step=step)
+    return load.load_model(folder, ema=ema, step=step, task=chosen)
 
 
 def _predict(parsed: argparse.Namespace) -> int:

@@ -281,7 +281,7 @@ def _written(path: Path) -> Iterator[tuple[str, int]]:
         elif prefix:
             yield prefix, node.start_mark.line + 1
 
-    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    node = yaml.compose(safe_yaml.check(path), Loader=yaml.SafeLoader)
     if node is not None:
         yield from walk(node, "")
 

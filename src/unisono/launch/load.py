@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
-from unisono.config import resolve
+from unisono.config import foreign_run
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import RunError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from unisono.task import Task
 
 
 def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int:
@@ -62,6 +64,8 @@ def load_model(
     ema: bool = False,
     step: int | None = None,
     build: Callable[[RunConfig], nn.Module] | None = None,
+    task: str | type[Task] | None = None,
+    trust: bool = False,
 ) -> nn.Module:
     """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
 
@@ -71,27 +75,31 @@ def load_model(
         step: as for `load_weights`.
         build: makes the model that the task's `build` made, from the run's configuration; None asks the task itself,
             which may want its data.
+        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None takes the one that the run names, if
+            that is a packaged recipe or this process has imported it already.
+        trust: import the task that the run names, wherever it lies. That runs its author's code.
 
     Raises:
+        TrustError: if the run names a task that nobody has vouched for.
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
     from unisono.engines.torch.init_model import built
     from unisono.launch import rank_process
 
     newest(Path(folder))
-    config = resolve.read(Path(folder) / "config.yaml")
+    config = foreign_run.read_run(Path(folder), task, trust=trust)
     model = built(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
     load_weights(folder, model, ema=ema, step=step)
     return model.eval()
 
 
-def evaluate(folder: Path) -> dict[str, float]:
-    """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process."""
+def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
+    """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
     from unisono.launch import rank_process, train
     from unisono.training import loop
 
     newest(folder)
-    config = resolve.read(folder / "config.yaml")
+    config = foreign_run.read_run(folder, task, trust=trust)
     alone = {
         "world_size": 1,
         "strategy": "single",

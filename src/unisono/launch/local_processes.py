@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -25,10 +27,11 @@ from unisono.checkpoint.core import commit
 from unisono.config.schema.run import RunConfig
 from unisono.launch import child_processes, cluster, malloc_arenas
 from unisono.launch.cluster import OURS
-from unisono.launch.monitor_client import Watch, watching
+from unisono.launch.monitor_client import Watch, memory_folder, watching
 from unisono.launch.nodes import network
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Node, written
+from unisono.runtime.authenticated_line import TOKEN
+from unisono.runtime.communicator import STORE, Node, written
 from unisono.runtime.errors import DesyncError, LostError, Preempted, StuckError, UnisonoError
 from unisono.supervise import collective_mismatch, preemption
 from unisono.supervise.hang_detection import death
@@ -73,7 +76,7 @@ def launch(
 
     Args:
         config: concrete.
-        folder: of the run; the processes read its `config.yaml`.
+        folder: of the run; the processes read its `config.yaml`, and are told the task.
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
         node: which one this is, where there are several.
@@ -118,7 +121,7 @@ def processes(
     ours: bool = True,
     jax: bool = False,
 ) -> None:
-    """Start processes that each run a module, with a folder as its argument, and wait for them.
+    """Start processes that each run a module, with a folder and `reference` as its arguments, and wait for them.
 
     Args:
         module: e.g. `unisono.launch.rank_process`.
@@ -158,6 +161,9 @@ def processes(
         variables |= {cluster.NODE: json.dumps(asdict(node)), network.GLOO: node.interface}
     if watch is not None:
         variables |= {heartbeat.VARIABLE: str(watch.directory)}
+    private = watch.directory if watch is not None else memory_folder()
+    if node is None and ours:
+        variables |= {STORE: str(private / "store")}
     logs = folder / "logs"
     first = node.rank * count if node else 0
     address = network.loopback()
@@ -167,19 +173,23 @@ def processes(
             where = address, held.getsockname()[1]
             if not ours:
                 held.close()
-            start(["-m", module, str(folder)], count, where, run_id, signals)
+            start(["-m", module, str(folder), reference], count, where, run_id, signals)
     except child_processes.ChildrenFailedError as error:
         raise _headline(logs, error, first, watch, node) from None
+    finally:
+        if watch is None:
+            shutil.rmtree(private, ignore_errors=True)
     if watch is not None and (untold := watch.untold()):
         raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
 
 
 def _by_ourselves(arguments: Sequence[str], count: int, where: tuple[str, int], run_id: str, signals: str) -> None:
     """Start the processes of a JAX run, and wait for them."""
+    token = os.environ.get(TOKEN) or (secrets.token_hex(32) if cluster.NODE not in os.environ else "")
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": where[0], "MASTER_PORT": where[1]}
     own = [
         {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        | {"TORCHELASTIC_RUN_ID": run_id}
+        | {"TORCHELASTIC_RUN_ID": run_id, TOKEN: token}
         for rank in range(count)
     ]
     child_processes.run(arguments, own, _GRACE, [signal.Signals[name] for name in signals.split(",")])

@@ -223,7 +223,7 @@ def die_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: Path) -> NoReturn:
+def main(folder: Path, task: str) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started."""
     die_with_parent()
     cluster.across_nodes()
@@ -237,7 +237,7 @@ def main(folder: Path) -> NoReturn:
         from unisono.training import loop
 
         with logged(folder, place):
-            config = resolve.read(folder / "config.yaml")
+            config = resolve.read(folder / "config.yaml", task)
             if config.layout.engine == "jax":
                 from unisono.engines.jax import runtime
 
@@ -250,4 +250,4 @@ def main(folder: Path) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -39,6 +39,24 @@ class DataError(UnisonoError):
     """A file, a column or a record that cannot be read or used."""
 
 
+class BadSamplesError(DataError):
+    """Samples of a batch that cannot be used, found out when the batch is made: what `Task.collate` may raise.
+
+    With `data.on_error=mask` the batch is made again without them.
+
+    Attributes:
+        reasons: by place among the samples, a sentence.
+    """
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        more = f" (and {len(reasons) - 1} more of the batch)" if len(reasons) > 1 else ""
+        super().__init__(f"{next(iter(reasons.values()))}{more}")
+        self.reasons = reasons
+
+    def __reduce__(self) -> tuple[type[BadSamplesError], tuple[dict[int, str]]]:
+        return type(self), (self.reasons,)
+
+
 class RunError(UnisonoError):
     """A run directory that cannot be used as asked: it holds another run, or nothing to resume."""
 

@@ -6,22 +6,20 @@ all: it hears every rank, and tells each what all of them said, or which of them
 
 from __future__ import annotations
 
-import hmac
 import os
 import platform
-import secrets
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from unisono.runtime import heartbeat
+from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError
 from unisono.runtime.communicator import Json, Place, written
 from unisono.runtime.errors import DeadlineError
-from unisono.runtime.json_line import JsonLine, listen
+from unisono.runtime.listening import listen
+from unisono.runtime.text import one_line
 
-TOKEN = "UNISONO_TOKEN"  # in the environment of all processes, if there is one; it is never sent
 _GREETING = 5.0  # seconds for whoever connects to say who it is
 _PATIENCE = 5.0  # seconds by which a process waits longer than rank 0, which tells why
 
@@ -45,7 +43,7 @@ class TcpCommunicator:
         host: str,
         port: int,
         timeout: float,
-        lines: dict[int, JsonLine],
+        lines: dict[int, AuthenticatedLine],
         listener: socket.socket | None,
         channel: int = 0,
     ) -> None:
@@ -141,13 +139,13 @@ def meet(place: Place, host: str, port: int, start_timeout: float, timeout: floa
 
 def _received(
     place: Place, listener: socket.socket, channel: int, deadline: float, limit: float, key: str
-) -> dict[int, JsonLine]:
+) -> dict[int, AuthenticatedLine]:
     """Rank 0: a line from each of the other processes, in their order."""
-    lines: dict[int, JsonLine] = {}
+    lines: dict[int, AuthenticatedLine] = {}
     while len(lines) < place.world_size - 1:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         try:
-            line = JsonLine(listener.accept()[0], "a process")
+            line = AuthenticatedLine(listener.accept()[0], "a process")
         except TimeoutError:
             absent = [rank for rank in range(1, place.world_size) if rank not in lines]
             many = "s" if len(absent) > 1 else ""
@@ -169,53 +167,52 @@ def _received(
     return dict(sorted(lines.items()))
 
 
-def _greeted(line: JsonLine, size: int, channel: int) -> int | None:
+def _greeted(line: AuthenticatedLine, size: int, channel: int) -> int | None:
     """The rank that has connected; None if it is nobody of this job, or comes for something else."""
-    nonce = secrets.token_hex(16)
     try:
-        line.send({"nonce": nonce}, time.monotonic() + _GREETING)
-        told = line.receive(time.monotonic() + _GREETING, "a greeting")
-        rank = int(told["rank"])
-        known = hmac.compare_digest(str(told["proof"]).encode(), _proof(nonce, rank).encode())
-        if not (known and told["size"] == size and told["channel"] == channel and 0 < rank < size):
-            return None
-        line.name = f"rank {rank} ({told['host']}, process {told['pid']})"
-    except (DeadlineError, OSError, KeyError, TypeError, ValueError):
+        who = line.admit(_token(), "environment", time.monotonic() + _GREETING)
+    except GreetingError:
         return None
+    rank = who.get("rank")
+    if type(rank) is not int or not 0 < rank < size or (who.get("size"), who.get("channel")) != (size, channel):
+        return None
+    line.name = f"rank {rank} ({one_line(who.get('host'), 100)}, process {one_line(who.get('pid'), 20)})"
     return rank
 
 
-def _joined(place: Place, host: str, port: int, channel: int, deadline: float, limit: float, key: str) -> JsonLine:
+def _joined(
+    place: Place, host: str, port: int, channel: int, deadline: float, limit: float, key: str
+) -> AuthenticatedLine:
     """Another process: the line to rank 0, which may not be there yet."""
     where, why = written(host, port), "nobody is there"
+    who = {
+        "rank": place.rank, "size": place.world_size, "channel": channel, "host": platform.node(), "pid": os.getpid(),
+    }  # fmt: skip
     while True:
         try:
             link = socket.create_connection((host, port), max(0.01, min(5.0, deadline - time.monotonic())))
-            line = JsonLine(link, f"rank 0 at {where}")
-            nonce = str(line.receive(max(deadline, time.monotonic() + _PATIENCE), "its greeting").get("nonce"))
+            line = AuthenticatedLine(link, f"rank 0 at {where}")
+            until = max(deadline, time.monotonic() + _PATIENCE)  # rank 0 may be greeting somebody else
+            line.introduce(who, _token(), line.offer(until)[1], until)
             break
+        except GreetingError as error:  # whoever listens there is not rank 0, or has just gone
+            line.close()
+            why = str(error)
         except OSError as error:
             why = error.strerror or str(error) or "no answer"
-        except DeadlineError as error:  # whoever listens there is not rank 0, or has just gone
-            why = str(error)
         if time.monotonic() >= deadline:
             raise DeadlineError(
                 f"rank {place.rank} could not meet rank 0 at {where} within {limit:g} s ({key}): {why}. Is rank 0 "
                 "started, is this its address (MASTER_ADDR, MASTER_PORT), and does a firewall let the port pass?"
             )
         time.sleep(0.1)
-    me: dict[str, Any] = {
-        "rank": place.rank, "size": place.world_size, "channel": channel, "host": platform.node(),
-        "pid": os.getpid(), "proof": _proof(nonce, place.rank),
-    }  # fmt: skip
-    told = line.exchange(me, max(0.0, deadline - time.monotonic()) + _PATIENCE, "all processes to come")
-    if "refused" in told:
+    message = line.receive(max(deadline, time.monotonic()) + _PATIENCE, "all processes to come")
+    if "refused" in message:
         line.close()
-        raise DeadlineError(f"rank {place.rank}: {told['refused']}")
-    line.name = str(told["welcome"])
+        raise DeadlineError(f"rank {place.rank}: {one_line(message['refused'], 2000)}")
+    line.name = one_line(message.get("welcome"), 300)
     return line
 
 
-def _proof(nonce: str, rank: int) -> str:
-    """What only a process of this job can say, if there is a token that strangers do not know."""
-    return hmac.new(os.environ.get(TOKEN, "").encode(), f"{nonce} {rank}".encode(), "sha256").hexdigest()
+def _token() -> bytes:
+    return os.environ.get(TOKEN, "").encode()

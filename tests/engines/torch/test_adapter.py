@@ -203,9 +203,9 @@ TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
 def trainer_config(folder: Path) -> Any:
-    from unisono.config import resolve
+    from unisono.config import foreign_run
 
-    return resolve.read(folder / "config.yaml")
+    return foreign_run.read_run(folder, trust=True)
 
 
 def arrays(folder: Path) -> ArrayReader:

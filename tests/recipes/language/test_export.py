@@ -20,7 +20,7 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.exchange.export import _plan_of_model, _write, adapter_of, newest
 from unisono.checkpoint.exchange.hf_shards import Sharded
 from unisono.cli import main
-from unisono.config import resolve
+from unisono.config import foreign_run
 from unisono.config.schema.export_verb import Export
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.lora import Adapter
@@ -224,7 +224,7 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
 
     out = exported(adapted, tmp_path / "out")
     assert {path.name for path in out.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
-    config = resolve.read(adapted / "config.yaml")
+    config = foreign_run.read_run(adapted, trust=True)
     base = of_transformers(config.model.path)
     plain = logits(base)
     theirs = logits(PeftModel.from_pretrained(base, out))

@@ -88,14 +88,14 @@ def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limi
         peaks[size] = max(group.gather(probe.peak(size, kind), "the peaks of all ranks"))
 
 
-def main(folder: Path) -> NoReturn:
+def main(folder: Path, task: str) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started for a search."""
     rank_process.die_with_parent()
     place = cluster.place()
     assert place is not None
 
     def work() -> None:
-        config = resolve.read(folder / "config.yaml")
+        config = resolve.read(folder / "config.yaml", task)
         asked = json.loads((folder / ASKED).read_text(encoding="utf-8"))
         group = rank_process.join(config, place)
         limit = memory.limit(config, config.layout.device, place.local_world_size)
@@ -105,4 +105,4 @@ def main(folder: Path) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

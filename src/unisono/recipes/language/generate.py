@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.checkpoint.exchange import hf_config
 from unisono.launch.load import adapter_of, load_model, load_weights
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 
 if TYPE_CHECKING:
@@ -43,18 +44,20 @@ def generate(
         raise RunError(f"{folder} is not a run of the language recipe: it has no assets/tokenizer.json")
     import torch
     from tokenizers import Tokenizer
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with _naming(assets / "tokenizer.json"):
-        tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
+        tokenizer = Tokenizer.from_str(safe_paths.read_text(folder, "assets/tokenizer.json"))
     with _naming(assets / "special_tokens.json"):
-        special = json.loads((assets / "special_tokens.json").read_text(encoding="utf-8"))
+        special = safe_paths.read_json(folder, "assets/special_tokens.json")
     with _naming(assets / "config.json"):
-        config = AutoConfig.from_pretrained(assets, local_files_only=True)
+        config = hf_config.read_config(assets)
     if adapter_of(folder):  # the checkpoint has no base
         model: Any = merged(folder, ema)
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
+        )
         load_weights(folder, model, ema=ema)
     model.eval()
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -78,7 +81,7 @@ def merged(folder: Path, ema: bool = False, step: int | None = None) -> nn.Modul
     from tokenizers import Tokenizer
 
     with _naming(folder / "assets" / "tokenizer.json"):
-        size = Tokenizer.from_file(str(folder / "assets" / "tokenizer.json")).get_vocab_size()
+        size = Tokenizer.from_str(safe_paths.read_text(folder, "assets/tokenizer.json")).get_vocab_size()
     return load_model(folder, ema=ema, step=step, build=partial(_base, vocab_size=size))
 
 

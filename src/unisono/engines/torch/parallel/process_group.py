@@ -21,17 +21,18 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Json, Place, written
+from unisono.runtime.communicator import STORE, Json, Place, written
 from unisono.runtime.errors import DeadlineError
-from unisono.runtime.json_line import listen
+from unisono.runtime.listening import listen
 
 # As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
 _PEER_FAULT = re.compile(
-    r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|timeout caused|monitoredBarrier|by peer"
+    r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|Timeout waiting|timeout caused|monitoredBarrier|by peer"
 )
 
 _starts = itertools.count()
 _stores: dict[tuple[str, int], Store] = {}
+_files: dict[str, Store] = {}
 _AT_ONCE = 25.0  # seconds for what depends on no other process
 
 
@@ -50,21 +51,24 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     own = dist.get_default_backend_for_device(device)
     deadline = time.monotonic() + start_timeout
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    file = os.environ.get(STORE) if place.launcher == "unisono" else None
+    where = file or written(host, port)
     try:
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
         hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        _known(host, port)
-        # Whoever hosts the store finds it at once, unless the address is not this host's.
-        until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
-        whole = _meeting_point(host, port, place, hosts, until)
+        if file is not None:
+            whole = _file_store(file, place)
+        else:
+            _known(host, port)
+            # Whoever hosts the store finds it at once, unless the address is not this host's.
+            until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
+            whole = _meeting_point(host, port, place, hosts, until)
         whole.set_timeout(timedelta(seconds=start_timeout))
     except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
         reason = str(error).splitlines()[0]
         if isinstance(error, dist.DistNetworkError) and not hosts:
             reason = f"nobody answered within {start_timeout:g} s (launch.start_timeout)"
-        raise DeadlineError(
-            f"rank {place.rank} could not meet the other processes at {written(host, port)}: {reason}"
-        ) from error
+        raise DeadlineError(f"rank {place.rank} could not meet the other processes at {where}: {reason}") from error
     # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
@@ -74,7 +78,7 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     if absent:
         raise DeadlineError(
             f"rank {place.rank}: of {place.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
-            f"{', '.join(map(str, absent))} did not start, or found no way to {written(host, port)}, within "
+            f"{', '.join(map(str, absent))} did not start, or found no way to {where}, within "
             f"{start_timeout:g} s (launch.start_timeout)"
         )
     store.set_timeout(timedelta(seconds=timeout))
@@ -88,6 +92,17 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
             device_id=None if device.type == "cpu" else device,
         )
     return TorchGroup(place, timeout)
+
+
+def _file_store(file: str, place: Place) -> Store:
+    """The store of processes of one host: a file in a folder that this user alone may enter.
+
+    A TCPStore asks nobody who they are: any user of the host can connect to it, have it allocate what memory they like,
+    and change what the processes tell each other.
+    """
+    if file not in _files:
+        _files[file] = dist.FileStore(file, place.world_size)  # type: ignore[attr-defined]
+    return _files[file]
 
 
 def _meeting_point(host: str, port: int, place: Place, hosts: bool, deadline: float) -> Store:
@@ -139,8 +154,10 @@ def _appears(store: Store, rank: int, deadline: float) -> bool:
     """Whether a rank announces itself before the deadline."""
     try:
         store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except dist.DistStoreError:
-        return False
+    except RuntimeError as error:
+        if isinstance(error, dist.DistStoreError) or str(error) == "Wait timeout":  # a FileStore's
+            return False
+        raise
     return True
 
 
