@@ -1,6 +1,6 @@
 """Pieces of named arrays: what an engine hands over to be saved, and how it asks for it back.
 
-Engines know tensors and meshes, checkpoints know files; between them stand only names, global shapes and offsets, so a
+Engines know arrays and meshes, checkpoints know files; between them stand only names, global shapes and offsets, so a
 checkpoint of one layout can be read by any other.
 """
 
@@ -40,20 +40,15 @@ class Reader(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape of every saved array by name."""
-        ...
 
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
-        ...
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         """The piece of an array that begins at `offset`, in its saved dtype."""
-        ...
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """In which an array was saved."""
-        ...
 
     def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
         """Read the piece of an array that begins at `offset` into contiguous memory of its shape and its dtype."""
-        ...

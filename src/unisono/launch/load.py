@@ -40,15 +40,15 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
         CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
     from unisono.engines.torch import lora, sharded_tensors
-    from unisono.engines.torch.ema import KIND
+    from unisono.engines.torch.numerics.ema import KIND
 
     checkpoint = commit.open_(newest(Path(folder), step))
     reader = checkpoint.reader()
     chosen = adapter_of(Path(folder))
     if chosen is not None:
-        lora.same_base(model, reader)
+        lora.check_same_base(model, reader)
     adapters = lora.Adapter(chosen, model, seed=0)
-    sharded_tensors.load(adapters.kept(sharded_tensors.of_model(model)), reader, kinds=("model/",))
+    sharded_tensors.load(adapters.saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
     if ema:
         averaged = {name: p for n, p in model.named_parameters() if (name := KIND + n) in reader.shapes}
         if not averaged:
@@ -83,12 +83,12 @@ def load_model(
         TrustError: if the run names a task that nobody has vouched for.
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
-    from unisono.engines.torch.init_model import built
+    from unisono.engines.torch.train_state import build_model
     from unisono.launch import rank_process
 
     newest(Path(folder))
     config = foreign_run.read_run(Path(folder), task, trust=trust)
-    model = built(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
+    model = build_model(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
     load_weights(folder, model, ema=ema, step=step)
     return model.eval()
 

@@ -186,9 +186,9 @@ def _ran_out(error: BaseException) -> bool:
     """Whether it is torch's own error for a device, or a host, without memory."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
-    from unisono.engines.torch.guards.oom import ran_out
+    from unisono.engines.torch.guards.oom import is_out_of_memory
 
-    return ran_out(error)
+    return is_out_of_memory(error)
 
 
 def leave_now(code: int) -> NoReturn:

@@ -110,17 +110,9 @@ class DeadlineError(UnisonoError):
 
 
 class MemoryExhaustedError(UnisonoError):
-    """A step that ran out of memory before its update.
-
-    Attributes:
-        again: whether the same step can be made with smaller micro-batches: nothing but gradients was changed.
-    """
+    """A process that ran out of memory in a step or an evaluation; the others cannot finish it without this one."""
 
     exit_code = 6
-
-    def __init__(self, text: str = "", again: bool = False) -> None:
-        super().__init__(text)
-        self.again = again
 
 
 class UploadError(UnisonoError):

@@ -24,7 +24,7 @@ from unisono.config import foreign_run
 from unisono.config.schema.export_verb import Export
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.lora import Adapter
-from unisono.engines.torch.sharded_tensors import load, of_model
+from unisono.engines.torch.sharded_tensors import load, model_tensors
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import Pretrained
 from unisono.recipes.language.tokenise import Tokenizer
@@ -231,7 +231,7 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
     mine: Any = of_transformers(config.model.path)
     adapters = Adapter(adapter_of(adapted), mine, seed=5)
     saved = commit.read(newest(adapted))
-    load(adapters.kept(of_model(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
+    load(adapters.kept(model_tensors(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
     assert torch.equal(theirs, logits(mine))
     assert not torch.equal(theirs, plain)
 

@@ -192,7 +192,7 @@ def _limited(megabytes: int) -> Iterator[Callable[[int], None]]:
 
 @fault("F43b", "an accelerator runs out of memory on one rank")
 def _device_memory(ground: Ground) -> Outcome:
-    raise Abstain("needs an accelerator; tests/engines/torch/test_exhausted.py raises in a step as one would")
+    raise Abstain("needs an accelerator; tests/engines/torch/test_oom.py raises in a step as one would")
 
 
 @fault("F44", "SIGTERM with a deadline", quick=True)

@@ -18,13 +18,14 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of, source_of
+from unisono.engines import create_engine
+from unisono.engines.protocol import Job
 from unisono.launch import cluster, rank_process
 from unisono.launch.autobatch import memory
 from unisono.optim import schedules
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.files import write_whole
 from unisono.task import Task
-from unisono.training import loop
 
 ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"
 _LOOKED_AT = 16  # micro-batches, of which the largest is computed
@@ -56,7 +57,7 @@ class Probe:
         plan = plan_of(self._task, self._source, config, world)
         scalars = schedules.Scalars(config, plan.steps)
         loader = Loader.of(self._task, self._source, plan, split, self._place, config)
-        engine = loop.engine_of(self._task, config, self._place, self._group, split)
+        engine = create_engine(Job(self._task, config, self._place, self._group, split))
         try:
             steps = list(islice(loader.steps(), max(1, _LOOKED_AT // passes)))
             engine.setup(steps[0], scalars(0))

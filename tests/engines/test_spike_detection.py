@@ -21,9 +21,10 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.optimizers import SkipSpikes
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
+from unisono.engines.observers import Observers
 from unisono.engines.protocol import StepResult
-from unisono.engines.torch.guards.spike_detection import Spikes, limit
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.engines.spike_detection import SpikeDetection, limit
+from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import SpikeError
 from unisono.training import loop
 
@@ -60,58 +61,58 @@ def result(loss: float, grad_norm: float = 1.0) -> StepResult:
     return StepResult(loss, {}, {}, {}, grad_norm)
 
 
-def spikes(**values: Any) -> Spikes:
-    return Spikes(SkipSpikes(**{"history": 4, "in_a_row": 3, **values}), Alone())
+def spikes(**values: Any) -> SpikeDetection:
+    return SpikeDetection(SkipSpikes(**{"history": 4, "in_a_row": 3, **values}))
+
+
+def skipped(found: SpikeDetection, of: StepResult, step: int = 0) -> str:
+    """Why the update is left out, as the observers of a step put it into its result."""
+    observers = Observers([found])
+    observers.on_step_begin(step, [])
+    return observers.on_reduced(of, observers.votes()).skipped
 
 
 def test_no_step_is_judged_before_the_history_is_full() -> None:
     found = spikes()
-    assert [found.judged(result(10.0**step), step).skipped for step in range(4)] == [""] * 4
+    assert [skipped(found, result(10.0**step)) for step in range(4)] == [""] * 4
 
 
-@pytest.mark.parametrize(("of", "skipped"), [(["loss"], False), (["grad_norm"], True), (["loss", "grad_norm"], True)])
-def test_it_is_said_what_was_over_which_limit(of: list[str], skipped: bool) -> None:
+@pytest.mark.parametrize(("of", "is_spike"), [(["loss"], False), (["grad_norm"], True), (["loss", "grad_norm"], True)])
+def test_it_is_said_what_was_over_which_limit(of: list[str], is_spike: bool) -> None:
     found = spikes(of=of)
-    for step in range(4):
-        found.judged(result(1.0), step)
-    assert found.judged(result(1.0, 9.0), 4).skipped == ("grad_norm 9 is over 1.06" if skipped else "")
+    for _ in range(4):
+        skipped(found, result(1.0))
+    assert skipped(found, result(1.0, 9.0)) == ("grad_norm 9 is over 1.06" if is_spike else "")
 
 
 def test_without_the_setting_nothing_is_judged() -> None:
-    found = Spikes(None, Alone())
-    assert [found.judged(result(value), 0).skipped for value in (1.0, 1.0, 1.0, 1e9)] == [""] * 4
-    assert list(found.shards(first=True)) == []
+    found = SpikeDetection(None)
+    assert [skipped(found, result(value)) for value in (1.0, 1.0, 1.0, 1e9)] == [""] * 4
+    assert found.state() == {}
 
 
 def test_a_new_level_is_accepted_once_half_of_the_history_has_it() -> None:
     found = spikes(in_a_row=10)
-    told = [bool(found.judged(result(value), 0).skipped) for value in [1.0] * 4 + [5.0] * 5]
+    told = [bool(skipped(found, result(value))) for value in [1.0] * 4 + [5.0] * 5]
     assert told == [False] * 4 + [True, True, False, False, False]
 
 
 def test_too_many_in_a_row_end_the_run() -> None:
     found = spikes(history=20, in_a_row=3)
-    for step in range(20):
-        found.judged(result(1.0), step)
-    found.judged(result(50.0), 20)
-    found.judged(result(50.0), 21)
-    found.judged(result(1.0), 22)  # the row ends
-    found.judged(result(50.0), 23)
-    found.judged(result(50.0), 24)
+    for value in [1.0] * 20 + [50.0, 50.0, 1.0, 50.0, 50.0]:  # the row ends
+        skipped(found, result(value))
     with pytest.raises(SpikeError, match=r"step 26: loss 50 is over 1\.06, as in the 2 steps before"):
-        found.judged(result(50.0), 25)
+        skipped(found, result(50.0), 25)
 
 
-def disagree(place: Place, group: Group) -> list[str]:
-    """Rank 1 alone sees a spike."""
-    found = Spikes(SkipSpikes(history=4), group)
-    for step in range(4):
-        found.judged(result(1.0), step)
-    return [found.judged(result(9.0 if place.rank == 1 else 1.0), 4).skipped, found.judged(result(1.0), 5).skipped]
-
-
-def test_ranks_that_disagree_leave_the_update_out_together() -> None:
-    assert processes.run(disagree, 2) == [["loss 9 is over 1.06", ""]] * 2
+def test_what_is_saved_judges_as_the_run_that_saved_it() -> None:
+    one, other = spikes(), spikes()
+    for value in (1.0, 1.0, 1.0, 1.0, 9.0, 9.0):
+        skipped(one, result(value))
+    other.load(one.state())
+    for found in (one, other):
+        with pytest.raises(SpikeError):
+            skipped(found, result(90.0))
 
 
 # runs ---------------------------------------------------------------------------------------------------------------

@@ -24,20 +24,17 @@ log = logging.getLogger(__name__)
 KIND = "ema/"  # what the names of its arrays in a checkpoint begin with
 
 
-class Average:
+class MovingAverage:
     """The average of a model's trainable parameters, in their dtype (the master's) and on their device.
 
-    Without a decay there is none: it has no tensors, and every method does nothing.
-
-    Args:
-        config: the group `ema`.
-        model: laid out; its parameters may not be replaced afterwards.
+    Without a decay there is none: it has no tensors, and every method does nothing. The model is laid out, and its
+    parameters may not be replaced afterwards.
     """
 
     def __init__(self, config: Ema, model: nn.Module) -> None:
         self._config = config
-        kept = config.decay is not None
-        self._weights = {n: p for n, p in model.named_parameters() if kept and p.requires_grad}
+        wanted = config.decay is not None
+        self._weights = {n: p for n, p in model.named_parameters() if wanted and p.requires_grad}
         self.tensors: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @property
@@ -45,26 +42,26 @@ class Average:
         """Its tensors by their names in a checkpoint."""
         return {f"{KIND}{name}": value for name, value in self.tensors.items()}
 
-    def follow(self, made: int) -> None:
-        """Take the weights in after an update; `made` counts them from 1."""
-        kept = ema.decay(self._config, made) if self.tensors else None
-        if kept is not None:
-            get_ema_multi_avg_fn(kept)(*self._pieces(), None)
+    def update(self, updates: int) -> None:
+        """Add the weights after an update; `updates` counts them from 1."""
+        decay = ema.decay(self._config, updates) if self.tensors else None
+        if decay is not None:
+            get_ema_multi_avg_fn(decay)(*self._pieces(), None)
 
     @contextmanager
-    def in_the_model(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """The context in which the model has the average for its weights; afterwards it has its own again, bit for bit.
 
         Values are exchanged in place, tensor by tensor, since FSDP gathers from the memory that it knows.
         """
-        self._exchange()
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     def load(self, reader: Reader) -> None:
-        """Take over a saved average; it begins with the model's weights where none was saved."""
+        """Load a saved average; it begins with the model's weights where none was saved."""
         if not self.tensors:
             return
         if any(name.startswith(KIND) for name in reader.shapes):
@@ -75,7 +72,7 @@ class Average:
             average.copy_(weight)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for average, weight in zip(*self._pieces(), strict=True):
             kept = weight.clone()
             weight.copy_(average)
