@@ -37,8 +37,8 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
         world = nodes if layout.world_size == "auto" else layout.world_size
         here = max(1, world // nodes)
     kind = devices.resolve(layout, here, config.train.precision)
-    each = layout.devices
-    if each == "auto":  # one process has all accelerators of its host, several share them
+    each: int = layout.devices if layout.devices != "auto" else 1
+    if layout.devices == "auto":  # one process has all accelerators of its host, several share them
         found = devices.accelerators()[1]
         each = 1 if kind == "cpu" or layout.strategy == "single" else max(1, found // here)
     count = world * each
@@ -48,7 +48,7 @@ def concrete(config: RunConfig, place: Place | None) -> RunConfig:
     }  # fmt: skip
     if strategy == "hsdp" and layout.shards is None:
         node = here * each
-        shards = node if node < count else each
+        shards: int = node if node < count else each
         if shards in (1, count):
             raise ConfigError(
                 "layout.strategy=hsdp needs layout.shards: how many devices share one copy of the model (only where "

@@ -133,8 +133,10 @@ class ArrayReader:
         values = _storable(into)
         missing = math.prod(shape)
         for piece, first, last in self._overlaps(name, offset, shape):
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+            there: tuple[Any, ...] = tuple(
+                slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True)
+            )
+            here: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
             shared = [b - a for a, b in zip(first, last, strict=True)]
             target = values[(*here, ...)]  # a view, even where there is no axis
             known = (piece["file"], piece["entry"]) in self._verified

@@ -154,7 +154,7 @@ class Batches:
             local = np.stack(arrays).reshape(self._here, -1, *arrays[0].shape).swapaxes(0, 1)
             return self.spread(local)
 
-        return jax.tree_util.tree_map_with_path(side_by_side, padded[0], *padded[1:])  # type: ignore[no-any-return]
+        return jax.tree_util.tree_map_with_path(side_by_side, padded[0], *padded[1:])
 
     def spread(self, local: Host) -> jax.Array:
         """This process's part (passes, its devices, …) of a global array."""
@@ -164,7 +164,7 @@ class Batches:
 
 def specs_of(batch: Pass) -> Pass:
     """How every array of it is cut."""
-    return jax.tree.map(lambda _: BATCH, batch)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda _: BATCH, batch)
 
 
 def signature(batch: Pass) -> tuple[tuple[str, tuple[int, ...], str], ...]:

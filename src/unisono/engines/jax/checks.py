@@ -93,7 +93,7 @@ def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
 
     def sums(count: int) -> Any:
         """The sums of all rows but the last, of which there are so many."""
-        cut = jax.tree.map(lambda array: jnp.asarray(array[:count]), (made, one.arrays))
+        cut: tuple[Any, Any] = jax.tree.map(lambda array: jnp.asarray(array[:count]), (made, one.arrays))
         micro = replace(one, arrays=cut[1], valid=jnp.arange(count) < rows - 1)
         real = jax.tree.map(lambda array: array[: rows - 1], cut)
         everyone = None

@@ -14,169 +14,252 @@ import jax
 import numpy as np
 
 from unisono.config.batch_split import Split
-from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines import protocol
-from unisono.engines.jax import checks, faults, model, optimizers, precision, replicas, results, state
+from unisono.engines import rules
+from unisono.engines.jax import checks, faults, model, observing, optimizers, precision, replicas, results, state
 from unisono.engines.jax.batches import Batches, Names, Pass
 from unisono.engines.jax.compilation import Compiler
+from unisono.engines.jax.forward import Inputs
 from unisono.engines.jax.mesh import Grid
 from unisono.engines.jax.profiler import Profiler
 from unisono.engines.jax.programs import Programs, Scalars
-from unisono.engines.jax.step import AVERAGE_KEPT, LARGEST, LOSS_LIMIT, NORM_LIMIT, State
-from unisono.engines.protocol import Facts, StepResult
+from unisono.engines.jax.step import AVERAGE_KEPT, LARGEST, LOSS_LIMIT, NORM_LIMIT, Observed, Outcome, State, Step
+from unisono.engines.jax.view import JaxModelView
+from unisono.engines.observers import Observer, Observers
+from unisono.engines.protocol import Facts, Job, StepResult
+from unisono.engines.spike_detection import SpikeDetection
 from unisono.engines.state import Reader, Shard
-from unisono.engines.torch.guards.spike_detection import Spikes
 from unisono.optim import ema
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Group, Place
-from unisono.runtime.errors import ConfigError
-from unisono.task import Task
+from unisono.runtime.errors import ConfigError, GuardError
 
 log = logging.getLogger(__name__)
 
 
-class JaxEngine:
-    """One process's part of a JAX run; see `unisono.engines.protocol.Engine`.
+def create(job: Job) -> JaxEngine:
+    """The engine of a job; see `unisono.engines.create_engine`.
 
-    Args:
-        task: what to train.
-        config: concrete, i.e. with no `auto` left in `layout`.
-        place: of this process.
-        group: all processes; JAX is started, and stopped, by whoever starts the process.
-        split: of the global batch.
+    Raises:
+        ConfigError: for what this engine has not.
+    """
+    if job.rows_of not in (None, job.process.rank):
+        raise ConfigError("the JAX engine computes the rows of its own rank only: leave vary=[ranks] out")
+    return JaxEngine(job)
+
+
+class JaxEngine:
+    """One process's part of a JAX run; see `unisono.engines.protocol.Engine`. JAX is started by who starts the process.
+
+    Attributes:
+        grid: of all devices.
+        structure: of the model; like what follows from `setup` on.
+        optimizer: makes the update.
+        programs: of the run.
+        train_state: what a step changes.
+        constants: arrays that are not trained, by name.
+        view: of the model.
     """
 
-    def __init__(self, task: Task, config: RunConfig, place: Place, group: Group, split: Split) -> None:
-        self.group = group
-        self._task, self._config, self._place, self._split = task, config, place, split
-        self._kind = config.train.precision
+    structure: model.Structure
+    optimizer: optimizers.Optimizer
+    programs: Programs
+    train_state: State
+    constants: dict[str, Any]
+    view: JaxModelView
+
+    def __init__(self, job: Job) -> None:
+        config = job.config
+        self.communicator, self._job, self._config, self._split = job.communicator, job, config, job.split
+        self.seed, self._kind = config.run.seed, config.train.precision
         self._switches = precision.pin(self._kind)
-        self.profiler: protocol.Profiler = Profiler()
-        self._devices = _devices(split)
-        self._grid = Grid.of(config.layout, self._devices)
-        self._batches = Batches(split, self._grid, self._kind, self.profiler.part)
-        self._compiler = Compiler(group)
-        self._spikes = Spikes(config.optim.skip_spikes, group)
+        self.profiler = Profiler()
+        self._devices = _devices(job.split)
+        self.grid = Grid.of(config.layout, self._devices)
+        self.batches = Batches(job.split, self.grid, self._kind, self.profiler.part)
+        self._compiler = Compiler(job.communicator)
+        self._spikes = SpikeDetection(config.optim.skip_spikes)
+        self._observers = Observers([self.profiler, self._spikes])
+        self._observed = False  # whether somebody looks at what is inside of a step
         self.random = False
         self._started = False  # whether rows have a state that a step has left
         self._steps_made = 0
-        self._agreed: int | None = None
+        self._compared: int | None = None
 
     # setup ------------------------------------------------------------------------------------------------------
 
     def setup(self, batches: list[MicroBatch], scalars: Scalars) -> Facts:
         """Build, lay out, check and compile; see `Engine.setup`."""
-        task, seed = self._task, self._config.run.seed
+        task = self._job.task
         if unknown := [name for name in task.static_scalars if name not in scalars]:
             raise ConfigError(
                 f"{type(task).__name__}.static_scalars: nothing schedules '{unknown[0]}'; set schedules.{unknown[0]}"
             )
-        kernels = faults.kernels(task, self.group, self._devices[0].platform, self._kind)
-        self._structure = model.structure_of(task, seed)
-        recompute = model.recomputes(self._structure, self._config.layout)
-        optimizer = optimizers.build(self._config.optim, self._structure)
+        kernels = rules.choose_kernels(task, self.communicator, self._devices[0].platform, self._kind)
+        self.structure = model.structure_of(task, self.seed)
+        recompute = model.recomputes(self.structure, self._config.layout)
+        self.optimizer = optimizers.build(self._config.optim, self.structure)
         given = tuple(sorted(name for name in scalars if name not in task.static_scalars))
-        self._programs = Programs(
-            task, self._config, self._structure, optimizer, self._grid, self._compiler, given, recompute
+        self.programs = Programs(
+            task, self._config, self.structure, self.optimizer, self.grid, self._compiler, given, recompute
         )
+        rules.sum_counts(batches)
         names = Names.of(batches[0])
         self._check_functions(batches[0], scalars, names)
-        arrays = model.initialise(task, self._structure, seed, self._grid, self._kind)
-        self._constants = {
-            name: arrays.pop(name) for name in self._structure.names if name not in self._structure.trained
-        }
+        arrays = model.initialise(task, self.structure, self.seed, self.grid, self._kind)
+        self.constants = {name: arrays.pop(name) for name in self.structure.names if name not in self.structure.trained}
         kept = self._config.ema.decay is not None
         average = jax.tree.map(lambda array: array.copy(), arrays) if kept else {}
-        placed = state.shardings(jax.eval_shape(optimizer.init, arrays), arrays, self._grid)
-        batch = self._batches.of(batches)
-        self._state = State(
-            arrays, average, jax.jit(optimizer.init, out_shardings=placed)(arrays), self._first_carry(batch)
-        )
-        inputs = self._programs.inputs(0, scalars, self._started, {})
-        self._programs.step(
-            self._state, self._constants, batch, inputs, names, scalars, self._rows_of(batches, "the first step")
-        )
-        self._digests = self._digested()
-        self._see_copies(self._digests, 0)
+        placed = state.shardings(jax.eval_shape(self.optimizer.init, arrays), arrays, self.grid)
+        batch = self.batches.of(batches)
+        made = jax.jit(self.optimizer.init, out_shardings=placed)(arrays)
+        self.train_state = State(arrays, average, made, self._first_carry(batch))
+        self.view = JaxModelView(self)
+        inputs = self.programs.inputs(0, scalars, self._started, {})
+        rows = self._rows_of(batches, "the first step")
+        _, columns = self.programs.step(self.train_state, self.constants, batch, inputs, names, scalars, rows)
+        reported = [list(columns.terms), list(columns.metrics), list(names.work)]
+        rules.check_names(self.communicator, reported, "the first step")
+        self._digests = self.digests()
+        replicas.check_copies(self._differing(self._digests), len(self._digests), 0)
         device = self._devices[0]
         size = sum(math.prod(array.shape) for array in arrays.values())
         return Facts(
             size, "cpu" if device.platform == "cpu" else device.device_kind, {**kernels, **self._described()},
-            tuple(optimizer.described(self._structure)), self._split.devices,
+            tuple(self.optimizer.described(self.structure)), self._split.devices,
         )  # fmt: skip
 
     def _check_functions(self, micro: MicroBatch, scalars: Scalars, names: Names) -> None:
         """What can be asked of the task's functions on one device, before anything is compiled."""
-        one = self._batches.padded(micro, self._split.micro_batch)
+        one = self.batches.padded(micro, self._split.micro_batch)
         alone = Grid.one(jax.local_devices()[0])
         for training in (True, False):
-            forward = self._programs.forward(training, scalars, names, alone)
-            inputs = self._programs.inputs(0, scalars, False, {} if training else None)
+            forward = self.programs.forward(training, scalars, names, alone)
+            inputs = self.programs.inputs(0, scalars, False, {} if training else None)
             checks.padding(forward, one, inputs)
             if training:
                 checks.keeps_double(forward, one, inputs)
                 self.random = checks.draws(forward, one, inputs)
 
     def _described(self) -> dict[str, str]:
-        shapes = self._structure.shapes
-        cut = sum(any(self._grid.spec(shape.shape)) for shape in shapes.values())
-        shards = f", {cut} of {len(shapes)} arrays in {self._grid.shards} shards" if self._grid.shards > 1 else ""
-        where = f"{self._grid.replicas} × {self._grid.shards} (replicas × shards){shards}"
+        shapes = self.structure.shapes
+        cut = sum(any(self.grid.spec(shape.shape)) for shape in shapes.values())
+        shards = f", {cut} of {len(shapes)} arrays in {self.grid.shards} shards" if self.grid.shards > 1 else ""
+        where = f"{self.grid.replicas} × {self.grid.shards} (replicas × shards){shards}"
         cached = " (from the cache)" if self._compiler.cached else ""
         return {"mesh": where, "compiled": f"in {self._compiler.seconds:.1f} s{cached}"}
 
     def _first_carry(self, batch: Pass) -> dict[str, Any]:
         """Room for the state of all rows."""
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[2:], array.dtype), batch.arrays)
-        shapes = jax.eval_shape(self._task.first_carry, one) or {}
+        shapes = jax.eval_shape(self._job.task.first_carry, one) or {}
         lead = batch.number.shape[0], self._split.devices
-        return {name: self._batches.spread(np.zeros((*lead, *like.shape), like.dtype)) for name, like in shapes.items()}
+        return {name: self.batches.spread(np.zeros((*lead, *like.shape), like.dtype)) for name, like in shapes.items()}
 
     # the step ---------------------------------------------------------------------------------------------------
 
+    def observe(self, observer: Observer) -> None:
+        """Call an observer at the points of every step; see `Engine.observe`."""
+        self._observers.add(observer)
+        self._observed = True
+
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """See `Engine.incoming`."""
-        return self._batches.incoming(steps)
+        return self.batches.incoming(steps)
 
     def step(self, batches: list[MicroBatch], step: int, scalars: Scalars) -> StepResult:
         """One update; see `Engine.step`."""
-        with self._waiting(f"the other processes in step {step + 1}", step):
+        with self._waiting(f"the other processes in step {step + 1}", f"step {step + 1}"):
             self._compiler.news.clear()
-            batch, names = self._batches.taken(batches), Names.of(batches[0])
-            limits = self._spikes.limits()
-            kept = ema.decay(self._config.ema, step + 1) if self._state.average else None
-            controls = {
-                LARGEST: scalars.get("clip_norm", math.inf), LOSS_LIMIT: limits.get("loss", math.inf),
-                NORM_LIMIT: limits.get("grad_norm", math.inf), AVERAGE_KEPT: 1.0 if kept is None else kept,
-            }  # fmt: skip
-            inputs = self._programs.inputs(step, scalars, self._started, controls)
+            rules.sum_counts(batches)
+            self.view.begin(scalars)
+            self._observers.on_step_begin(step, batches)
+            batch, names = self.batches.taken(batches), Names.of(batches[0])
+            inputs = self.programs.inputs(step, scalars, self._started, self._controls(step, scalars))
+            given = self.train_state, self.constants, batch, inputs
             rows = self._rows_of(batches, f"step {step + 1}")
-            program, columns = self._programs.step(
-                self._state, self._constants, batch, inputs, names, scalars, rows
-            )  # fmt: skip
-            with self.profiler.part("forward"):
-                self._state, found = program(self._state, self._constants, batch, inputs)
-            self._batches.look_ahead()
-            with self.profiler.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
-                outcome = jax.device_get(found)
+            program, columns = self.programs.step(*given, names, scalars, rows, self._observed)
+            with self._observers.part("forward"):
+                after, outcome, *seen = program(*given)
+            if not self._observed:
+                self.train_state = after  # what it was made from is gone
+            self.batches.look_ahead()
+            with self._observers.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
+                outcome = jax.device_get(outcome)
             result = results.result(columns, [outcome.reports], float(outcome.grad_norm))
             if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
-                self._refuse(batches, batch, names, replace(result, grad_norm=float(outcome.grad_norm)), step, scalars)
+                self._refuse(batches, batch, names, result, step, scalars)
             self._started = True
-            result = self._spikes.judged(result, step, made=bool(outcome.updated))
-            if not result.skipped:
+            for observed in seen:
+                self._show(observed, outcome, batches)
+            result = self._judge(result, outcome)
+            if self._observed:
+                self._take(after, seen[0], result, step, scalars)
+            if not result.skipped and self._job.guarded:
                 self._guard(step, scalars, outcome.squares)
-            return replace(result, recompiled="; ".join(self._compiler.news))
+            self._observers.on_step_end(step, result)
+            return result
+
+    def _controls(self, step: int, scalars: Scalars) -> dict[str, float]:
+        limits = self._spikes.limits()
+        kept = ema.decay(self._config.ema, step + 1) if self.train_state.average else None
+        return {
+            LARGEST: scalars.get("clip_norm", math.inf), LOSS_LIMIT: limits.get("loss", math.inf),
+            NORM_LIMIT: limits.get("grad_norm", math.inf), AVERAGE_KEPT: 1.0 if kept is None else kept,
+        }  # fmt: skip
+
+    def _show(self, seen: Observed, outcome: Outcome, batches: Sequence[MicroBatch]) -> None:
+        """Show observers the passes and the gradients of a step whose update is computed, and not taken yet."""
+        for micro, outputs in zip(batches, observing.local_outputs(seen.outputs, batches), strict=True):
+            self._observers.on_forward(micro, outputs, None)
+        self.view.gradients = seen.raw
+        self._observers.on_gradients()
+
+    def _judge(self, result: StepResult, outcome: Outcome) -> StepResult:
+        """The result with the verdicts of observers; by the device's own numbers, by which it has decided as well."""
+        votes = self._observers.votes()
+        if votes:
+            everyone = self.communicator.gather(votes, "the votes of observers")
+            votes = [sum(column) for column in zip(*everyone, strict=True)]
+        by_device = replace(result, loss=float(outcome.loss), recompiled="; ".join(self._compiler.news))
+        judged = self._observers.on_reduced(by_device, votes)
+        if not self._observed and bool(outcome.updated) == bool(judged.skipped):
+            raise GuardError(
+                f"the update was {'made' if outcome.updated else 'left out'} on the device, and should have been "
+                f"{'left out' if judged.skipped else 'made'} (loss {judged.loss:.9g}, norm {judged.grad_norm:.9g})"
+            )
+        return replace(judged, loss=result.loss)
+
+    def _take(self, after: State, seen: Observed, result: StepResult, step: int, scalars: Scalars) -> None:
+        """Take over the update of an observed step, unless it is left out; the state of rows goes on in any case."""
+        if result.skipped:
+            self.train_state = replace(self.train_state, carry=after.carry)
+        else:
+            self.view.gradients = seen.clipped
+            self._observers.on_update(step, scalars)
+            self.train_state = after
+        self.view.gradients = {}
+
+    def update_from(self, gradients: Mapping[str, Any], step: int, scalars: Scalars) -> None:
+        """Make one update from gradients that lie as their parameters do; no observer is called."""
+        forward = self.programs.forward(True, scalars, Names((), ()))
+        inputs = self.programs.inputs(step, scalars, self._started, self._controls(step, scalars))
+        made = Step(forward, self.optimizer, 1)
+
+        def update(before: State, gradients: Mapping[str, Any], inputs: Inputs) -> State:
+            return made.update(before, gradients, made.numbers(inputs))
+
+        placed = jax.tree.map(lambda array: array.sharding, replace(self.train_state, carry={}))
+        after = jax.jit(update, out_shardings=placed)(self.train_state, gradients, inputs)
+        self.train_state = replace(after, carry=self.train_state.carry)
 
     def _guard(self, step: int, scalars: Scalars, squares: Any) -> None:
         self._steps_made += 1
         if self._steps_made > 1 and (step + 1) % self._config.train.guard_every:
             return
         before = self._digests
-        self.agree(step + 1)
+        self.check_replicas(step + 1)
         if self._steps_made == 1:
-            names = (f"{state.MODEL}{name}" for name in sorted(self._state.parameters))
+            names = (f"{state.MODEL}{name}" for name in sorted(self.train_state.parameters))
             gradients = dict(zip(names, squares.tolist(), strict=True))
             replicas.moved(before, self._digests, gradients, scalars["lr"])
             if still := [name for name, square in gradients.items() if square == 0]:
@@ -189,17 +272,15 @@ class JaxEngine:
         self, batches: Sequence[MicroBatch], batch: Pass, names: Names, result: StepResult, step: int, scalars: Scalars
     ) -> NoReturn:
         """Find out where the first number that is not finite came from, and stop every rank with it."""
-        inputs = self._programs.inputs(step, scalars, self._started, {})
-        search = self._programs.search(self._state, self._constants, batch, inputs, names, scalars)
-        found = search(self._state.parameters, self._constants, self._state.carry, batch, inputs)
+        inputs = self.programs.inputs(step, scalars, self._started, {})
+        before = self.train_state
+        search = self.programs.search(before, self.constants, batch, inputs, names, scalars)
+        found = search(before.parameters, self.constants, before.carry, batch, inputs)
+        task = self._job.task
         faults.not_finite(
-            self.group, batches, names, sorted(self._state.parameters), [np.asarray(part) > 0 for part in found],
-            result, step, by_term=self._task.cross_sample is None and not self._task.needs_totals,
+            self.communicator, batches, names, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
+            result, step, by_term=task.cross_sample is None and not task.needs_totals,
         )  # fmt: skip
-
-    def cut(self, split: Split) -> None:
-        """A program is compiled for its micro-batch; nothing is made smaller on the way."""
-        raise ConfigError("a JAX run cannot change its micro-batch between steps; start it again with a smaller one")
 
     # evaluation -------------------------------------------------------------------------------------------------
 
@@ -207,19 +288,20 @@ class JaxEngine:
         self, steps: Iterable[list[MicroBatch]], step: int, scalars: Scalars, average: bool = False
     ) -> StepResult:
         """Loss and metrics over all rows together; see `Engine.evaluate`."""
-        parameters = self._state.average if average else self._state.parameters
-        reports, columns, rows = [], None, 0
-        with self._waiting("the other processes in the evaluation", step):
+        parameters = self.train_state.average if average else self.train_state.parameters
+        reports: list[Any] = []
+        columns, rows = None, 0
+        with self._waiting("the other processes in the evaluation", f"the evaluation after step {step}"):
             for batches in steps:
                 names = Names.of(batches[0])
                 rows = rows or max(micro.size for micro in batches)
                 real = self._rows_of(batches, "the evaluation")
-                batch = self._batches.of(batches, rows)
-                inputs = self._programs.inputs(step, scalars, False, None)
-                program, columns = self._programs.evaluation(
-                    parameters, self._constants, batch, inputs, names, scalars, real
+                batch = self.batches.of(batches, rows)
+                inputs = self.programs.inputs(step, scalars, False, None)
+                program, columns = self.programs.evaluation(
+                    parameters, self.constants, batch, inputs, names, scalars, real
                 )
-                reports.append(program(parameters, self._constants, batch, inputs))
+                reports.append(program(parameters, self.constants, batch, inputs))
                 if len(reports) > 1:  # let the next batch be made while this one is computed
                     reports[-2] = np.asarray(reports[-2])
             assert columns is not None
@@ -228,44 +310,55 @@ class JaxEngine:
 
     # state ------------------------------------------------------------------------------------------------------
 
-    def agree(self, made: int) -> None:
-        """See that copies are copies; see `Engine.agree`."""
-        if self._agreed != made:
-            self._digests = self._digested()
-            self._see_copies(self._digests, made)
-            self._agreed = made
+    def check_replicas(self, updates: int) -> None:
+        """Check that copies are copies; see `Engine.check_replicas`."""
+        if self._compared != updates:
+            self._digests = self.digests()
+            replicas.check_copies(self._differing(self._digests), len(self._digests), updates)
+            self._compared = updates
 
-    def _digested(self) -> dict[str, Any]:
-        return replicas.digests(state.named(self._state, self._constants), self._grid)
+    def digests(self) -> dict[str, Any]:
+        """By the name of every array a number for each device; collective."""
+        return replicas.digests(state.named(self.train_state, self.constants), self.grid)
 
-    def _see_copies(self, digests: Mapping[str, Any], made: int) -> None:
-        arrays = state.named(self._state, self._constants)
-        replicas.agree(digests, arrays, self._grid, [device.process_index for device in self._devices], made)
+    def find_differing(self) -> dict[str, str]:
+        """Arrays whose copies differ now, with the devices; collective."""
+        return self._differing(self.digests())
+
+    def _differing(self, digests: Mapping[str, Any]) -> dict[str, str]:
+        arrays = state.named(self.train_state, self.constants)
+        return replicas.find_differing(digests, arrays, self.grid, [device.process_index for device in self._devices])
 
     def state(self) -> list[Shard]:
         """The pieces this process has to save; see `Engine.state`."""
-        rows = self._started
-        return [*state.shards(self._state, self._constants, rows), *self._spikes.shards(self._place.is_first)]
+        shards = state.shards(self.train_state, self.constants, self._started)
+        if self._job.process.is_first:
+            shards += [
+                Shard(f"{state.SPIKES}{n}", (len(v),), (0,), np.array(v)) for n, v in self._spikes.state().items()
+            ]
+        return shards
 
     def load(self, reader: Reader, weights_only: bool = False) -> None:
         """Take over a saved state; see `Engine.load`."""
-        kinds = (state.MODEL,) if weights_only else (state.MODEL, state.OPTIMIZER)
-        averaged = bool(self._state.average)
+        kinds: tuple[str, ...] = (state.MODEL,) if weights_only else (state.MODEL, state.OPTIMIZER)
+        averaged = bool(self.train_state.average)
         saved = any(name.startswith(state.AVERAGE) for name in reader.shapes)
         kinds += (state.AVERAGE,) if averaged and saved else ()
-        self._state, self._constants = state.load(self._state, self._constants, reader, kinds)
+        self.train_state, self.constants = state.load(self.train_state, self.constants, reader, kinds)
         if averaged and not saved:
             log.warning("the checkpoint has no moving average of the weights; one begins with the weights as they are")
-            self._state.average = jax.tree.map(lambda array: array.copy(), self._state.parameters)
+            self.train_state.average = jax.tree.map(lambda array: array.copy(), self.train_state.parameters)
         if not weights_only:
-            self._started = state.load_rows(self._state, reader)
-            self._spikes.load(reader)
-        self._digests = self._digested()
+            self._started = state.load_rows(self.train_state, reader)
+            spikes = [name for name in reader.shapes if name.startswith(state.SPIKES)]
+            found = {name: reader.read(name, (0,), reader.shapes[name]).tolist() for name in spikes}
+            self._spikes.load({name.removeprefix(state.SPIKES): values for name, values in found.items()})
+        self._digests = self.digests()
 
     def close(self) -> None:
         """Let go of the arrays, and of JAX's switches."""
-        for name in ("_state", "_constants", "_programs", "_compiler"):
-            self.__dict__.pop(name, None)
+        for name in ("train_state", "constants", "programs", "view", "_compiler"):
+            vars(self).pop(name, None)
         precision.unpin(self._switches)
         gc.collect()
 
@@ -273,17 +366,17 @@ class JaxEngine:
 
     def _rows_of(self, batches: Sequence[MicroBatch], what: str) -> int:
         """Real rows of the global batch, where the loss crosses samples; else 0."""
-        if self._task.cross_sample is None:
+        if self._job.task.cross_sample is None:
             return 0
         own = sum(micro.size for micro in batches if not micro.idle)
-        return max(1, sum(self.group.gather(own, f"the number of rows of {what}")))
+        return max(1, sum(self.communicator.gather(own, f"the number of rows of {what}")))
 
     @contextmanager
-    def _waiting(self, what: str, step: int) -> Iterator[None]:
+    def _waiting(self, what: str, where: str) -> Iterator[None]:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            faults.explain(error, self._place, self._split, what, step, self._config.launch.timeout)
+            faults.explain(error, self._job.process, self._split, what, where)
             raise
 
 

@@ -33,7 +33,7 @@ class Evaluation:
 
     def __call__(self, parameters: Sharded, constants: Sharded, batch: Pass, inputs: Inputs) -> jax.Array:
         """The reports of its micro-batches, (micro-batches, numbers)."""
-        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs)  # type: ignore[no-any-return]
+        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs)
 
     def _on_device(self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs) -> jax.Array:
         forward = self.forward
@@ -45,7 +45,7 @@ class Evaluation:
             outputs = forward.outputs(parameters, constants, micro, context)
             if crosses:
                 return None, outputs
-            _, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
+            sums = forward.loss(outputs, micro.arrays, micro.valid, context)[1]
             return None, forward.report(sums, micro)
 
         _, made = jax.lax.scan(one, None, batch)
@@ -75,7 +75,7 @@ class Search:
             Whether each term is finite, (micro-batches, terms); whether each row is when it is computed alone,
             (micro-batches, rows); and whether the gradient of each parameter is, (micro-batches, parameters).
         """
-        return _on_devices(  # type: ignore[no-any-return]
+        return _on_devices(
             self.forward, self._on_device, parameters, constants, batch, inputs, carry
         )
 

@@ -8,34 +8,15 @@ from typing import Any, NoReturn
 
 import jax
 
-from unisono.config.batch_split import Split, divisors
+from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines import rules
 from unisono.engines.jax.batches import Names
 from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Group, Place
-from unisono.runtime.errors import DeadlineError, KernelError, MemoryExhaustedError, NonFiniteError
-from unisono.task import Task
+from unisono.runtime.errors import DeadlineError, NonFiniteError
 
 _OF_PEERS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-
-
-def kernels(task: Task, group: Group, device: str, precision: str) -> dict[str, str]:
-    """The kernels that the task chooses, the same on every process; collective.
-
-    Raises:
-        KernelError: on every process, if one of them cannot have what was asked for, or chooses otherwise.
-    """
-    mine, why = {}, ""
-    try:
-        mine = task.kernels(device, precision)
-    except KernelError as error:
-        why = str(error)
-    for rank, (chosen, refused) in enumerate(group.gather([mine, why], "the kernels of all ranks")):
-        if refused:
-            raise KernelError(refused if group.size == 1 else f"rank {rank}: {refused}")
-        if chosen != mine:
-            raise KernelError(f"rank {group.rank} would compute with {mine} and rank {rank} with {chosen}")
-    return mine
 
 
 def not_finite(
@@ -88,9 +69,7 @@ def not_finite(
     )
 
 
-def explain(
-    error: jax.errors.JaxRuntimeError, place: Place, split: Split, what: str, step: int, timeout: float
-) -> None:
+def explain(error: jax.errors.JaxRuntimeError, place: Place, split: Split, what: str, where: str) -> None:
     """Raise what an error of JAX means, where it is known.
 
     Raises:
@@ -100,12 +79,7 @@ def explain(
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if "RESOURCE_EXHAUSTED" in text:
-        smaller = [size for size in divisors(split.passes * split.micro_batch) if size < split.micro_batch]
-        raise MemoryExhaustedError(
-            f"rank {place.rank}, step {step + 1}: out of memory with {split.micro_batch} rows in a micro-batch "
-            f"({first}). Start the run again with a smaller layout.micro_batch "
-            f"({', '.join(map(str, smaller[-4:])) or 'there is none'}), and it goes on from its newest checkpoint"
-        ) from error
+        raise rules.memory_error(f"rank {place.rank}, {where}", split, first) from error
     if place.world_size > 1 and any(mark in text for mark in _OF_PEERS):
         raise DeadlineError(
             f"rank {place.rank} waited for {what}, and not all came: one is gone or stuck. Look at the logs of the "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from unisono.engines import rules
 from unisono.engines.jax import mesh, precision
 from unisono.engines.jax.batches import Names, Pass
 from unisono.engines.jax.mesh import Grid
@@ -135,8 +136,9 @@ class Forward:
     def context(self, one: Pass, inputs: Inputs, **more: Any) -> Context:
         """What the task may know of a micro-batch besides its rows."""
         given = {name: inputs.floats[number] for number, name in enumerate(self.scalars)}
+        step: Any = inputs.step  # traced, as numbers of the schedule are
         return Context(
-            inputs.step, training=self.training, scalars={**given, **self.static},
+            step, training=self.training, scalars={**given, **self.static},
             key=inputs.key(one.number, self.training), valid=one.valid, **more,
         )  # fmt: skip
 
@@ -183,14 +185,7 @@ class Forward:
         loss = self.task.loss(outputs, arrays, context)
         if not isinstance(loss, Loss):
             raise ConfigError(f"{task}.loss returned a {type(loss).__name__}, not a unisono.Loss")
-        counted = set(self.names.terms)
-        if not loss.sums:
-            raise ConfigError(f"{task}: loss() returned no term, so there is nothing to train on")
-        if not (set(loss.sums) == counted if self.training else set(loss.sums) <= counted):
-            raise ConfigError(
-                f"{task}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(counted)}; every "
-                "term needs its count"
-            )
+        rules.check_terms(self.task, loss, self.names.terms, self.training)
         sums = {name: self._sum(value, valid, f"the term '{name}'") for name, value in loss.sums.items()}
         metrics = {
             name: tuple(self._sum(value, valid, f"the metric '{name}'") for value in pair)
@@ -204,12 +199,9 @@ class Forward:
         self.columns = columns
         return loss, {"sums": sums, "metrics": metrics, "weights": weights}
 
-    def objective(self, sums: Mapping[str, Any], scales: Scales) -> jax.Array:
+    def objective(self, sums: Mapping[str, Any], scales: Scales) -> Any:
         """What is differentiated: each term scaled once, by weight over its count in the whole global batch."""
-        assert self.columns is not None
-        terms = (sums["weights"][name] * (sums["sums"][name] * scales[name]) for name in self.columns.terms)
-        total: jax.Array = sum(terms)  # type: ignore[assignment]
-        return total
+        return rules.scaled_sum(sums["sums"], sums["weights"], scales)
 
     def report(self, sums: Mapping[str, Any] | None, one: Pass) -> jax.Array:
         """The numbers of one micro-batch as a vector; zeros for its sums where they are None."""

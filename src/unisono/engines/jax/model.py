@@ -122,7 +122,7 @@ def initialise(task: Task, structure: Structure, seed: int, grid: Grid, kind: st
     shardings = {name: grid.sharding(grid.spec(structure.shapes[name].shape)) for name in structure.names}
     with jax.enable_x64(False):
         arrays = jax.jit(lambda: _named(_built(task, _init_key(seed))), out_shardings=shardings)()
-    return jax.jit(lambda arrays: precision.to_master(arrays, kind), out_shardings=shardings)(arrays)  # type: ignore[no-any-return]
+    return jax.jit(lambda arrays: precision.to_master(arrays, kind), out_shardings=shardings)(arrays)
 
 
 def recomputes(structure: Structure, layout: Layout) -> int:

@@ -100,7 +100,7 @@ class Optimizer:
         return lines
 
     def _relative(self, lr: jax.Array, state: transforms.Factors) -> jax.Array:
-        return jnp.minimum(lr, 1 / jnp.sqrt(state.count.astype(lr.dtype)))
+        return jnp.minimum(lr, 1 / jnp.sqrt(state.updates.astype(lr.dtype)))
 
     def _parts(self) -> list[tuple[str, optax.GradientTransformation, list[str]]]:
         """Kind, transformation and parameters of each optimizer that takes part."""

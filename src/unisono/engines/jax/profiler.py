@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 
+from unisono.engines.observers import Observer
 from unisono.engines.protocol import PREFIX
 from unisono.runtime.files import whole
 
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
-class Profiler:
+class Profiler(Observer):
     """JAX's profiler of this process; see `unisono.engines.protocol.Profiler`."""
 
     def __init__(self) -> None:

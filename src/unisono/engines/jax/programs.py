@@ -17,7 +17,7 @@ from unisono.engines.jax.forward import Columns, Forward, Inputs
 from unisono.engines.jax.mesh import Grid
 from unisono.engines.jax.model import Structure
 from unisono.engines.jax.optimizers import Optimizer
-from unisono.engines.jax.step import CONTROLS, Outcome, State, Step
+from unisono.engines.jax.step import CONTROLS, Observed, State, Step
 from unisono.task import Task
 
 Scalars = Mapping[str, float]
@@ -66,9 +66,9 @@ class Programs:
 
     def step(
         self, state: State, constants: Mapping[str, Any], batch: Pass, inputs: Inputs, names: Names, scalars: Scalars,
-        rows: int,
-    ) -> tuple[Callable[..., tuple[State, Outcome]], Columns]:  # fmt: skip
-        """The training step. Its first argument, the state, is gone afterwards.
+        rows: int, observed: bool = False,
+    ) -> tuple[Callable[..., Any], Columns]:  # fmt: skip
+        """The training step. Its first argument, the state, is gone afterwards, unless it is observed.
 
         Args:
             state: of the run; like the other three, what the program will be called with.
@@ -78,15 +78,20 @@ class Programs:
             names: of the micro-batches.
             scalars: scheduled values.
             rows: real rows of the global batch, for a loss across samples; else 0.
+            observed: whether it also returns what observers look at; see `Step.observed`.
         """
         placed = jax.tree.map(lambda array: array.sharding, state), self.grid.replicated
+        seen = Observed(placed[0].parameters, placed[0].parameters, self.grid.batch)
         passes = batch.number.shape[0]
 
         def make(forward: Forward) -> Any:
             step = Step(forward, self.optimizer, passes, self.config.layout.defer_reduction, rows)
+            if observed:
+                return jax.jit(step.observed, out_shardings=(*placed, seen))
             return jax.jit(step, donate_argnums=0, out_shardings=placed)
 
-        return self._of("the step", make, True, names, scalars, rows, batch, state, constants, batch, inputs)
+        name = "the observed step" if observed else "the step"
+        return self._of(name, make, True, names, scalars, rows, batch, state, constants, batch, inputs)
 
     def evaluation(
         self, parameters: Mapping[str, Any], constants: Mapping[str, Any], batch: Pass, inputs: Inputs, names: Names,

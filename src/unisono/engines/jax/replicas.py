@@ -5,7 +5,7 @@ Digests are made on each device of its own piece, and brought together in one sm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,21 +29,19 @@ def digests(arrays: Mapping[str, jax.Array], grid: Grid) -> dict[str, np.ndarray
     return {name: found[:, number] for number, name in enumerate(names)}
 
 
-def agree(found: Digests, arrays: Mapping[str, jax.Array], grid: Grid, owners: list[int], step: int) -> None:
-    """See that copies of the same piece are equal.
+def find_differing(
+    found: Digests, arrays: Mapping[str, jax.Array], grid: Grid, owners: Sequence[int]
+) -> dict[str, str]:
+    """Arrays whose copies of the same piece differ, by name, each with the devices that hold them.
 
     Args:
         found: of all arrays, parameters first.
         arrays: which they are of.
         grid: of devices.
         owners: the process of each device.
-        step: after which they are compared, from 1.
-
-    Raises:
-        GuardError: naming the first array that differs, and the devices.
     """
     places = np.arange(grid.devices).reshape(grid.replicas, grid.shards)
-    differing = []
+    differing = {}
     for name, values in found.items():
         cut = mesh.SHARD in tuple(arrays[name].sharding.spec)  # type: ignore[attr-defined]
         for copies in places.T if cut else [places.reshape(-1)]:
@@ -51,13 +49,27 @@ def agree(found: Digests, arrays: Mapping[str, jax.Array], grid: Grid, owners: l
             for device in copies.tolist():
                 sides.setdefault(int(values[device]), []).append(f"{device} (rank {owners[device]})")
             if len(sides) > 1:
-                told = " and ".join(f"[{', '.join(side)}]" for side in sides.values())
-                differing.append(f"'{name}' is not the same on devices {told}")
+                differing[name] = " and ".join(f"[{', '.join(side)}]" for side in sides.values())
                 break
-    if differing:
+    return differing
+
+
+def check_copies(differing: Mapping[str, str], count: int, updates: int) -> None:
+    """Refuse to go on with copies that differ.
+
+    Args:
+        differing: from `find_differing`.
+        count: arrays that were compared.
+        updates: made when they were compared.
+
+    Raises:
+        GuardError: naming the first array that differs, and the devices.
+    """
+    for name, devices in differing.items():
         raise GuardError(
-            f"replicas differ: step {step}, {differing[0]} ({len(differing)} of {len(found)} arrays differ). A device "
-            "has computed something else than the others: a kernel that gives other bits twice, or broken hardware",
+            f"replicas differ: step {updates}, '{name}' is not the same on devices {devices} ({len(differing)} of "
+            f"{count} arrays differ). A device has computed something else than the others: a kernel that gives other "
+            "bits twice, or broken hardware",
             fault="Replicas drift apart",
         )
 

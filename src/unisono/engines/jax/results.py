@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.engines import rules
 from unisono.engines.jax.forward import Columns
 from unisono.engines.protocol import StepResult
 from unisono.runtime.errors import ConfigError
@@ -28,16 +29,13 @@ def result(columns: Columns, reports: Sequence[Reports], grad_norm: float = 0.0)
     """
     parts = columns.split(np.concatenate([np.asarray(part, dtype=np.float64) for part in reports]))
     sums, counts = parts["sums"].sum(0).tolist(), dict(zip(columns.names.terms, parts["counts"].sum(0), strict=True))
-    means = {name: _ratio(total, counts[name]) for name, total in zip(columns.terms, sums, strict=True)}
     pairs = parts["metrics"].sum(0).reshape(-1, 2).tolist()
-    return StepResult(
-        loss=sum(
-            weight * mean for weight, mean in zip(_weights(columns, parts["weights"]), means.values(), strict=True)
-        ),
-        terms=means,
-        metrics={name: _ratio(*pair) for name, pair in zip(columns.metrics, pairs, strict=True)},
-        work=dict(zip(columns.names.work, parts["work"].sum(0).tolist(), strict=True)),
-        grad_norm=grad_norm,
+    return rules.step_result(
+        {name: (total, float(counts[name])) for name, total in zip(columns.terms, sums, strict=True)},
+        dict(zip(columns.terms, _weights(columns, parts["weights"]), strict=True)),
+        {name: (total, count) for name, (total, count) in zip(columns.metrics, pairs, strict=True)},
+        dict(zip(columns.names.work, parts["work"].sum(0).tolist(), strict=True)),
+        grad_norm,
     )
 
 
@@ -50,7 +48,3 @@ def _weights(columns: Columns, weights: Reports) -> list[float]:  # (micro-batch
             "the same for all rows, and what depends on rows belongs into the sums"
         )
     return [float(weight) for weight in (given[0] if len(given) else weights[0])]
-
-
-def _ratio(total: float, count: float) -> float:
-    return float(total) / float(count) if count else 0.0

@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -84,7 +85,7 @@ def _choose_cpu(devices: int) -> None:
 
 def _keep_programs() -> None:
     """Keep compiled programs on the disk, unless the user says where, or that they are not to be kept."""
-    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = cache_dir() / "jax"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ def _join(config: RunConfig, place: Place, group: Group, host: str) -> None:
             first = place.local_rank * layout.devices
             ids = list(range(first, first + layout.devices))
         known = inspect.signature(jax.distributed.initialize).parameters
-        given = {
+        given: dict[str, Any] = {
             "coordinator_address": address,
             "coordinator_bind_address": address,
             "num_processes": place.world_size,

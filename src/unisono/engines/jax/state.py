@@ -14,7 +14,7 @@ from unisono.engines.jax.step import State
 from unisono.engines.state import Reader, Shard
 from unisono.runtime.errors import CheckpointError
 
-MODEL, AVERAGE, OPTIMIZER, CARRY = "model/", "ema/", "optimizer/", "carry/"
+MODEL, AVERAGE, OPTIMIZER, CARRY, SPIKES = "model/", "ema/", "optimizer/", "carry/", "spikes/"
 
 
 def named(state: State, constants: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from unisono.engines import rules
 from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass, specs_of
 from unisono.engines.jax.cross_sample import CrossSample
@@ -23,6 +24,8 @@ from unisono.engines.jax.optimizers import Optimizer
 from unisono.runtime.errors import ConfigError
 
 Sharded = Mapping[str, jax.Array]
+# Gradients, reports of micro-batches, the new state of rows and outputs: of one device.
+Accumulated = tuple[dict[str, jax.Array], jax.Array, Any, Any]
 # What a step is given besides the scheduled scalars: the largest norm, the largest loss and norm with which it makes an
 # update, and how much of the moving average is kept.
 LARGEST, LOSS_LIMIT, NORM_LIMIT, AVERAGE_KEPT = CONTROLS = ("largest norm", "loss limit", "norm limit", "average kept")
@@ -70,6 +73,24 @@ class Outcome:
 jax.tree_util.register_dataclass(Outcome)
 
 
+@dataclass
+class Observed:
+    """What observers look at.
+
+    Attributes:
+        raw: gradients of the global batch by name.
+        clipped: the same as the optimizer gets them.
+        outputs: what the task returned, (passes, devices, rows, …).
+    """
+
+    raw: dict[str, Any]
+    clipped: dict[str, Any]
+    outputs: Any
+
+
+jax.tree_util.register_dataclass(Observed)
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """The training step.
@@ -90,50 +111,68 @@ class Step:
 
     def __call__(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome]:
         """One update of the state."""
-        names = dict(zip((*self.forward.scalars, *CONTROLS), inputs.floats, strict=True))
-        gradients, reports, carry = self.gradients(state, constants, batch, inputs)
-        squares = jnp.stack([jnp.square(gradients[name]).sum() for name in sorted(gradients)])
+        after, outcome, _ = self._made(state, constants, batch, inputs)
+        return after, outcome
+
+    def observed(
+        self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
+    ) -> tuple[State, Outcome, Observed]:
+        """The same update, and what observers look at."""
+        return self._made(state, constants, batch, inputs)
+
+    def _made(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome, Observed]:
+        numbers = self.numbers(inputs)
+        raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
+        squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
         grad_norm = jnp.sqrt(squares.sum())
         loss = self.loss(reports)
         updated = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updated &= (loss <= names[LOSS_LIMIT]) & (grad_norm <= names[NORM_LIMIT])
-        clipped = jnp.where(grad_norm > names[LARGEST], names[LARGEST] / (grad_norm + 1e-6), 1.0)
-        gradients = {name: gradient * clipped for name, gradient in gradients.items()}
-        parameters, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters, names)
-        kept = names[AVERAGE_KEPT]
-        average = {
-            name: kept * value + (1 - kept) * parameters[name] for name, value in state.average.items()
-        }  # fmt: skip
-        made = State(parameters, average, optimizer, {})
-        before = State(state.parameters, state.average, state.optimizer, {})
+        updated &= (loss <= numbers[LOSS_LIMIT]) & (grad_norm <= numbers[NORM_LIMIT])
+        largest = numbers[LARGEST]
+        clipping = jnp.where(grad_norm > largest, rules.shrinking_factor(grad_norm, largest), 1.0)
+        clipped = {name: gradient * clipping for name, gradient in raw.items()}
+        made = self.update(state, clipped, numbers)
+        before = replace(state, carry={})
         made = jax.tree.map(lambda new, old: jnp.where(updated, new, old), made, before)
         made.carry = carry
-        return made, Outcome(reports, squares, loss, grad_norm, updated)
+        return made, Outcome(reports, squares, loss, grad_norm, updated), Observed(raw, clipped, outputs)
+
+    def numbers(self, inputs: Inputs) -> dict[str, jax.Array]:
+        """Scheduled scalars and controls by name."""
+        return dict(zip((*self.forward.scalars, *CONTROLS), inputs.floats, strict=True))
+
+    def update(self, state: State, gradients: Sharded, numbers: Mapping[str, jax.Array]) -> State:
+        """The state after one update from clipped gradients; without the state of rows."""
+        parameters, optimizer = self.optimizer.update(dict(gradients), state.optimizer, state.parameters, numbers)
+        kept = numbers[AVERAGE_KEPT]
+        average = {name: kept * value + (1 - kept) * parameters[name] for name, value in state.average.items()}
+        return State(parameters, average, optimizer, {})
 
     def gradients(
         self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
-    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any]]:
-        """The raw gradient of the global batch, the reports of its micro-batches, and the new state of its rows."""
+    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
+        """The raw gradient of the global batch, the reports of its micro-batches, the new state of its rows, outputs."""
         specs = {name: self._spec(array) for name, array in state.parameters.items()}
-        return self.forward.grid.per_device(  # type: ignore[no-any-return]
+        return self.forward.grid.per_device(
             self._on_device,
             in_specs=(
                 specs, jax.tree.map(self._spec, constants), jax.tree.map(lambda _: BATCH, state.carry),
                 specs_of(batch), jax.tree.map(lambda _: PartitionSpec(), inputs),
             ),
-            out_specs=(specs, PartitionSpec(), BATCH),
+            out_specs=(specs, PartitionSpec(), BATCH, BATCH),
         )(state.parameters, dict(constants), state.carry, batch, inputs)  # fmt: skip
 
-    def loss(self, reports: jax.Array) -> jax.Array:
+    def loss(self, reports: jax.Array) -> Any:
         """The loss of the global batch."""
         columns = self.forward.columns
         assert columns is not None
         parts = columns.split(reports)
         counts = dict(zip(columns.names.terms, parts["counts"].sum(0), strict=True))
         weights, sums = parts["weights"][0], parts["sums"].sum(0)
-        return sum(  # type: ignore[return-value]
-            weights[at] * jnp.where(counts[name] > 0, sums[at] / counts[name], 0.0)
-            for at, name in enumerate(columns.terms)
+        return rules.scaled_sum(
+            dict(zip(columns.terms, sums, strict=True)),
+            dict(zip(columns.terms, weights, strict=True)),
+            rules.scales(counts, 1.0, jnp.where),
         )
 
     def _spec(self, array: Any) -> PartitionSpec:
@@ -143,7 +182,7 @@ class Step:
 
     def _on_device(
         self, parameters: Parameters, constants: Parameters, carry: dict[str, Any], batch: Pass, inputs: Inputs
-    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any]]:
+    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
         batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))  # (passes, rows, …): it has one device's
         forward = replace(self.forward, gathers=False) if self.defer else self.forward
         whole = forward.whole(parameters) if self.defer else parameters
@@ -151,7 +190,7 @@ class Step:
         kept = device.carry(carry)
         totals = device.totals(kept)
         crosses = forward.task.cross_sample is not None
-        gradients, reports, left = (device.across if crosses else device.by_micro_batch)(totals, kept)
+        gradients, reports, left, outputs = (device.across if crosses else device.by_micro_batch)(totals, kept)
         self.forward.columns = forward.columns
         if self.defer:
             gradients = {name: mesh.scatter(value, forward.spec(name)) for name, value in gradients.items()}
@@ -160,8 +199,8 @@ class Step:
             if not carry:
                 raise ConfigError(f"{type(forward.task).__name__}.loss returns a carry, but there is no first_carry()")
             kept = jax.tree.map(lambda new, old: _where_rows(batch.valid, new, old), dict(left), kept)
-        after = jax.tree.map(lambda array: array[:, None], kept if carry else {})
-        return gradients, mesh.everywhere(reports), after
+        after = jax.tree.map(lambda array: array[:, None], (kept if carry else {}, outputs))
+        return gradients, mesh.everywhere(reports), *after
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +235,7 @@ class _Device:
             micro, own = given
             context = forward.context(micro, self.inputs, carry=own)
             outputs = forward.outputs(self.parameters, self.constants, micro, context)
-            totals = forward.task.totals(outputs, micro.arrays, context)
+            totals: Mapping[str, Any] = forward.task.totals(outputs, micro.arrays, context)
             any_row = micro.valid.any()
             wide = self.batch.counts.dtype
             return None, {name: jnp.where(any_row, value, 0).astype(wide) for name, value in totals.items()}
@@ -204,42 +243,43 @@ class _Device:
         _, totals = _scan(one, None, (self.batch, kept))
         return {name: jax.lax.psum(jax.lax.stop_gradient(value.sum(0)), mesh.DEVICES) for name, value in totals.items()}
 
-    def by_micro_batch(self, totals: Any, kept: Any) -> tuple[dict[str, jax.Array], jax.Array, Any]:
-        """Gradients, reports and the new state of rows, for a loss that is a sum over rows."""
+    def by_micro_batch(self, totals: Any, kept: Any) -> Accumulated:
+        """For a loss that is a sum over rows."""
         forward = self.forward
 
-        def objective(parameters: Parameters, micro: Pass, own: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        def objective(parameters: Parameters, micro: Pass, own: Any) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
             context = forward.context(micro, self.inputs, totals=totals, carry=own)
             outputs = forward.outputs(parameters, self.constants, micro, context)
             loss, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
-            return forward.objective(sums, self.scales), (forward.report(sums, micro), loss.carry)
+            return forward.objective(sums, self.scales), (forward.report(sums, micro), loss.carry, outputs)
 
         objective = mesh.regathered(objective) if self._regathers else objective
 
-        def one(gathered: Any, given: Any) -> tuple[Any, tuple[jax.Array, Any]]:
+        def one(gathered: Any, given: Any) -> tuple[Any, tuple[jax.Array, Any, Any]]:
             gradients, made = jax.grad(objective, has_aux=True)(self.parameters, *given)
             return jax.tree.map(jnp.add, gathered, gradients), made
 
         nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
-        gradients, (reports, left) = _scan(one, nothing, (self.batch, kept))
-        return gradients, reports, left
+        gradients, (reports, left, outputs) = _scan(one, nothing, (self.batch, kept))
+        return gradients, reports, left, outputs
 
-    def across(self, totals: Any, kept: Any) -> tuple[dict[str, jax.Array], jax.Array, Any]:
+    def across(self, totals: Any, kept: Any) -> Accumulated:
         """The same for a loss across samples, in two passes where a device has several micro-batches."""
         forward = self.forward
 
         def outputs(parameters: Parameters, micro: Pass, own: Any) -> tuple[Any, Any]:
             context = forward.context(micro, self.inputs, totals=totals, carry=own)
-            return eqx.partition(forward.outputs(parameters, self.constants, micro, context), eqx.is_inexact_array)  # type: ignore[no-any-return]
+            return eqx.partition(forward.outputs(parameters, self.constants, micro, context), eqx.is_inexact_array)
 
         outputs = mesh.regathered(outputs) if self._regathers else outputs
         crossing = CrossSample(forward, self.batch, self.inputs, self.scales, self.step.rows, totals, kept)
         if self.step.passes == 1:
             only = jax.tree.map(lambda array: array[0], (self.batch, kept))
             floats, pull, others = jax.vjp(lambda p: outputs(p, *only), dict(self.parameters), has_aux=True)
-            settled = crossing.settle(jax.tree.map(lambda array: array[None], eqx.combine(floats, others)))
+            found = jax.tree.map(lambda array: array[None], eqx.combine(floats, others))
+            settled = crossing.settle(found)
             (gradients,) = pull(jax.tree.map(lambda array: array[0], settled.gradients))
-            return gradients, settled.reports, settled.carry
+            return gradients, settled.reports, settled.carry, found
 
         def first(_: None, given: Any) -> tuple[None, Any]:
             return None, eqx.combine(*outputs(self.parameters, *given))
@@ -254,13 +294,13 @@ class _Device:
 
         nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
         gradients, _ = jax.lax.scan(second, nothing, (self.batch, kept, settled.gradients))
-        return gradients, settled.reports, settled.carry
+        return gradients, settled.reports, settled.carry, found
 
 
 def scales(forward: Forward, batch: Pass) -> dict[str, jax.Array]:
     """What each term's sum is multiplied with: one over its count in the whole global batch, or zero."""
     counts = jax.lax.psum(batch.counts.sum(0), mesh.DEVICES)  # (terms,)
-    return {name: jnp.where(count > 0, 1 / count, 0.0) for name, count in zip(forward.names.terms, counts, strict=True)}
+    return rules.scales(dict(zip(forward.names.terms, counts, strict=True)), 1.0, jnp.where)
 
 
 def _scan(one: Any, begin: Any, given: Any) -> Any:

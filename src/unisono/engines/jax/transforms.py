@@ -20,7 +20,7 @@ Tree = dict[str, Any]
 class Moments(NamedTuple):
     """Steps made, and the first and second moments by name."""
 
-    count: jax.Array
+    updates: jax.Array
     mu: Tree
     nu: Tree
 
@@ -35,7 +35,7 @@ def adam_atan2(config: settings.AdamAtan2) -> optax.GradientTransformation:
     def update(gradients: Tree, state: Moments, parameters: Any = None) -> tuple[Tree, Moments]:
         mu = optax.tree.update_moment(gradients, state.mu, beta1, 1)
         nu = optax.tree.update_moment_per_elem_norm(gradients, state.nu, beta2, 2)
-        count = state.count + 1
+        count = state.updates + 1
         first, second = optax.tree.bias_correction(mu, beta1, count), optax.tree.bias_correction(nu, beta2, count)
         made = {name: config.a * jnp.arctan2(first[name], config.b * jnp.sqrt(second[name])) for name in gradients}
         return made, Moments(count, mu, nu)
@@ -85,7 +85,7 @@ def _orthogonal(matrix: jax.Array, config: settings.Muon) -> jax.Array:
 class Factors(NamedTuple):
     """Steps made, and of the second moment the means of rows and of columns, or all of it for vectors, by name."""
 
-    count: jax.Array
+    updates: jax.Array
     row: Tree
     column: Tree
     all: Tree
@@ -110,7 +110,7 @@ def adafactor(config: settings.Adafactor) -> optax.GradientTransformation:
 
     def update(gradients: Tree, state: Factors, parameters: Any = None) -> tuple[Tree, Factors]:
         assert parameters is not None
-        count = state.count + 1
+        count = state.updates + 1
         new = Factors(count, {}, {}, {})
         made = {}
         for name, gradient in gradients.items():
