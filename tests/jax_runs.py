@@ -12,22 +12,14 @@ from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of
-from unisono.engines.jax.engine import JaxEngine
+from unisono.engines.jax.engine import JaxEngine, create
+from unisono.engines.protocol import Job
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import Scalars
 from unisono.runtime.communicator import Alone, Group, Place
 from unisono.task import Task
 
 __all__ = ["Trace", "configuration", "trace"]
-
-
-class Recording(JaxEngine):
-    """An engine that keeps the raw gradients of its first step."""
-
-    raw: dict[str, np.ndarray] | None = None
-
-    def parameters(self) -> dict[str, np.ndarray]:
-        return {name: whole(array) for name, array in self._state.parameters.items()}
 
 
 def whole(array: jax.Array) -> np.ndarray:
@@ -43,6 +35,11 @@ def layout(devices: int = 1, strategy: str = "single", **more: Any) -> dict[str,
     return {"engine": "jax", "devices": devices, "strategy": strategy, **more}
 
 
+def parameters(engine: JaxEngine) -> dict[str, np.ndarray]:
+    """What is trained, by name."""
+    return {name: whole(array) for name, array in engine.train_state.parameters.items()}
+
+
 def trace(task: Task, config: RunConfig, place: Place | None = None, group: Group | None = None) -> Trace:
     """Train and evaluate a task; all processes return the same trace."""
     place, group = place or Place(), group or Alone()
@@ -53,11 +50,11 @@ def trace(task: Task, config: RunConfig, place: Place | None = None, group: Grou
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch, devices)
     loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
     scalars = Scalars(config, plan.steps)
-    engine = Recording(task, config, place, group, split)
+    engine = create(Job(task, config, place, group, split))
     result = Trace()
     try:
         engine.setup(next(iter(loader.steps())), scalars(0))
-        result.before = engine.parameters()
+        result.before = parameters(engine)
         for step, batches in enumerate(engine.incoming(loader.steps())):
             consumed = [[m.number, m.rows.tolist()] for m in batches if not m.idle]
             everyone = sorted(pair for part in group.gather(consumed, "rows") for pair in part)
@@ -69,8 +66,8 @@ def trace(task: Task, config: RunConfig, place: Place | None = None, group: Grou
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.metrics.append({**done.terms, **done.metrics, **done.work})
-        result.parameters = engine.parameters()
-        result.average = {name: whole(value) for name, value in engine._state.average.items()}
+        result.parameters = parameters(engine)
+        result.average = {name: whole(value) for name, value in engine.train_state.average.items()}
         held_out = task.held_out()
         if held_out is not None:
             rows = HeldOut(task, held_out, config, place, split.micro_batch)
@@ -90,11 +87,11 @@ def raw_gradients(engine: JaxEngine, batches: Any, scalars: Any) -> dict[str, np
     from unisono.engines.jax.batches import Names
     from unisono.engines.jax.step import Step
 
-    batch, names = engine._batches.of(batches), Names.of(batches[0])
-    forward = engine._programs.forward(True, scalars, names)
+    batch, names = engine.batches.of(batches), Names.of(batches[0])
+    forward = engine.programs.forward(True, scalars, names)
     rows = engine._rows_of(batches, "a test")
     defer = engine._config.layout.defer_reduction
-    step = Step(forward, engine._programs.optimizer, batch.number.shape[0], defer, rows)
-    inputs = engine._programs.inputs(0, scalars, False, {})
-    made = jax.jit(step.gradients)(engine._state, engine._constants, batch, inputs)[0]
+    step = Step(forward, engine.programs.optimizer, batch.number.shape[0], defer, rows)
+    inputs = engine.programs.inputs(0, scalars, False, {})
+    made = jax.jit(step.gradients)(engine.train_state, engine.constants, batch, inputs)[0]
     return {name: whole(array) for name, array in made.items()}
