@@ -79,7 +79,7 @@ class JaxEngine:
         self._compiler = Compiler(job.communicator)
         self._spikes = SpikeDetection(config.optim.skip_spikes)
         self._observers = Observers([self.profiler, self._spikes])
-        self._observed = False  # whether somebody looks at what is inside of a step
+        self._observed = not job.guarded  # whether somebody looks at what is inside of a step; a proof does
         self.random = False
         self._started = False  # whether rows have a state that a step has left
         self._steps_made = 0
@@ -116,7 +116,9 @@ class JaxEngine:
         self.view = JaxModelView(self)
         inputs = self.programs.inputs(0, scalars, self._started, {})
         rows = self._rows_of(batches, "the first step")
-        _, columns = self.programs.step(self.train_state, self.constants, batch, inputs, names, scalars, rows)
+        _, columns = self.programs.step(
+            self.train_state, self.constants, batch, inputs, names, scalars, rows, self._observed
+        )
         reported = [list(columns.terms), list(columns.metrics), list(names.work)]
         rules.check_names(self.communicator, reported, "the first step")
         self._digests = self.digests()

@@ -75,9 +75,7 @@ class Search:
             Whether each term is finite, (micro-batches, terms); whether each row is when it is computed alone,
             (micro-batches, rows); and whether the gradient of each parameter is, (micro-batches, parameters).
         """
-        return _on_devices(
-            self.forward, self._on_device, parameters, constants, batch, inputs, carry
-        )
+        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs, carry)
 
     def _on_device(
         self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs, carry: dict[str, Any]
