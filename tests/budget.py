@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 MEASURED = Path(__file__).with_name("seconds.json")
+UNMEASURED = 300.0  # seconds that a module is taken to need whose slow tests were never measured
 _NAMES = ("slow", "other", "cpu")  # of what is written down of a module, in seconds
 
 
@@ -86,7 +87,8 @@ class Costs:
         path = config.option.measured
         self._known: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
         self._config, self._today = config, config.option.today
-        slow = {name: cost["slow"] for name, cost in self._known.items() if cost.get("slow")}
+        slow = dict.fromkeys(_modules_with_slow_tests(config), UNMEASURED)
+        slow |= {name: cost["slow"] for name, cost in self._known.items() if cost.get("slow")}
         budget = config.option.budget
         self._choice = choose(slow, budget, self._today.toordinal()) if budget else Choice(frozenset(slow), {})
         self._costs: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_NAMES, 0.0))
@@ -137,6 +139,13 @@ class Costs:
             kept = {name: cost for name, cost in self._known.items() if Path(self._config.rootpath, name).exists()}
             lines = (f"{json.dumps(name)}: {json.dumps(cost)}" for name, cost in sorted({**kept, **costs}.items()))
             path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _modules_with_slow_tests(config: pytest.Config) -> list[str]:
+    """As far as their texts say, for the process that lists what is left out collects no tests."""
+    given = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
+    files = [file for path in given for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    return sorted(str(file.relative_to(config.rootpath)) for file in files if "slow" in file.read_text())
 
 
 def _module(test: str) -> str:

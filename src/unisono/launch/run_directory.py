@@ -94,9 +94,6 @@ def check(config: RunConfig) -> RunConfig:
     provenance.check_names(config, there["config"])
     old = provenance.filled(there["config"], config)
     before = old["layout"]["micro_batch"]
-    if newest is not None and not random:  # a start that ran out of memory since then has left a smaller one
-        since = foreign_run.read_values(folder / "config.yaml")["layout"]["micro_batch"]
-        before = min(before, since) if isinstance(since, int) else before
     whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
     open_ = not isinstance(config.layout.micro_batch, int)
     kept = random or config.run.resume == "exact" or (_divides(before, config) and not whole)

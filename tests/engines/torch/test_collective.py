@@ -180,7 +180,7 @@ def late(wait: Callable[[], Any]) -> str:
 
 
 def on_two(place: Place, group: process_group.TorchCommunicator, folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = {"who": (group.rank, group.size, group.place)}
+    result: dict[str, Any] = {"who": (group.rank, group.size, group.process)}
     result["values"] = group.gather(VALUES[place.rank], "values")
     result["uneven"] = group.gather(["y" * 10 * place.rank], "lists of other lengths")
     result["nothing"] = group.gather(None, "nothing")

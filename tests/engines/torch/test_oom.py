@@ -34,8 +34,8 @@ class Short(LinearTask):
     def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
         import os
 
-        mine = self.config.rank in (None, int(os.environ.get("RANK", "0")))
-        due = mine and (context.step == 2 if context.training else self.config.part == "evaluation")
+        mine, evaluated = self.config.rank in (None, int(os.environ.get("RANK", "0"))), self.config.part == "evaluation"
+        due = mine and evaluated is not context.training and (evaluated or context.step == 2)
         if due and self.config.part in ("forward", "evaluation"):
             raise torch.OutOfMemoryError(TOLD + "\nand some lines more")
         outputs = super().outputs(model, batch, context)

@@ -231,7 +231,7 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
     mine: Any = of_transformers(config.model.path)
     adapters = Adapter(adapter_of(adapted), mine, seed=5)
     saved = commit.read(newest(adapted))
-    load(adapters.kept(model_tensors(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
+    load(adapters.saved(model_tensors(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
     assert torch.equal(theirs, logits(mine))
     assert not torch.equal(theirs, plain)
 

@@ -2,9 +2,9 @@
 
 Copies go from pinned memory, without waiting, on a stream of their own; the computation waits for a copy on the device
 only. There are two buffers: the copy of a micro-batch begins when the last but one has been computed with, and what has
-been pinned is kept until its copy is finished. The
-copy of a step's first micro-batch begins in the step before, so there is something to overlap with one pass per step,
-too. On the CPU there is nothing to copy, and everything passes through.
+been pinned is kept until its copy is finished. The copy of a step's first micro-batch begins in the step before, so
+there is something to overlap with one pass per step, too. On the CPU there is nothing to copy, and everything passes
+through.
 """
 
 from __future__ import annotations

@@ -117,6 +117,19 @@ def _secret(ground: Ground) -> Outcome:
     return outcome
 
 
+@fault("S5b", "a configuration that reads a password from a variable of the environment")
+def _secret_of_the_environment(ground: Ground) -> Outcome:
+    canary = "Q7x" * 11
+    with ground.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
+        done = run.finish()
+    outcome = Outcome(said=done.sentence)
+    outcome.promise(done.code == 2, f"it was not refused: {done.code}")
+    outcome.promise("Traceback" not in done.said and canary not in done.said, done.said[-800:])
+    found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.promise(not found, f"{found} hold it")
+    return outcome
+
+
 @fault(
     "S6", "a stranger at every port that a run opens, with words that are nobody's and an object that runs a command"
 )

@@ -197,10 +197,13 @@ def check_copies(
     """
     differing = find_differing(communicator, copies, replicas, f"the digests of all ranks after step {step}")
     _refuse(
-        differing, len(copies), f"replicas differ: step {step},", "Replicas drift apart",
-        "Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
+        differing,
+        len(copies),
+        f"replicas differ: step {step},",
+        fault="Replicas drift apart",
+        advice="Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
         "optimizer), or randomness depends on the rank.",
-    )  # fmt: skip
+    )
 
 
 def check_buffers(communicator: Group, buffers: Mapping[str, Tensor], step: int) -> None:
@@ -208,10 +211,13 @@ def check_buffers(communicator: Group, buffers: Mapping[str, Tensor], step: int)
     everyone = [range(communicator.size)]
     differing = find_differing(communicator, buffers, everyone, f"the digests of all ranks after step {step}")
     _refuse(
-        differing, len(buffers), f"replicas differ: step {step},", "Buffers are those of one process",
-        "The model changes this buffer from the rows it sees, and every process sees others: reduce it over processes "
-        "in the model, or leave it out of training.",
-    )  # fmt: skip
+        differing,
+        len(buffers),
+        f"replicas differ: step {step},",
+        fault="Buffers are those of one process",
+        advice="The model changes this buffer from the rows it sees, and every process sees others: reduce it over "
+        "processes in the model, or leave it out of training.",
+    )
 
 
 def check_initial_weights(communicator: Group, model: nn.Module) -> None:
@@ -219,12 +225,15 @@ def check_initial_weights(communicator: Group, model: nn.Module) -> None:
     parameters, everyone = dict(model.named_parameters()), [range(communicator.size)]
     differing = find_differing(communicator, parameters, everyone, "the initial weights of all ranks")
     _refuse(
-        differing, len(parameters), "initial parameters differ:", "Initialisation depends on the rank",
-        "build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
-    )  # fmt: skip
+        differing,
+        len(parameters),
+        "initial parameters differ:",
+        fault="Initialisation depends on the rank",
+        advice="build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
+    )
 
 
-def _refuse(differing: Sequence[str], count: int, what: str, fault: str, advice: str) -> None:
+def _refuse(differing: Sequence[str], count: int, what: str, *, fault: str, advice: str) -> None:
     if differing:
         more = f"{len(differing)} of {count} tensors differ"
         raise GuardError(f"{what} {differing[0]} ({more}). {advice}", fault=fault)
