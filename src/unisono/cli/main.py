@@ -404,7 +404,8 @@ def _merged(folder: Path, ema: bool, step: int, task: str | None, trust: bool) -
     chosen = foreign_run.task_of(folder, task, trust=trust)
     if chosen in ("language", resolve.TASKS["language"]):
         return generate.merged(folder, ema=ema, step=step)
-    return load.load_model(folder, ema=ema, step=step, task=chosen)
+    model: nn.Module = load.load_model(folder, ema=ema, step=step, task=chosen)
+    return model
 
 
 def _predict(parsed: argparse.Namespace) -> int:

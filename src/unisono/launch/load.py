@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
 from unisono.config import foreign_run
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import Place
 from unisono.runtime.errors import RunError
 
 if TYPE_CHECKING:
@@ -20,11 +20,18 @@ if TYPE_CHECKING:
 
     from unisono.task import Task
 
+T = TypeVar("T")
 
-def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int:
-    """Fill a torch module with the weights of a run's newest checkpoint, whatever layout it was trained on.
 
-    Adapters (`adapter=lora`) are merged into the weights of their layers.
+@overload
+def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int: ...
+@overload
+def load_weights(folder: Path | str, model: T, *, ema: bool = False, step: int | None = None) -> T: ...
+def load_weights(folder: Path | str, model: Any, *, ema: bool = False, step: int | None = None) -> Any:
+    """Fill a model with the weights of a run's newest checkpoint, whatever layout it was trained on.
+
+    A torch module is filled in place, and adapters (`adapter=lora`) are merged into the weights of their layers. A
+    pytree of JAX is left as it is, and one with the weights is returned.
 
     Args:
         folder: of the run.
@@ -33,17 +40,21 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
         step: updates that made the weights; None for the newest checkpoint.
 
     Returns:
-        The number of updates that made these weights.
+        Of a torch module, the number of updates that made these weights; of a pytree, the pytree with the weights.
 
     Raises:
         RunError: if there is no run or no checkpoint, or no average that could be taken.
         CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
+    checkpoint = commit.open_(newest(Path(folder), step))
+    reader = checkpoint.reader()
+    if not hasattr(model, "named_parameters"):
+        from unisono.engines.jax import weights
+
+        return weights.fill(model, reader, ema, str(folder))
     from unisono.engines.torch import lora, sharded_tensors
     from unisono.engines.torch.numerics.ema import KIND
 
-    checkpoint = commit.open_(newest(Path(folder), step))
-    reader = checkpoint.reader()
     chosen = adapter_of(Path(folder))
     if chosen is not None:
         lora.check_same_base(model, reader)
@@ -63,11 +74,11 @@ def load_model(
     *,
     ema: bool = False,
     step: int | None = None,
-    build: Callable[[RunConfig], nn.Module] | None = None,
+    build: Callable[[RunConfig], Any] | None = None,
     task: str | type[Task] | None = None,
     trust: bool = False,
-) -> nn.Module:
-    """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
+) -> Any:
+    """The model of a run with the weights of its newest checkpoint: a torch module on the CPU, or a pytree of JAX.
 
     Args:
         folder: of the run.
@@ -83,11 +94,17 @@ def load_model(
         TrustError: if the run names a task that nobody has vouched for.
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
-    from unisono.engines.torch.train_state import build_model
     from unisono.launch import rank_process
 
     newest(Path(folder))
     config = foreign_run.read_run(Path(folder), task, trust=trust)
+    if config.layout.engine == "jax":
+        from unisono.engines.jax import weights
+
+        made = build(config) if build else weights.build_model(rank_process.task_of(config), config.run.seed)
+        return load_weights(folder, made, ema=ema, step=step)
+    from unisono.engines.torch.train_state import build_model
+
     model = build_model(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
     load_weights(folder, model, ema=ema, step=step)
     return model.eval()
@@ -102,6 +119,7 @@ def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool 
     config = foreign_run.read_run(folder, task, trust=trust)
     alone = {
         "world_size": 1,
+        "devices": "auto",
         "strategy": "single",
         "shards": None,
         "device": "auto",
@@ -111,4 +129,5 @@ def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool 
     here = {"layout": config.layout.model_copy(update=alone), "launch": type(config.launch)()}
     config = config.model_copy(update=here)
     config = train.concrete(config, None)
-    return loop.evaluate(rank_process.task_of(config), config, Place(), Alone(), folder)
+    communicator = rank_process.join(config, Place())
+    return loop.evaluate(rank_process.task_of(config), config, Place(), communicator, folder)

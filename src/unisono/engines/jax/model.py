@@ -80,8 +80,8 @@ def structure_of(task: Task, seed: int) -> Structure:
     found: dict[str, Any] = {}
 
     def build() -> dict[str, jax.Array]:
-        model = _built(task, _init_key(seed))
-        found["model"] = jax.tree.map(lambda leaf: _HERE if _is_array(leaf) else leaf, model)
+        model = _built(task, init_key(seed))
+        found["model"] = jax.tree.map(lambda leaf: _HERE if is_array(leaf) else leaf, model)
         found["names"] = tuple(_named(model))  # in the order of the tree; JAX sorts what a dict is made of
         return _named(model)
 
@@ -121,7 +121,7 @@ def initialise(task: Task, structure: Structure, seed: int, grid: Grid, kind: st
     """
     shardings = {name: grid.sharding(grid.spec(structure.shapes[name].shape)) for name in structure.names}
     with jax.enable_x64(False):
-        arrays = jax.jit(lambda: _named(_built(task, _init_key(seed))), out_shardings=shardings)()
+        arrays = jax.jit(lambda: _named(_built(task, init_key(seed))), out_shardings=shardings)()
     return jax.jit(lambda arrays: precision.to_master(arrays, kind), out_shardings=shardings)(arrays)
 
 
@@ -139,7 +139,8 @@ def recomputes(structure: Structure, layout: Layout) -> int:
     return layout.activation_checkpointing
 
 
-def _init_key(seed: int) -> jax.Array:
+def init_key(seed: int) -> jax.Array:
+    """The key from which the first weights are drawn."""
     return key_of(address(seed, "init"))
 
 
@@ -153,7 +154,7 @@ def _built(task: Task, key: jax.Array) -> Any:
     model = task.build(key)
     seen: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             continue
         name = keystr(path, simple=True, separator=".")
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -176,11 +177,12 @@ def _named(model: Any) -> dict[str, jax.Array]:
     return {
         keystr(path, simple=True, separator="."): jnp.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)
-        if _is_array(leaf)
+        if is_array(leaf)
     }
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, and so a parameter or a constant of the model."""
     return isinstance(leaf, jax.Array | np.ndarray)
 
 

@@ -82,7 +82,8 @@ def merged(folder: Path, ema: bool = False, step: int | None = None) -> nn.Modul
 
     with _naming(folder / "assets" / "tokenizer.json"):
         size = Tokenizer.from_str(safe_paths.read_text(folder, "assets/tokenizer.json")).get_vocab_size()
-    return load_model(folder, ema=ema, step=step, build=partial(_base, vocab_size=size))
+    model: nn.Module = load_model(folder, ema=ema, step=step, build=partial(_base, vocab_size=size))
+    return model
 
 
 def _base(config: RunConfig, vocab_size: int) -> nn.Module:
