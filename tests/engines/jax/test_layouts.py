@@ -85,6 +85,7 @@ def test_any_number_of_passes_changes_nothing(micro_batch: int) -> None:
     assert_same(run(UnevenTask(), layout(micro_batch=micro_batch)), run(UnevenTask(), layout()), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "floor"), [("fp32", 1e-5), ("bf16", 3e-2)])
 def test_other_precisions_agree_to_their_floor(precision: str, floor: float) -> None:
     task = UnevenTask(UnevenTask.Config(dropout=0.2))

@@ -119,8 +119,8 @@ def test_whoever_is_killed_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         )  # fmt: skip
         assert cut.returncode == 9, cut.stderr
         assert re.search(rf"rank {rank} \(.*\) died without a message, in step 5.*killed by signal 9", cut.stderr)
-    for name, more in (("cut0", ()), ("cut1", ())):
-        assert_same(train(tmp_path, name, *words, *more), whole, 0.0)
+    for name in ("cut0", "cut1"):
+        assert_same(train(tmp_path, name, *words), whole, 0.0)
 
 
 @pytest.mark.slow
@@ -152,4 +152,4 @@ def test_a_jax_task_is_proved(tmp_path: Path) -> None:
     words = ("precisions=[fp64]", "layouts=[fsdp:2]", "vary=[accumulate,resume]")
     done = unisono(tmp_path, "prove", SPIRALS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS; certificate" in done.stdout and "FAIL" not in done.stdout and "ABSTAIN" not in done.stdout
+    assert "PASS; certificate" in done.stderr and not {"FAIL", "ABSTAIN"} & set(done.stdout.split())

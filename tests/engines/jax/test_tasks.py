@@ -112,7 +112,9 @@ class RememberingPairs(Pairs):
         return Loss({"pair": weighted}, carry={"seen": context.carry["seen"] + 1})
 
 
-@pytest.mark.parametrize("kind", [Pairs, Whole, Balance, Remembering, RememberingPairs])
+@pytest.mark.parametrize(
+    "kind", [Balance, Remembering, *(pytest.param(k, marks=pytest.mark.slow) for k in (Pairs, Whole, RememberingPairs))]
+)
 def test_every_kind_of_loss_is_the_same_on_every_layout(kind: Any) -> None:
     task = kind(UnevenTask.Config(dropout=0.2 if kind is not Remembering else 0.0))
     one = run(task, layout(micro_batch=3))
