@@ -258,9 +258,8 @@ def _check(parsed: argparse.Namespace) -> int:
     facts = train.preflight(task, config).facts
     facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
     layout = config.layout
-    print(
-        f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"
-    )
+    devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
+    print(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
     for name, value in facts.items():
         print(f"  {name}: {value}")
     print(f"  run: {run_directory.path_of(config)}")

@@ -39,6 +39,12 @@ def load(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     return validate(composed), composed
 
 
+def engine_of(config: RunConfig) -> str:
+    """The engine of a run: what its layout names, or else what its task is written for."""
+    named = config.layout.engine
+    return task_class(config.recipe).engine if named == "auto" else named
+
+
 def read(path: Path, task: str) -> RunConfig:
     """The configuration of a run, from its `config.yaml`, for a task that the caller names.
 

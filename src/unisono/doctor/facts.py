@@ -139,7 +139,11 @@ def _versions(kind: str) -> dict[str, str]:
     import torch
 
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    found = {**environment.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
+    found = {
+        **environment.versions("jax"),
+        **environment.versions(),
+        **{name: metadata.version(name) for name in _TOLD if name in installed},
+    }
     found["torch"] = torch.__version__  # with its build
     with suppress(Exception):  # each of these is there on some builds only
         if torch.version.cuda:

@@ -189,7 +189,7 @@ def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, 
         described = {
             "mathematics": fingerprint.digest(config),
             "data": facts,
-            "versions": environment.versions(),
+            "versions": environment.versions(resolve.engine_of(config)),
             "host": platform.node(),
         }
         write_whole(folder / FILES, json.dumps(files or {}, indent=1) + "\n")  # first, as the other one is looked for

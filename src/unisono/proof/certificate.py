@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from unisono.config import code_digest, environment, fingerprint, secrets
+from unisono.config import code_digest, environment, fingerprint, resolve, secrets
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
@@ -187,7 +187,9 @@ class Here:
         """The run that this process is about to start."""
         device = devices.product(config.layout.device)
         data = None if facts is None else json.loads(json.dumps(dict(facts), default=str))
-        return cls(config, code_digest.digests(config.recipe), environment.versions(), device, data)
+        return cls(
+            config, code_digest.digests(config.recipe), environment.versions(resolve.engine_of(config)), device, data
+        )
 
     def misfits(self, certificate: Certificate) -> list[str]:
         """Every way in which a certificate is not one of this run."""

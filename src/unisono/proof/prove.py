@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint
+from unisono.config import code_digest, environment, fingerprint, resolve
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
 from unisono.launch import local_processes, train
@@ -251,7 +251,7 @@ def about(config: RunConfig, proof: Proof, facts: dict[str, Any]) -> dict[str, A
         "config": fingerprint.plain(config),
         "proof": json.loads(proof.model_dump_json()),
         "data": facts,
-        "versions": environment.versions(),
+        "versions": environment.versions(resolve.engine_of(config)),
         "hardware": certificate.hardware(),
     }
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.config import code_digest, environment, fingerprint
+from unisono.config import code_digest, environment, fingerprint, resolve
 from unisono.config.schema.run import RunConfig
 from unisono.engines import choice
 from unisono.runtime.communicator import Json, Party, Place
@@ -47,7 +47,7 @@ def of(config: RunConfig, data: Mapping[str, Any] | None = None, place: Place | 
         "config": plain,
         "layout": plain["layout"],
         "code": code_digest.digests(config.recipe),
-        "versions": versions(),
+        "versions": versions(resolve.engine_of(config)),
         "data": {name: data[name] for name in DATA if name in data} if data is not None else None,
         "environment": environment.variables() if place is not None else None,
         "machine": machine(config, place) if place is not None else None,
@@ -62,9 +62,9 @@ def now(here: About, config: RunConfig) -> dict[str, Json]:
     return {**here, "config": plain, "layout": plain["layout"]}
 
 
-def versions() -> dict[str, str]:
+def versions(engine: str) -> dict[str, str]:
     """Versions of libraries, and of what lies below torch where there is an accelerator."""
-    found = dict(environment.versions())
+    found = dict(environment.versions(engine))
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
         cudnn, nccl = torch.backends.cudnn.version(), getattr(torch.cuda, "nccl", None)
@@ -222,7 +222,7 @@ def given(config: RunConfig, own: Sequence[str] = ("run.name",)) -> dict[str, di
     values = fingerprint.flat(fingerprint.plain(config))
     return {
         "the configuration": {key: value for key, value in values.items() if key not in own},
-        "the versions": versions(),
+        "the versions": versions(resolve.engine_of(config)),
         "the code": code_digest.digests(config.recipe),
         "the environment": environment.variables(),
     }
