@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from unisono.config.schema.base import Settings
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, SampleContext, Task
 
 VOCABULARY = 61
 LENGTH = 12
@@ -106,9 +106,11 @@ class TransformerTask(Task):
     def held_out(self) -> Words:
         return Words(11)
 
-    def sample(self, record: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def sample(self, record: np.ndarray, context: SampleContext) -> np.ndarray:
+        if not context.training:
+            return record
         shifted = np.array(record)
-        shifted[-1] = rng.integers(1, VOCABULARY)  # an augmentation
+        shifted[-1] = context.rng.integers(1, VOCABULARY)  # an augmentation
         return shifted
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -169,8 +171,10 @@ class UnevenTask(Task):
     def held_out(self) -> list[dict[str, np.ndarray]]:
         return self.rows_of(2, 11)
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
-        return {**record, "x": record["x"] + rng.normal(scale=0.1, size=5).astype(np.float32)}
+    def sample(self, record: Any, context: SampleContext) -> Any:
+        if not context.training:
+            return record
+        return {**record, "x": record["x"] + context.rng.normal(scale=0.1, size=5).astype(np.float32)}
 
     def counts(self, batch: Any) -> dict[str, float]:
         return {"near": float(batch["real"].sum()), "size": float(len(batch["x"]))}

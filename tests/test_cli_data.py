@@ -63,7 +63,7 @@ def test_prepare_without_a_folder_fills_the_cache_that_training_reads(
 
     _, told, _ = data("prepare", "language", *CORPUS)
     assert told.startswith(str(here / "cache" / "language"))
-    monkeypatch.setattr(tokens, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokens.prepare, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
     assert main.main(["check", "language", *CORPUS, "layout.world_size=1", "run.name=a"]) == 0
 
 
@@ -168,7 +168,7 @@ def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_he
         (("prepare", "language", "data=prepared", "data.path=x"), "data=prepared was prepared before"),
         (
             ("prepare", f"{tasks.__file__}:LinearTask"),
-            "LinearTask makes nothing ahead: it does not define preparation()",
+            "nothing can be prepared for LinearTask: it does not define preparation()",
         ),
         (("merge", "corpus"), "corpus has no plan.json: nothing was prepared there"),
         (("reshard", "corpus"), "shards is needed: shards=…; out is needed: out=…"),

@@ -63,6 +63,7 @@ USES: dict[str, Callable[..., Any]] = {
     "replay": replay,
     "audit": audit,
     "load_model": unisono.load_model,
+    "open_run": unisono.open_run,
 }
 
 
@@ -109,7 +110,7 @@ def test_an_explicit_word_imports_what_the_run_names(run: tuple[Path, Path]) -> 
     assert foreign_run.read_run(folder).recipe.endswith("evil.py:Evil")  # this process has it by now
 
 
-@pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"]])
+@pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"], ["predict"], ["generate"]])
 def test_no_pipe_answers_for_the_user(run: tuple[Path, Path], verb: list[str]) -> None:
     folder, touched = run
     done = subprocess.run(
@@ -136,7 +137,7 @@ def test_any_reference_of_a_stranger_is_only_shown(
 
 
 def test_a_packaged_recipe_needs_no_word(tmp_path: Path) -> None:
-    for number, name in enumerate(("language", resolve.TASKS["language"])):
+    for number, name in enumerate(("language", "unisono.recipes.language.task:Language")):
         run, _ = stranger(tmp_path / str(number), reference=name)
         assert foreign_run.task_of(run) == name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,40 +15,33 @@ EXPORT = "write a checkpoint's weights for transformers, PEFT, or as plain safet
 IMPORT = "take the tensors out of foreign files: .pt and .bin without running them, safetensors after a check"
 
 
-# Makes the model of a run with its adapters merged: folder, ema, step, task, trust.
-Merged = Callable[[Path, bool, int, "str | None", bool], "nn.Module"]
-
-
-def add(verbs: Any, merged: Merged) -> None:
-    """Put the verbs among the others.
-
-    Args:
-        verbs: where verbs are added.
-        merged: makes the model that `merge=true` exports.
-    """
+def add(verbs: Any) -> None:
+    """Put the verbs among the others."""
     verb = verbs.add_parser("export", help=EXPORT, description=EXPORT)
     arguments.run(verb)
     arguments.foreign_run(verb)
     arguments.overrides(
         verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
-    verb.set_defaults(run=lambda parsed: _export(parsed, merged))
+    verb.set_defaults(run=_export)
     verb = verbs.add_parser("import", help=IMPORT, description=IMPORT)
     verb.add_argument("source", type=Path, metavar="DIR_OR_FILE", help="weights.pt, a folder of transformers, …")
     arguments.overrides(verb, "out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000")
     verb.set_defaults(run=_import)
 
 
-def _export(parsed: argparse.Namespace, merged: Merged) -> int:
+def _export(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.exchange.export import export
     from unisono.config.schema.export_verb import Export
+    from unisono.launch.load import load_model
 
     words = arguments.only(parsed, Export)
 
-    def model(folder: Path, ema: bool, step: int) -> nn.Module:
-        return merged(folder, ema, step, parsed.task, parsed.trust)
+    def merged(folder: Path, ema: bool, step: int) -> nn.Module:
+        model: nn.Module = load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
+        return model
 
-    made = export(parsed.folder, words, model)
+    made = export(parsed.folder, words, merged)
     print(
         f"{made.folder}: {made.told}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"

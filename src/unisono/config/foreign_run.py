@@ -13,6 +13,7 @@ import os
 import pwd
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import util
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import fingerprint, resolve, safe_yaml
+from unisono.config import fingerprint, recipes, resolve, safe_yaml
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line
@@ -56,12 +57,15 @@ def read_values(path: Path) -> dict[str, Any]:
     return {**fingerprint.plain(config), **own}
 
 
-def read_run(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> RunConfig:
+def read_run(
+    folder: Path, task: str | type[Task] | None = None, overrides: Sequence[str] = (), *, trust: bool = False
+) -> RunConfig:
     """The configuration of a run, typed by a task that may be imported.
 
     Args:
         folder: of the run.
         task: that the caller names: `path/to/file.py:Class`, a recipe or a class; the file's own is then ignored.
+        overrides: settings that replace those of the run, as `resolve.read` takes them.
         trust: import the task that the run names, wherever it lies.
 
     Raises:
@@ -70,7 +74,7 @@ def read_run(folder: Path, task: str | type[Task] | None = None, *, trust: bool 
     """
     if not (folder / NAME).is_file():
         raise RunError(f"{folder} is not a run directory (no {NAME})")
-    return resolve.read(folder / NAME, task_of(folder, task, trust=trust))
+    return resolve.read(folder / NAME, task_of(folder, task, trust=trust), overrides)
 
 
 def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> str:
@@ -88,8 +92,8 @@ def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool =
 
 
 def is_packaged(reference: str) -> bool:
-    """Whether a reference is to a recipe of an installed package."""
-    return reference in resolve.TASKS or reference in resolve.TASKS.values()
+    """Whether a reference is to a recipe of an installed package, or to a task of one."""
+    return reference in recipes.names() or recipes.name_of(reference) is not None
 
 
 def is_imported(reference: str) -> bool:

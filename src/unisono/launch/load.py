@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -11,7 +9,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
 from unisono.config import foreign_run
-from unisono.config.schema.run import RunConfig
+from unisono.launch.run import open_run
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import RunError
 
@@ -74,40 +72,26 @@ def load_model(
     *,
     ema: bool = False,
     step: int | None = None,
-    build: Callable[[RunConfig], Any] | None = None,
     task: str | type[Task] | None = None,
     trust: bool = False,
 ) -> Any:
     """The model of a run with the weights of its newest checkpoint: a torch module on the CPU, or a pytree of JAX.
 
+    The task builds it, from the assets that it saved with the run where it can do without its data.
+
     Args:
         folder: of the run.
         ema: as for `load_weights`.
         step: as for `load_weights`.
-        build: makes the model that the task's `build` made, from the run's configuration; None asks the task itself,
-            which may want its data.
         task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None takes the one that the run names, if
-            that is a packaged recipe or this process has imported it already.
+            that is a recipe or this process has imported it already.
         trust: import the task that the run names, wherever it lies. That runs its author's code.
 
     Raises:
         TrustError: if the run names a task that nobody has vouched for.
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
-    from unisono.launch import rank_process
-
-    newest(Path(folder))
-    config = foreign_run.read_run(Path(folder), task, trust=trust)
-    if config.layout.engine == "jax":
-        from unisono.engines.jax import weights
-
-        made = build(config) if build else weights.build_model(rank_process.task_of(config), config.run.seed)
-        return load_weights(folder, made, ema=ema, step=step)
-    from unisono.engines.torch.train_state import build_model
-
-    model = build_model(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
-    load_weights(folder, model, ema=ema, step=step)
-    return model.eval()
+    return open_run(folder, task=task, trust=trust).load_model(ema=ema, step=step)
 
 
 def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:

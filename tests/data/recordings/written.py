@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from tests.audio.make_golden import clip
 from unisono import audio
 from unisono.data.recordings import open_recordings
-from unisono.task import Batch, Task
+from unisono.task import Batch, SampleContext, Task
 
 ROWS, BAD = 23, (4, 11, 12)
 
@@ -102,9 +102,9 @@ class Listener(Task):
     def data(self) -> Any:
         return open_recordings(self.path, label="ebird_code")
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         return {"audio": record["audio"], "name": record["name"], "row": record["row"],
-                "window": audio.Window.random(rng), "seed": int(rng.integers(1 << 31))}  # fmt: skip
+                "window": audio.Window.random(context.rng), "seed": int(context.rng.integers(1 << 31))}  # fmt: skip
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         batch = self.pipeline(

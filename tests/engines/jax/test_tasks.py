@@ -45,10 +45,10 @@ class Pairs(UnevenTask):
         return {"y": batch["y"]}
 
     def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
-        others, rows = context.everyone.outputs["point"], len(context.everyone.outputs["point"])
-        here = context.everyone.first + jnp.arange(len(batch["y"]))
+        others, rows = context.global_batch.outputs["point"], len(context.global_batch.outputs["point"])
+        here = context.global_batch.first + jnp.arange(len(batch["y"]))
         apart = jnp.square(outputs["point"][:, None] - others).sum(-1)
-        wanted = jnp.square(batch["y"][:, None] - context.everyone.batch["y"]).sum(-1)
+        wanted = jnp.square(batch["y"][:, None] - context.global_batch.batch["y"]).sum(-1)
         error = jnp.square(apart - wanted) * (jnp.arange(rows) != here[:, None])
         return Loss({"pair": error.sum(1) / max(1, rows - 1)})
 
@@ -88,7 +88,7 @@ class Balance(UnevenTask):
 class Remembering(UnevenTask):
     """Rows carry a running mean of their outputs from step to step."""
 
-    def first_carry(self, batch: Any) -> dict[str, Any]:
+    def initial_carry(self, batch: Any) -> dict[str, Any]:
         return {"mean": jnp.zeros((len(batch["x"]), 6), batch["x"].dtype) + batch["y"] * 0.1}
 
     def outputs(self, model: Any, batch: Any, context: Context) -> Any:
@@ -103,7 +103,7 @@ class Remembering(UnevenTask):
 class RememberingPairs(Pairs):
     """Both at once."""
 
-    def first_carry(self, batch: Any) -> dict[str, Any]:
+    def initial_carry(self, batch: Any) -> dict[str, Any]:
         return {"seen": jnp.zeros(len(batch["x"]), batch["x"].dtype)}
 
     def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
@@ -131,12 +131,12 @@ def test_the_loss_of_the_global_batch_is_what_the_task_says_of_all_rows_at_once(
     batch = first_batch(task)
 
     def loss(model: Any) -> jax.Array:
-        from unisono.task import Everyone
+        from unisono.task import GlobalBatch
 
         context = Context(0, training=True, valid=jnp.ones(12, bool), key=one_key(kind))
         outputs = task.outputs(model, batch, context)
         if kind is Pairs:
-            context = Context(0, True, valid=context.valid, everyone=Everyone(outputs, task.shared(batch), 0))
+            context = Context(0, True, valid=context.valid, global_batch=GlobalBatch(outputs, task.shared(batch), 0))
         if kind is Balance:
             totals = jax.lax.stop_gradient(task.totals(outputs, batch, context))
             context = Context(0, True, valid=context.valid, totals=totals)

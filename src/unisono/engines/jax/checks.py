@@ -10,11 +10,12 @@ import jax.interpreters.partial_eval as partial_eval
 import jax.numpy as jnp
 import numpy as np
 
+from unisono import protocols
 from unisono.engines.jax import precision
 from unisono.engines.jax.batches import Pass
 from unisono.engines.jax.forward import Forward, Inputs
 from unisono.runtime.errors import ConfigError
-from unisono.task import Everyone
+from unisono.task import GlobalBatch
 
 _CLOSE = 1e-3  # relative; a row too many in a micro-batch of less than a thousand is more
 
@@ -23,7 +24,9 @@ def draws(forward: Forward, one: Pass, inputs: Inputs) -> bool:
     """Whether what comes out of a micro-batch depends on its key; then its rows are part of the mathematics."""
 
     def made(key: Any, arrays: Any, one: Pass, inputs: Inputs) -> Any:
-        context = replace(forward.context(one, inputs, carry=forward.task.first_carry(one.arrays)), key=key)
+        context = replace(
+            forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays)), key=key
+        )
         model = forward.structure.model(arrays)
         return jax.tree.leaves(forward.task.outputs(model, one.arrays, context))
 
@@ -45,9 +48,9 @@ def keeps_double(forward: Forward, one: Pass, inputs: Inputs) -> None:
         return
 
     def made(arrays: Any, one: Pass, inputs: Inputs) -> Any:
-        context = forward.context(one, inputs, carry=forward.task.first_carry(one.arrays))
+        context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
         outputs = forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
-        if forward.task.cross_sample is not None or forward.task.needs_totals:
+        if protocols.cross_sample(forward.task) is not None or protocols.needs_totals(forward.task):
             return outputs
         return forward.loss(outputs, one.arrays, one.valid, context)[1]
 
@@ -71,11 +74,11 @@ def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
         ConfigError: naming the term or metric.
     """
     rows = len(one.valid)
-    if rows < 2 or forward.task.cross_sample == "whole":
+    if rows < 2 or protocols.cross_sample(forward.task) == "whole":
         return
 
     def outputs(arrays: Any, one: Pass, inputs: Inputs) -> Any:
-        context = forward.context(one, inputs, carry=forward.task.first_carry(one.arrays))
+        context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
         return forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
 
     described = jax.eval_shape(outputs, _shapes(forward), _described(one), _described(inputs))
@@ -97,17 +100,17 @@ def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
         micro = replace(one, arrays=cut[1], valid=jnp.arange(count) < rows - 1)
         real = jax.tree.map(lambda array: array[: rows - 1], cut)
         everyone = None
-        if forward.task.cross_sample == "rows":
-            everyone = Everyone(real[0], dict(forward.task.shared(real[1])), 0)
+        if protocols.cross_sample(forward.task) == "rows":
+            everyone = GlobalBatch(real[0], protocols.shared(forward.task, real[1]), 0)
         context = forward.context(
-            micro, inputs, carry=forward.task.first_carry(micro.arrays), everyone=everyone
+            micro, inputs, carry=protocols.initial_carry(forward.task, micro.arrays), global_batch=everyone
         )  # fmt: skip
-        if forward.task.needs_totals and forward.training:
-            context = replace(context, totals=forward.task.totals(*cut, context))
+        if protocols.needs_totals(forward.task) and forward.training:
+            context = replace(context, totals=protocols.totals(forward.task, *cut, context))
         return forward.loss(*cut, micro.valid, context)[1], context.totals
 
     jax.eval_shape(lambda: sums(rows))
-    if not (forward.masked_by_task or forward.task.needs_totals):
+    if not (forward.masked_by_task or protocols.needs_totals(forward.task)):
         return
     right, wrong = (jax.tree_util.tree_leaves_with_path(jax.jit(sums, static_argnums=0)(n)) for n in (rows - 1, rows))
     for (path, expected), (_, found) in zip(right, wrong, strict=True):

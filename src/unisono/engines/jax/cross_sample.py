@@ -14,11 +14,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from unisono import protocols
 from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass
 from unisono.engines.jax.forward import Forward, Inputs, Scales
 from unisono.runtime.errors import ConfigError
-from unisono.task import Everyone
+from unisono.task import GlobalBatch
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class CrossSample:
     ) -> None:
         self._forward, self._batch, self._inputs, self._scales = forward, batch, inputs, scales
         self._totals, self._carry = totals, carry
-        self._everyone = _Everyone(batch, rows)
-        shared = jax.vmap(lambda arrays: dict(forward.task.shared(arrays)))(batch.arrays)
-        self._shared = jax.tree.map(self._everyone.of, shared)
+        self._rows = _AllRows(batch, rows)
+        shared = jax.vmap(lambda arrays: protocols.shared(forward.task, arrays))(batch.arrays)
+        self._shared = jax.tree.map(self._rows.of, shared)
 
     def settle(self, outputs: Any) -> Settled:
         """Compute the loss, and in training its gradient in the outputs.
@@ -68,40 +69,40 @@ class CrossSample:
             ConfigError: for outputs that cannot be put side by side.
         """
         self._check(outputs)
-        whole = self._forward.task.cross_sample == "whole"
+        whole = protocols.cross_sample(self._forward.task) == "whole"
         loss = self._whole if whole else self._by_rows
         if whole:  # nothing is added up over devices, so the gather is no part of what is differentiated
-            outputs = jax.tree.map(self._everyone.gathered, outputs)
+            outputs = jax.tree.map(self._rows.gathered, outputs)
         floats, others = eqx.partition(outputs, eqx.is_inexact_array)
         if not self._forward.training:
             _, (reports, _) = loss(outputs)
             return Settled(reports, None, None)
         gradients, (reports, carry) = jax.grad(lambda f: loss(eqx.combine(f, others)), has_aux=True)(floats)
-        return Settled(reports, jax.tree.map(self._everyone.own, gradients) if whole else gradients, carry)
+        return Settled(reports, jax.tree.map(self._rows.own, gradients) if whole else gradients, carry)
 
     def _by_rows(self, outputs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """This device's share of the loss: its rows against everyone's, micro-batch by micro-batch."""
-        forward, every = self._forward, jax.tree.map(self._everyone.of, outputs)
+        forward, every = self._forward, jax.tree.map(self._rows.of, outputs)
 
         def one(total: jax.Array, given: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             own, micro, first, kept = given
-            everyone = Everyone(every, self._shared, first)
-            context = forward.context(micro, self._inputs, totals=self._totals, carry=kept, everyone=everyone)
+            everyone = GlobalBatch(every, self._shared, first)
+            context = forward.context(micro, self._inputs, totals=self._totals, carry=kept, global_batch=everyone)
             loss, sums = forward.loss(own, micro.arrays, micro.valid, context)
             return total + forward.objective(sums, self._scales), (forward.report(sums, micro), loss.carry)
 
         zero = jnp.zeros((), self._batch.counts.dtype)
-        return jax.lax.scan(one, zero, (outputs, self._batch, self._everyone.firsts, self._carry))
+        return jax.lax.scan(one, zero, (outputs, self._batch, self._rows.firsts, self._carry))
 
     def _whole(self, gathered: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """The loss of all rows together, the same on every device; its sums are counted once, with the first rows."""
         forward, first = self._forward, jax.tree.map(lambda array: array[0], self._batch)
-        valid = jnp.ones(self._everyone.rows, bool)
+        valid = jnp.ones(self._rows.rows, bool)
         context = replace(
             forward.context(first, self._inputs, totals=self._totals),
             key=self._inputs.loss_key(forward.training), valid=valid,
         )  # fmt: skip
-        loss, sums = forward.loss(jax.tree.map(self._everyone.real, gathered), self._shared, valid, context)
+        loss, sums = forward.loss(jax.tree.map(self._rows.real, gathered), self._shared, valid, context)
         if loss.carry is not None:
             raise ConfigError(f"{type(forward.task).__name__}: a loss with cross_sample='whole' cannot return a carry")
         nothing = jax.vmap(lambda micro: forward.report(None, micro))(self._batch)
@@ -120,7 +121,7 @@ class CrossSample:
 
 
 @dataclass(frozen=True)
-class _Everyone:
+class _AllRows:
     """The rows of the global batch in their order, whoever computed them.
 
     Attributes:

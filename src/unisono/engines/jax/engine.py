@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from unisono import protocols
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
@@ -112,7 +113,7 @@ class JaxEngine:
         placed = state.shardings(jax.eval_shape(self.optimizer.init, arrays), arrays, self.grid)
         batch = self.batches.of(batches)
         made = jax.jit(self.optimizer.init, out_shardings=placed)(arrays)
-        self.train_state = State(arrays, average, made, self._first_carry(batch))
+        self.train_state = State(arrays, average, made, self._initial_carry(batch))
         self.view = JaxModelView(self)
         inputs = self.programs.inputs(0, scalars, self._started, {})
         rows = self._rows_of(batches, "the first step")
@@ -150,10 +151,10 @@ class JaxEngine:
         cached = " (from the cache)" if self._compiler.cached else ""
         return {"mesh": where, "compiled": f"in {self._compiler.seconds:.1f} s{cached}"}
 
-    def _first_carry(self, batch: Pass) -> dict[str, Any]:
+    def _initial_carry(self, batch: Pass) -> dict[str, Any]:
         """Room for the state of all rows."""
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[2:], array.dtype), batch.arrays)
-        shapes = jax.eval_shape(self._job.task.first_carry, one) or {}
+        shapes = jax.eval_shape(lambda arrays: protocols.initial_carry(self._job.task, arrays), one) or {}
         lead = batch.number.shape[0], self._split.devices
         return {name: self.batches.spread(np.zeros((*lead, *like.shape), like.dtype)) for name, like in shapes.items()}
 
@@ -281,7 +282,7 @@ class JaxEngine:
         task = self._job.task
         faults.not_finite(
             self.communicator, batches, names, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
-            result, step, by_term=task.cross_sample is None and not task.needs_totals,
+            result, step, by_term=protocols.cross_sample(task) is None and not protocols.needs_totals(task),
         )  # fmt: skip
 
     # evaluation -------------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ class JaxEngine:
 
     def _rows_of(self, batches: Sequence[MicroBatch], what: str) -> int:
         """Real rows of the global batch, where the loss crosses samples; else 0."""
-        if self._job.task.cross_sample is None:
+        if protocols.cross_sample(self._job.task) is None:
             return 0
         own = sum(micro.size for micro in batches if not micro.idle)
         return max(1, sum(self.communicator.gather(own, f"the number of rows of {what}")))

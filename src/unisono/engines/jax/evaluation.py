@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from unisono import protocols
 from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass, specs_of
 from unisono.engines.jax.cross_sample import CrossSample
@@ -38,7 +39,7 @@ class Evaluation:
     def _on_device(self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs) -> jax.Array:
         forward = self.forward
         batch = jax.tree.map(lambda array: array[:, 0], batch)
-        crosses = forward.task.cross_sample is not None
+        crosses = protocols.cross_sample(forward.task) is not None
 
         def one(_: None, micro: Pass) -> tuple[None, Any]:
             context = forward.context(micro, inputs, carry=forward.carry(None, micro, inputs))
@@ -88,7 +89,7 @@ class Search:
         def made(parameters: Parameters, micro: Pass, own: Any) -> Any:
             context = forward.context(micro, inputs, carry=forward.carry(own or None, micro, inputs))
             outputs = forward.outputs(parameters, constants, micro, context)
-            if forward.task.cross_sample is not None or forward.task.needs_totals:
+            if protocols.cross_sample(forward.task) is not None or protocols.needs_totals(forward.task):
                 return _sizes(outputs, micro.valid)
             _, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
             return jnp.stack([sums["sums"][name] for name in terms])

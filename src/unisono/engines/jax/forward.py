@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from unisono import protocols
 from unisono.engines import rules
 from unisono.engines.jax import mesh, precision
 from unisono.engines.jax.batches import Names, Pass
@@ -144,7 +145,7 @@ class Forward:
 
     def carry(self, kept: Any, one: Pass, inputs: Inputs) -> Any:
         """The state of a micro-batch's rows: what an earlier step has left, else their first one; None without."""
-        first = self.task.first_carry(one.arrays)
+        first = protocols.initial_carry(self.task, one.arrays)
         if first is None or kept is None or not self.training:
             return first
         return jax.tree.map(lambda a, b: jnp.where(inputs.started, a, b.astype(a.dtype)), kept, dict(first))

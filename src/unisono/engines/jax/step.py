@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from unisono import protocols
 from unisono.engines import rules
 from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass, specs_of
@@ -189,7 +190,7 @@ class Step:
         device = _Device(forward, self, whole, constants, batch, inputs, scales(forward, batch))
         kept = device.carry(carry)
         totals = device.totals(kept)
-        crosses = forward.task.cross_sample is not None
+        crosses = protocols.cross_sample(forward.task) is not None
         gradients, reports, left, outputs = (device.across if crosses else device.by_micro_batch)(totals, kept)
         self.forward.columns = forward.columns
         if self.defer:
@@ -197,7 +198,9 @@ class Step:
         gradients = {name: mesh.add_up(value, forward.spec(name)) for name, value in gradients.items()}
         if left is not None:
             if not carry:
-                raise ConfigError(f"{type(forward.task).__name__}.loss returns a carry, but there is no first_carry()")
+                raise ConfigError(
+                    f"{type(forward.task).__name__}.loss returns a carry, but there is no initial_carry()"
+                )
             kept = jax.tree.map(lambda new, old: _where_rows(batch.valid, new, old), dict(left), kept)
         after = jax.tree.map(lambda array: array[:, None], (kept if carry else {}, outputs))
         return gradients, mesh.everywhere(reports), *after
@@ -228,14 +231,14 @@ class _Device:
     def totals(self, kept: Any) -> dict[str, jax.Array]:
         """What `Task.totals` comes to over the global batch, from a pass without gradients; empty where not asked."""
         forward = self.forward
-        if not forward.task.needs_totals:
+        if not protocols.needs_totals(forward.task):
             return {}
 
         def one(_: None, given: Any) -> tuple[None, Any]:
             micro, own = given
             context = forward.context(micro, self.inputs, carry=own)
             outputs = forward.outputs(self.parameters, self.constants, micro, context)
-            totals: Mapping[str, Any] = forward.task.totals(outputs, micro.arrays, context)
+            totals: Mapping[str, Any] = protocols.totals(forward.task, outputs, micro.arrays, context)
             any_row = micro.valid.any()
             wide = self.batch.counts.dtype
             return None, {name: jnp.where(any_row, value, 0).astype(wide) for name, value in totals.items()}

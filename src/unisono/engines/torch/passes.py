@@ -1,6 +1,6 @@
 """The passes of a step: each micro-batch on the device, under its own random address, with the state of its rows.
 
-A loss that needs to know the whole global batch (`Task.totals`, losses across samples) gets it from a first pass
+A loss that needs to know the whole global batch (`Totals.totals`, losses across samples) gets it from a first pass
 without gradients over all micro-batches, with the same random draws as the second.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.cross_sample import CrossSample
@@ -36,10 +37,12 @@ class Passes:
         self._parts, self._state, self._parallel, self._task = parts, state, state.parallel, task
         self._seed, self._precision = parts.random_state.seed, parts.job.config.train.precision
         self.cross_sample: CrossSample | None = None
-        if task.cross_sample is not None:
+        if protocols.cross_sample(task) is not None:
             self.cross_sample = CrossSample(parts.job, parts.random_state, self._local)
         # The only micro-batch of a process still has its graph when the loss across samples is computed.
-        self._has_first_pass = task.needs_totals or (self.cross_sample is not None and parts.job.split.passes > 1)
+        self._has_first_pass = protocols.needs_totals(task) or (
+            self.cross_sample is not None and parts.job.split.passes > 1
+        )
 
     # a step -------------------------------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class Passes:
             result = self._run(micro, batch, context, None)
             if self.cross_sample is not None:
                 self.cross_sample.add_outputs(micro, result, batch)
-                result = self._task.totals(result, batch, context) if self._task.needs_totals else {}
+                result = protocols.totals(self._task, result, batch, context)
             for name, value in sorted(result.items()):
                 value = value.detach().to(self._parts.device, self._parts.reduction.dtype)
                 value = torch.zeros_like(value) if micro.idle else value

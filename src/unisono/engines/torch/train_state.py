@@ -119,6 +119,16 @@ class TrainState:
         return sharded_tensors.optimizer_tensors(self.module, self.optimizer)
 
 
+def count_parameters(build: Callable[[], nn.Module]) -> int:
+    """How many parameters a model has, without giving it memory.
+
+    Args:
+        build: makes the model; every tensor that it creates is on the device `meta`.
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
 def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
     """The model, on the CPU, in the dtype that its code gives it.
 

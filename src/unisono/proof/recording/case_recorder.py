@@ -22,6 +22,7 @@ from unisono.optim import schedules
 from unisono.proof.cases import Case, Proof
 from unisono.proof.recording.recorder import Recorder, content, probe
 from unisono.proof.recording.trace import Facts, StepFacts, Trace, folder_of, write_facts
+from unisono.protocols import cross_sample
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.task import Task
@@ -140,7 +141,7 @@ class _Run:
         if case.perturbed:
             view.perturb(case.perturbed)
         self.recorder.write("initial parameters", None, view.whole("parameters"))
-        facts.crosses = self.task.cross_sample or ""
+        facts.crosses = cross_sample(self.task) or ""
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after
         if case.starts_from:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.nested import each, leaves
@@ -25,7 +26,7 @@ from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.gradients import add_onto, additions, tree_sum
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.runtime.errors import ConfigError
-from unisono.task import Batch, Context, Everyone, Loss, Task
+from unisono.task import Batch, Context, GlobalBatch, Loss
 
 Local = Callable[[MicroBatch, Context], tuple[Batch, Context]]
 Kind = list[Any]  # name, shape of a row, dtype
@@ -47,13 +48,11 @@ class CrossSample:
     def __init__(self, job: Job, random_state: RandomState, local: Local) -> None:
         task, config = job.task, job.config
         name = type(task).__name__
-        if task.cross_sample not in ("rows", "whole"):
-            raise ConfigError(f"{name}.cross_sample is {task.cross_sample!r}; it can be None, 'rows' or 'whole'")
-        self._is_whole = task.cross_sample == "whole"
-        if self._is_whole and type(task).first_carry is not Task.first_carry:
+        self._is_whole = protocols.cross_sample(task) == "whole"
+        if self._is_whole and isinstance(task, protocols.Recurrent):
             raise ConfigError(
                 f"{name} carries state of rows from step to step, which its loss cannot give back with "
-                "cross_sample='whole', since it is not given rows; use 'rows', or leave first_carry() out"
+                "cross_sample='whole', since it is not given rows; use 'rows', or leave initial_carry() out"
             )
         self._task, self._process, self._communicator = task, job.process, job.communicator
         self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
@@ -66,7 +65,7 @@ class CrossSample:
     def add_outputs(self, micro: MicroBatch, outputs: Any, batch: Batch) -> None:
         """Keep what a forward pass returned for a micro-batch, and what it shares with everyone."""
         cut_off = each(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-        self._parts.append(_Part(micro, cut_off, dict(self._task.shared(batch))))
+        self._parts.append(_Part(micro, cut_off, protocols.shared(self._task, batch)))
 
     def compute_loss(self, context: Context, scales: Mapping[str, Tensor]) -> list[tuple[MicroBatch, Loss]]:
         """Compute the loss of the outputs added, and in training its gradient in those of this process; collective.
@@ -150,12 +149,12 @@ class CrossSample:
         """The local rows' share of the loss, and its gradient in everyone's outputs, added up over processes."""
         stack: list[Tensor | None] = []
         for (part, first), adds in zip(everyone.placed(parts), additions(len(parts)), strict=True):
-            outputs, batch_wide = part.outputs, Everyone(part.outputs, part.shared, 0)
+            outputs, batch_wide = part.outputs, GlobalBatch(part.outputs, part.shared, 0)
             if not part.micro.idle:  # which is nowhere in the global batch
                 outputs = everyone.rebuild([leaf[first : first + part.rows] for leaf in everyone.leaves])
-                batch_wide = Everyone(everyone.rebuild(everyone.leaves), everyone.shared, first)
+                batch_wide = GlobalBatch(everyone.rebuild(everyone.leaves), everyone.shared, first)
             batch, own = self._local(part.micro, context)
-            own = replace(own, everyone=batch_wide)
+            own = replace(own, global_batch=batch_wide)
             total, part.loss = self._scaled_loss(outputs, batch, own, scales, part.micro.number)
             add_onto(stack, everyone.gradient(total), adds)
         (vector,) = stack
@@ -237,7 +236,7 @@ class _GatheredOutputs:
     Attributes:
         leaves: tensors of the outputs, each (rows of the global batch, …).
         like: outputs of the same structure.
-        shared: what `Task.shared` gave, each (rows of the global batch, …).
+        shared: what `CrossSample.shared` gave, each (rows of the global batch, …).
         first: place of this process's first row.
     """
 

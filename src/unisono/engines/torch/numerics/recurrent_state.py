@@ -12,6 +12,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import Job
 from unisono.engines.state import Reader, Shard
 from unisono.engines.torch import saved_tensors
+from unisono.protocols import initial_carry
 from unisono.task import Batch, Context
 
 Rows = Mapping[str, Tensor]
@@ -35,7 +36,7 @@ class RecurrentState:
         An idle micro-batch repeats rows that are not its own, and an evaluation has rows of its own: these begin anew.
         """
         kept = self._kept.get(micro.number) if context.training and not micro.idle else None
-        rows = {name: rows[: micro.size] for name, rows in kept.items()} if kept else self._task.first_carry(batch)
+        rows = {name: rows[: micro.size] for name, rows in kept.items()} if kept else initial_carry(self._task, batch)
         return context if rows is None else replace(context, carry=rows)
 
     def begin(self) -> None:

@@ -23,6 +23,7 @@ from unisono.config.schema.run import Layout
 from unisono.engines import rules
 from unisono.engines.torch.parallel import data_parallel
 from unisono.engines.torch.parallel.activation_checkpointing import checkpointed
+from unisono.protocols import cross_sample, totals
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Task
 
@@ -54,10 +55,10 @@ class StepModule(nn.Module):
         outputs = self.task.outputs(self.model, batch, context)
         if self.seen is not None and torch.is_grad_enabled():
             self.seen.append(outputs)
-        if self.task.cross_sample is not None:
+        if cross_sample(self.task) is not None:
             return outputs
         if scales is None:
-            return self.task.totals(outputs, batch, context)
+            return totals(self.task, outputs, batch, context)
         return rules.scaled_loss(self.task, outputs, batch, context, scales)
 
     def take_outputs(self) -> Any:
@@ -118,7 +119,7 @@ def wrap(
             **_NO_BUFFERS,
         )
     if layout.strategy == "dp" and len(devices := data_parallel.devices_of(device)) > 1:
-        crosses = getattr(step.task, "cross_sample", None) is not None
+        crosses = cross_sample(step.task) is not None
         return data_parallel.DataParallel(step, crosses, precision, device, devices)
     return step
 
