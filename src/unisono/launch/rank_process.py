@@ -66,7 +66,7 @@ def join(config: RunConfig, place: Place) -> Group:
 
 def _join_jax(config: RunConfig, place: Place) -> Group:
     """Meet the other processes of a JAX run, if there are any, and start JAX with them."""
-    from unisono.engines.jax import runtime
+    from unisono.engines.jax.parallel import runtime
     from unisono.runtime import tcp_communicator
 
     if place.world_size == 1:
@@ -110,7 +110,7 @@ def part(group: Group | None = None) -> None:
 
         process_group.stop()
     if group is not None and "jax" in sys.modules:
-        from unisono.engines.jax import runtime
+        from unisono.engines.jax.parallel import runtime
 
         runtime.stop(group)
 
@@ -239,7 +239,7 @@ def main(folder: Path, task: str) -> NoReturn:
         with logged(folder, place):
             config = resolve.read(folder / "config.yaml", task)
             if config.layout.engine == "jax":
-                from unisono.engines.jax import runtime
+                from unisono.engines.jax.parallel import runtime
 
                 runtime.redirect_native_output(folder / "logs" / f"rank-{place.rank:05d}.native.log")
             group = join(config, place)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from unisono.config.schema.optimizers import Optimizer as Settings
-from unisono.engines.jax import optimizers
+from unisono.engines.jax.numerics import optimizers
 from unisono.optim import optimizers as of_torch
 from unisono.runtime.errors import ConfigError
 

@@ -17,8 +17,8 @@ from jax.tree_util import keystr
 
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.jax import precision
-from unisono.engines.jax.mesh import BATCH, Grid
+from unisono.engines.jax.numerics import precision
+from unisono.engines.jax.parallel.mesh import BATCH, Grid
 from unisono.engines.peekable import Peekable
 from unisono.runtime.errors import ConfigError
 

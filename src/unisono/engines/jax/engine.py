@@ -17,15 +17,17 @@ from unisono import protocols
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.jax import checks, faults, model, observing, optimizers, precision, replicas, results, state
+from unisono.engines.jax import model, state
 from unisono.engines.jax.batches import Batches, Names, Pass
-from unisono.engines.jax.compilation import Compiler
 from unisono.engines.jax.forward import Inputs
-from unisono.engines.jax.mesh import Grid
+from unisono.engines.jax.guards import checks, faults, replicas
+from unisono.engines.jax.guards.compilation import Compiler
+from unisono.engines.jax.numerics import optimizers, precision, results
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.profiler import Profiler
 from unisono.engines.jax.programs import Programs, Scalars
 from unisono.engines.jax.step import AVERAGE_KEPT, LARGEST, LOSS_LIMIT, NORM_LIMIT, Observed, Outcome, State, Step
-from unisono.engines.jax.view import JaxModelView
+from unisono.engines.jax.view import JaxModelView, local_outputs
 from unisono.engines.observers import Observer, Observers
 from unisono.engines.protocol import Facts, Job, StepResult
 from unisono.engines.spike_detection import SpikeDetection
@@ -212,7 +214,7 @@ class JaxEngine:
 
     def _show(self, seen: Observed, outcome: Outcome, batches: Sequence[MicroBatch]) -> None:
         """Show observers the passes and the gradients of a step whose update is computed, and not taken yet."""
-        for micro, outputs in zip(batches, observing.local_outputs(seen.outputs, batches), strict=True):
+        for micro, outputs in zip(batches, local_outputs(seen.outputs, batches), strict=True):
             self._observers.on_forward(micro, outputs, None)
         self.view.gradients = seen.raw
         self._observers.on_gradients()

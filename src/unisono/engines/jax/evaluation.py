@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from unisono import protocols
-from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass, specs_of
-from unisono.engines.jax.cross_sample import CrossSample
 from unisono.engines.jax.forward import Forward, Inputs, Parameters
-from unisono.engines.jax.mesh import BATCH
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.cross_sample import CrossSample
+from unisono.engines.jax.parallel.mesh import BATCH
 
 Sharded = Mapping[str, jax.Array]
 

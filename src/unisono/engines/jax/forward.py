@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec
 
 from unisono import protocols
 from unisono.engines import rules
-from unisono.engines.jax import mesh, precision
 from unisono.engines.jax.batches import Names, Pass
-from unisono.engines.jax.mesh import Grid
 from unisono.engines.jax.model import Structure
+from unisono.engines.jax.numerics import precision
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
 from unisono.task import Context, Loss, Task

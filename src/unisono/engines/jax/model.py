@@ -17,8 +17,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from unisono.config.schema.run import Layout
-from unisono.engines.jax import precision
-from unisono.engines.jax.mesh import Grid
+from unisono.engines.jax.numerics import precision
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.rng import key as address
 from unisono.task import Task

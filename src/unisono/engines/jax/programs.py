@@ -11,12 +11,12 @@ import jax
 
 from unisono.config.schema.run import RunConfig
 from unisono.engines.jax.batches import Names, Pass, signature
-from unisono.engines.jax.compilation import Compiler, Key
 from unisono.engines.jax.evaluation import Evaluation, Search
 from unisono.engines.jax.forward import Columns, Forward, Inputs
-from unisono.engines.jax.mesh import Grid
+from unisono.engines.jax.guards.compilation import Compiler, Key
 from unisono.engines.jax.model import Structure
-from unisono.engines.jax.optimizers import Optimizer
+from unisono.engines.jax.numerics.optimizers import Optimizer
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import CONTROLS, Observed, State, Step
 from unisono.task import Task
 

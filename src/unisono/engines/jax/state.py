@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, keystr
 
-from unisono.engines.jax.mesh import Grid
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import State
 from unisono.engines.state import Reader, Shard
 from unisono.runtime.errors import CheckpointError

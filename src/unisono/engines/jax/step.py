@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec
 
 from unisono import protocols
 from unisono.engines import rules
-from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass, specs_of
-from unisono.engines.jax.cross_sample import CrossSample
 from unisono.engines.jax.forward import Forward, Inputs, Parameters, Scales
-from unisono.engines.jax.mesh import BATCH
-from unisono.engines.jax.optimizers import Optimizer
+from unisono.engines.jax.numerics.optimizers import Optimizer
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.cross_sample import CrossSample
+from unisono.engines.jax.parallel.mesh import BATCH
 from unisono.runtime.errors import ConfigError
 
 Sharded = Mapping[str, jax.Array]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax import state
 from unisono.engines.jax.batches import Names
-from unisono.engines.jax.mesh import Grid
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.observers import Array, Kind
 from unisono.runtime import rng
 
@@ -144,3 +144,25 @@ class JaxModelView:
         """A whole array, which every process has, as it lies on the devices."""
         whole = whole.astype(like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
+
+
+def local_outputs(outputs: Any, batches: Sequence[MicroBatch]) -> Iterator[Any]:
+    """What the task returned for each micro-batch of this process, without rows that pad.
+
+    Args:
+        outputs: of all devices, (passes, devices, rows, …).
+        batches: of this process, one device's after the other's.
+    """
+    own = jax.tree.map(_own, outputs)
+    for place, micro in enumerate(batches):
+        yield jax.tree.map(lambda array, at=place, size=micro.size: _cut(array[at], size), own)
+
+
+def _own(array: jax.Array) -> np.ndarray[Any, Any]:
+    """This process's part, (micro-batches, rows, …) in the order of the devices."""
+    pieces = sorted(array.addressable_shards, key=lambda piece: piece.index[1].start or 0)
+    return np.concatenate([np.asarray(piece.data)[:, 0] for piece in pieces])
+
+
+def _cut(array: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    return array[:size] if array.ndim and len(array) > size else array

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from unisono.engines.jax import mesh
-from unisono.engines.jax.mesh import Grid
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.runtime.errors import GuardError
 
 Digests = Mapping[str, np.ndarray[Any, np.dtype[np.uint32]]]

@@ -18,8 +18,8 @@ import optax
 
 from unisono.config.schema import optimizers as settings
 from unisono.config.schema.optimizers import OptimizerGroup, ParameterGroup
-from unisono.engines.jax import transforms
 from unisono.engines.jax.model import Structure
+from unisono.engines.jax.numerics import transforms
 from unisono.runtime.errors import ConfigError, nearest
 
 Tree = dict[str, Any]

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from unisono import protocols
-from unisono.engines.jax import mesh
 from unisono.engines.jax.batches import Pass
 from unisono.engines.jax.forward import Forward, Inputs, Scales
+from unisono.engines.jax.parallel import mesh
 from unisono.runtime.errors import ConfigError
 from unisono.task import GlobalBatch
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from unisono import protocols
-from unisono.engines.jax import precision
 from unisono.engines.jax.batches import Pass
 from unisono.engines.jax.forward import Forward, Inputs
+from unisono.engines.jax.numerics import precision
 from unisono.runtime.errors import ConfigError
 from unisono.task import GlobalBatch
 
