@@ -60,6 +60,7 @@ class Trace:
     before: dict[str, np.ndarray] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     average: dict[str, np.ndarray] = field(default_factory=dict)
+    recompiled: list[str] = field(default_factory=list)
 
 
 class InterruptionError(Exception):
