@@ -172,7 +172,7 @@ def test_the_traceback_of_the_process_that_raised_is_the_headline(here: Path):
     assert done.returncode == 1
     assert done.stderr.startswith("unisono: error: rank 1 failed")
     assert done.stderr.splitlines()[1].startswith("Traceback (most recent call last):")
-    *_, raised, saved, typed = done.stderr.rstrip().splitlines()
+    *_, raised, _, saved, typed = done.stderr.rstrip().splitlines()
     assert raised == "RuntimeError: the sky fell"
     assert saved == "There is no checkpoint yet. Start over with:"
     assert typed.startswith("  unisono train small.py:Small ")
