@@ -159,7 +159,7 @@ def test_links_in_a_circle_are_refused(here: Path, capsys: pytest.CaptureFixture
     (here / "one").symlink_to("two")
     (here / "two").symlink_to("one")
     assert trained(here, "a", "run.dir=one") == 2
-    assert "one/a cannot be a folder: symbolic links that lead in a circle" in capsys.readouterr().err
+    assert "one/a cannot be a directory: symbolic links that lead in a circle" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("mount"), reason="needs a folder that cannot be written to")
