@@ -1,0 +1,1 @@
+"""Small recursive models that solve puzzles: Sudoku, mazes, ARC-AGI."""
