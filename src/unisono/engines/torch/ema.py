@@ -1,6 +1,6 @@
 """A moving average of the weights, laid out as they are: each process averages its own shards, nothing is gathered.
 
-Only what is trained is averaged. Frozen parameters are their own average, and buffers (running statistics, counters)
+Only what is trained and not excluded is averaged. Other parameters are their own average, and buffers (running statistics, counters)
 are the model's: an average is evaluated and exported with those that the training has at that time.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from unisono.engines.state import Reader
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.numerics.gradients import local
 from unisono.optim import ema
+from unisono.runtime.errors import ConfigError, nearest
 
 log = logging.getLogger(__name__)
 KIND = "ema/"  # what the names of its arrays in a checkpoint begin with
@@ -37,7 +39,15 @@ class Average:
     def __init__(self, config: Ema, model: nn.Module) -> None:
         self._config = config
         kept = config.decay is not None
-        self._weights = {n: p for n, p in model.named_parameters() if kept and p.requires_grad}
+        trained = {n: p for n, p in model.named_parameters() if kept and p.requires_grad}
+        for pattern in config.exclude:
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                raise ConfigError(f"ema.exclude: '{pattern}' matches no parameter, {nearest(pattern, trained)}")
+        self._weights = {
+            name: weight
+            for name, weight in trained.items()
+            if not any(fnmatchcase(name, pattern) for pattern in config.exclude)
+        }
         self.tensors: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @property
