@@ -38,7 +38,7 @@ from unisono.engines.torch.guards.collective_comparison import Desync
 from unisono.engines.torch.parallel import fsdp_communication
 from unisono.runtime.collective_log import COMPARISON
 from unisono.runtime.communicator import Group, Place
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, SampleContext, Task
 
 CALLS, DEPTH, STEPS = 100, 15, 3
 KINDS = {"all_reduce": "all_reduce", "gather": "all_gather_into_tensor", "scatter": "reduce_scatter_tensor"}
@@ -54,7 +54,7 @@ class Deep(Task):
     def counts(self, batch: Any) -> dict[str, float]:
         return {"square": float(len(batch["x"]))}
 
-    def sample(self, record: Any, rng: Any) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         return {"x": record}
 
     def build(self) -> nn.Module:

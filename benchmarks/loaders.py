@@ -116,13 +116,13 @@ _GENERATOR: np.random.Generator | None = None
 
 
 def _task(work: str) -> Any:
-    from unisono.task import Task
+    from unisono.task import SampleContext, Task
 
     class Peer(Task):
         def data(self) -> Any: ...
 
-        def sample(self, record: Any, rng: np.random.Generator) -> Any:
-            return WORK[work](record, rng)
+        def sample(self, record: Any, context: SampleContext) -> Any:
+            return WORK[work](record, context.rng)
 
         def collate(self, samples: Any) -> Any:
             return stack(samples)

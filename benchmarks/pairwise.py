@@ -83,10 +83,10 @@ class Crossed(Task):
         return batch
 
     def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
-        assert context.everyone is not None
-        first = context.everyone.first
+        assert context.global_batch is not None
+        first = context.global_batch.first
         here = torch.arange(first, first + len(outputs["a"]))
-        return Loss({"across": self._loss(outputs["a"], context.everyone.outputs["b"], here)})
+        return Loss({"across": self._loss(outputs["a"], context.global_batch.outputs["b"], here)})
 
 
 # the ways -------------------------------------------------------------------------------------------------------------

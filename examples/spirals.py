@@ -33,8 +33,11 @@ class Spirals(unisono.Task):
     def held_out(self):
         return self.points(seed=1, count=500)
 
-    def sample(self, record, rng):  # rng is keyed by the row and its epoch: the same noise on any layout
-        noise = rng.normal(scale=self.config.noise, size=2).astype(np.float32)
+    def sample(self, record, context):
+        if not context.training:  # held-out rows stay as they are
+            return record
+        # The generator is keyed by the row and its epoch: the same noise on any layout, another one in each epoch.
+        noise = context.rng.normal(scale=self.config.noise, size=2).astype(np.float32)
         return {**record, "point": record["point"] + noise}
 
     def build(self):

@@ -71,8 +71,8 @@ class Paired(Task):
             size = len(outputs["error"])
             across = normality(outputs["views"]["a"]) * size
             return Loss({"across": across, "own": own}, {"own": 0.1}, {"first": (batch["number"][0] * 1.0, 1)})
-        assert context.everyone is not None
-        every, first = context.everyone, context.everyone.first
+        assert context.global_batch is not None
+        every, first = context.global_batch, context.global_batch.first
         a, b = outputs["views"]["a"], every.outputs["views"]["b"]
         here = torch.arange(first, first + len(a))
         if self.config.loss == "contrast":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from unisono.config.schema.base import Settings
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, SampleContext, Task
 
 VOCABULARY = 61
 LENGTH = 12
@@ -99,10 +99,12 @@ class TransformerTask(Task):
     def held_out(self) -> Words:
         return Words(11)
 
-    def sample(self, record: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        shifted = np.array(record)
-        shifted[-1] = rng.integers(1, VOCABULARY)  # an augmentation
-        return shifted
+    def sample(self, record: np.ndarray, context: SampleContext) -> np.ndarray:
+        if not context.training:
+            return record
+        augmented = np.array(record)
+        augmented[-1] = context.rng.integers(1, VOCABULARY)
+        return augmented
 
     def collate(self, samples: Any) -> dict[str, Any]:
         tokens = np.zeros((len(samples), LENGTH + 1), dtype=np.int64)

@@ -167,7 +167,7 @@ def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_he
         (("prepare", "language", "data=prepared", "data.path=x"), "data=prepared was prepared before"),
         (
             ("prepare", f"{tasks.__file__}:LinearTask"),
-            "LinearTask makes nothing ahead: it does not define preparation()",
+            "nothing can be prepared for LinearTask: it does not define preparation()",
         ),
         (("merge", "corpus"), "corpus has no plan.json: nothing was prepared there"),
         (("reshard", "corpus"), "shards is needed: shards=…; out is needed: out=…"),

@@ -21,7 +21,7 @@ FLOORS = (
     ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
-    ("task", "optim", "config"),
+    ("task", "protocols", "optim", "config"),
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -16,9 +16,11 @@ from torch import nn
 import unisono
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono import Context, Data, Loss, Settings, Source, Task
+from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task
+from unisono.protocols import initial_carry
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
+from unisono.task import set_up
 from unisono.training import loop
 from unisono.version import __version__
 
@@ -64,8 +66,39 @@ def test_a_task_holds_no_rows_out_unless_it_says_so() -> None:
 def test_a_sample_is_the_record_itself_and_draws_nothing() -> None:
     rng, record = np.random.default_rng(0), {"x": 1}
     before = rng.bit_generator.state
-    assert Least().sample(record, rng) is record
+    assert Least().sample(record, SampleContext(rng, training=True)) is record
     assert rng.bit_generator.state == before
+
+
+@pytest.mark.parametrize("signature", ["rng", "r: np.random.Generator", "generator=None"])
+def test_the_signature_of_sample_of_older_versions_is_refused_with_the_new_one(signature: str) -> None:
+    code = f"class Old(Least):\n    def sample(self, record, {signature}):\n        return record"
+    with pytest.raises(
+        ConfigError, match=r"Old\.sample\(.*older version.*sample\(self, record, context\): draw from conte"
+    ):
+        exec(code, {"Least": Least, "np": np})
+
+
+def test_a_context_that_is_taken_for_a_generator_says_where_the_generator_is() -> None:
+    context = SampleContext(np.random.default_rng(0), training=True)
+    with pytest.raises(AttributeError, match=r"draw from its generator: context\.rng\.normal\("):
+        context.normal()  # type: ignore[attr-defined]
+
+
+def test_setup_is_called_once_in_a_process_and_again_in_a_copy_of_another_one() -> None:
+    called = []
+
+    class Slow(Least):
+        def setup(self) -> None:
+            called.append(self)
+
+    task = Slow()
+    set_up(task)
+    set_up(task)
+    assert called == [task]
+    vars(task)["_set_up_by"] += 1  # as after a fork, or in a worker that was sent the task
+    set_up(task)
+    assert called == [task, task]
 
 
 def test_samples_are_stacked_by_name() -> None:
@@ -94,7 +127,7 @@ def test_samples_of_different_shapes_are_not_stacked() -> None:
 
 def test_a_task_names_no_work_no_facts_and_no_carry_unless_it_says_so() -> None:
     task = Least()
-    assert (task.work({}), task.facts(), task.first_carry({})) == ({}, {}, None)
+    assert (task.work({}), task.facts(), initial_carry(task, {})) == ({}, {}, None)
 
 
 def test_a_task_refuses_nothing_and_leaves_nothing_in_the_run_unless_it_says_so(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from unisono.observe.run_record import Record
 from unisono.optim.schedules import Scalars
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, SampleContext, Task
 from unisono.training import loop
 from unisono.training.loop import Result
 
@@ -315,10 +315,10 @@ def nothing_left() -> Iterator[None]:
 class Unreadable(TransformerTask):
     """The row that stands at position 25 cannot be read."""
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         if np.array_equal(record, self.data()[int(Order(27, 0)(np.array([25]))[0])]):
             raise OSError("the disk is gone")
-        return super().sample(record, rng)
+        return super().sample(record, context)
 
 
 class Untrainable(TransformerTask):

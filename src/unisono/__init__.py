@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.launch.load import load_model, load_weights
     from unisono.launch.train import train
     from unisono.runtime.errors import UnisonoError
-    from unisono.task import Context, Loss, Source, Task
+    from unisono.task import Context, Loss, SampleContext, Source, Task
 
 __all__ = [
     "Context",
@@ -28,6 +28,7 @@ __all__ = [
     "Loss",
     "Order",
     "RunConfig",
+    "SampleContext",
     "Settings",
     "Source",
     "Task",
@@ -45,6 +46,7 @@ _HOME = {
     "Loss": "unisono.task",
     "Order": "unisono.data.order.order",
     "RunConfig": "unisono.config.schema.run",
+    "SampleContext": "unisono.task",
     "Settings": "unisono.config.schema.base",
     "Source": "unisono.task",
     "Task": "unisono.task",

@@ -2,15 +2,19 @@
 
 A task says what *one* process would compute on the whole global batch. It never sees ranks, wrappers or accumulation;
 what it must give in return is that its loss is made of sums over rows and of counts that depend on the batch alone.
+What only some tasks need (rows that share a place, losses across samples, state from step to step) is in
+`unisono.protocols`.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = dict[str, Any]
+_OLD_NAMES = frozenset({"rng", "generator", "random", "rand"})  # of the second argument of `sample` in older versions
 
 
 @runtime_checkable
@@ -34,19 +39,39 @@ class Source(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
-class Nothing(BaseModel):
+class EmptyConfig(BaseModel):
     """The settings of a task that has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-@dataclass(frozen=True)
-class Everyone:
-    """All rows of the global batch, whoever computed them, in the order of the batch; see `Task.cross_sample`.
+@dataclass(frozen=True, slots=True)
+class SampleContext:
+    """What a task may know when it makes a sample.
 
     Attributes:
-        outputs: what `Task.outputs` returned of them, of the same structure; in training, gradients flow through it.
-        batch: what `Task.shared` gave of them, as tensors on the device.
+        rng: the generator for all random draws. In training it is keyed by seed, epoch and row, so a draw is the same
+            on any layout and another one in each epoch; for held-out rows by the row alone.
+        training: False for held-out rows, which are not augmented.
+    """
+
+    rng: np.random.Generator
+    training: bool
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = ""
+        if hasattr(np.random.Generator, name):
+            hint = f"; draw from its generator: context.rng.{name}(…)"
+        raise AttributeError(f"a SampleContext has no attribute '{name}'{hint}")
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """All rows of the global batch, whoever computed them, in the order of the batch; see `CrossSample`.
+
+    Attributes:
+        outputs: what `Task.outputs` returned for them, of the same structure; in training, gradients flow through it.
+        batch: what `CrossSample.shared` gave for them, as tensors on the device.
         first: place in it of the first row that the loss is given.
     """
 
@@ -63,9 +88,9 @@ class Context:
         step: updates made before this one, from 0.
         training: False in evaluation.
         scalars: scheduled scalars by name (`schedules.<name>` in the config), pure functions of the step.
-        carry: the task's state for these rows, or None where the task keeps none; see `Task.first_carry`.
-        totals: in training, what `Task.totals` came to over the whole global batch, where the task asks for it.
-        everyone: in a loss with `cross_sample="rows"`, all rows of the global batch.
+        carry: the task's state for these rows, or None where the task keeps none; see `Recurrent`.
+        totals: in training, what `Totals.totals` added up to over the whole global batch, where the task asks for it.
+        global_batch: in a loss with `cross_sample="rows"`, all rows of the global batch.
     """
 
     step: int
@@ -73,7 +98,7 @@ class Context:
     scalars: Mapping[str, float] = field(default_factory=dict)
     carry: Mapping[str, Any] | None = None
     totals: Mapping[str, Tensor] = field(default_factory=dict)
-    everyone: Everyone | None = None
+    global_batch: GlobalBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +123,9 @@ class Loss:
     carry: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        taken = (EVENT_NAMES | {"lr"}).intersection(self.metrics)
-        if taken:
-            raise ConfigError(f"a metric cannot be called {sorted(taken)}: events use the name; choose another")
+        reserved = (EVENT_NAMES | {"lr"}).intersection(self.metrics)
+        if reserved:
+            raise ConfigError(f"a metric cannot be called {sorted(reserved)}: events use the name; choose another")
         if any(hasattr(weight, "requires_grad") for weight in self.weights.values()):
             raise ConfigError("weights of a loss are numbers, not tensors: what is to be learnt belongs into the sums")
 
@@ -110,23 +135,25 @@ class Task(ABC):
 
     `Config`, `Model` and `Data` are the types of the config groups `task`, `model` and `data`: pydantic models, or
     `Annotated` unions of them with a discriminator. A key they do not know is refused.
+
+    Attributes:
+        config: the settings of the group `task`, a `Config`.
+        model_config: the settings of the group `model`, a `Model`.
+        data_config: the settings of the group `data`, a `Data`.
     """
 
-    Config: Any = Nothing
-    Model: Any = Nothing
+    Config: Any = EmptyConfig
+    Model: Any = EmptyConfig
     Data: Any = DataGroup
 
-    needs_totals = False
-    """Whether `loss` reads `context.totals`: every step then begins with a forward pass that `totals` adds up."""
+    draws_in_evaluation = False
+    """Whether `sample` draws random numbers for held-out rows on purpose, as a masked language model does. Where this
+    is False, drawing for them is refused: it would be an augmentation of the rows to be measured."""
 
-    cross_sample: Literal["rows", "whole"] | None = None
-    """Whether the loss looks across rows of the global batch. With "rows" it is given rows and `context.everyone`, and
-    sums over pairs of one of its rows and any row. With "whole" it is given all rows, and sums over them; that is for
-    what no row has a share of. Where a process has several micro-batches, a step then begins with a pass without
-    gradients."""
-
-    capacity: int | None = None
-    """Units that a packed row holds where `data.packing.length` is null; only for tasks that can be packed."""
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "sample" in vars(cls):
+            _refuse_old_sample(cls)
 
     def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
         self.config = self._settings("Config", config)
@@ -146,24 +173,14 @@ class Task(ABC):
 
     @abstractmethod
     def data(self) -> Source | Mapping[str, Source]:
-        """The rows to train on; several sources by name are mixed, see `data.mixture`.
-
-        Called once on every process; expensive preparation must be cached on disk.
-        """
+        """The rows to train on; several sources by name are mixed, see `data.mixture`."""
 
     def held_out(self) -> Source | None:
         """The rows to evaluate on, or None for no evaluation."""
         return None
 
-    def preparation(self) -> dict[str, Any]:
-        """What `unisono data prepare` makes ahead, by source; the only one is called ''.
-
-        Each is a `unisono.data.prepare.preparation.Preparation`, and the folder that it is made in where no other is asked for.
-        """
-        raise NotImplementedError(f"{type(self).__name__} makes nothing ahead: it does not define preparation()")
-
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
-        """One record to one sample. `rng` is keyed by (seed, epoch, row), so augmentation is the same on any layout."""
+    def sample(self, record: Any, context: SampleContext) -> Any:
+        """One record to one sample: draw from `context.rng`, and augment only under `if context.training:`."""
         return record
 
     def collate(self, samples: Sequence[Any]) -> Batch:
@@ -183,18 +200,6 @@ class Task(ABC):
                     f"{sorted(sample)} for another; return the same keys, or define collate()"
                 )
         return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
-
-    def length(self, sample: Any) -> int:
-        """Units (tokens, frames) that a sample takes of a packed row; only for tasks that can be packed."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be packed: it does not define length()")
-
-    def cut(self, sample: Any, first: int, last: int) -> Any:
-        """The units `first..last-1` of a sample, for itself; for samples longer than a packed row."""
-        raise NotImplementedError(f"{type(self).__name__} cannot cut samples: it does not define cut()")
-
-    def pack(self, samples: Sequence[Any]) -> Any:
-        """Samples that share a row, as one sample that `collate` takes; none of them may see another."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be packed: it does not define pack()")
 
     def work(self, batch: Batch) -> dict[str, float]:
         """What a micro-batch amounts to: the first name is the unit of throughput; `flops` (both passes) gives MFU."""
@@ -218,33 +223,8 @@ class Task(ABC):
     def loss(self, outputs: Any, batch: Batch, context: Context) -> Loss:
         """Sums over the rows it is given."""
 
-    def totals(self, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
-        """Sums over these rows that `loss` needs of the *whole* global batch, under names of the task's own.
-
-        For a loss that is a product of means. Where the task `needs_totals`, all micro-batches make one forward pass
-        without gradients before the first backward pass, with the same random draws as the second; what this returns
-        is added up over all of them, and is a constant in `context.totals` of every `loss`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} needs_totals, so it must define totals()")
-
-    def shared(self, batch: Batch) -> dict[str, Any]:
-        """Arrays of these rows that a loss across samples needs of everyone's, e.g. their numbers.
-
-        Only for tasks that set `cross_sample`. The first axis of each is the row, and the others are the same in every
-        micro-batch; so it is for what `outputs` returns, a tensor or a nested dict of them.
-        """
-        return {}
-
-    def first_carry(self, batch: Batch) -> dict[str, Any] | None:
-        """The carry of rows before their first step: tensors whose first axis is the row; None for tasks without.
-
-        A carry lives from step to step, one entry per row *of the global batch*; it is saved with the checkpoint and
-        follows its rows to any other layout.
-        """
-        return None
-
     def summary(self, values: Mapping[str, float]) -> dict[str, float]:
-        """What is told of an evaluation, from its loss, terms and metrics over all held-out rows.
+        """What an evaluation reports, from its loss, terms and metrics over all held-out rows.
 
         For what is no mean but follows from means: a correlation from those of products and squares.
         """
@@ -255,8 +235,15 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027 - optional, not abstract
         """Refuse what can be refused before processes start: a missing file, settings that do not fit each other."""
 
+    def setup(self) -> None:  # noqa: B027 - optional, not abstract
+        """Compute what `data`, `sample` and `build` share, and open what a process needs for itself.
+
+        Called once in every process that uses the task, worker processes among them, before any thread asks for a
+        sample. What takes long belongs into the cache (`unisono.compute_once`), where other processes find it.
+        """
+
     def kernels(self, device: str, precision: str) -> dict[str, str]:
-        """Choose among kernels that compute the same, before `build`; returns what was chosen, by setting, to be told.
+        """Choose among kernels that compute the same, before `build`; returns what was chosen, by setting, for the log.
 
         Called before the start, and on every process; all have to choose alike.
 
@@ -285,4 +272,28 @@ class Task(ABC):
         return None
 
     def save_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
-        """Write what a reader of the run needs besides the weights (tokenizer, model config); called once per run."""
+        """Write what a reader of the run needs besides the weights (tokenizer, sizes); called once per run."""
+
+    def load_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
+        """Take over what `save_assets` wrote, so that `build` makes the run's model without the run's data."""
+
+
+def set_up(task: Task) -> None:
+    """Have a task's `setup` called, unless this process has done so for this very object."""
+    if vars(task).get("_set_up_by") != os.getpid():
+        task.setup()
+        vars(task)["_set_up_by"] = os.getpid()
+
+
+def _refuse_old_sample(cls: type[Task]) -> None:
+    """Refuse `sample(self, record, rng)`, the signature of older versions, where a class defines it."""
+    try:
+        parameters = list(inspect.signature(cls.sample).parameters.values())
+    except (TypeError, ValueError):
+        return
+    for parameter in parameters[2:3]:
+        if parameter.name in _OLD_NAMES or "Generator" in str(parameter.annotation):
+            raise ConfigError(
+                f"{cls.__qualname__}.sample(self, record, {parameter.name}) has the signature of an older version. Write "
+                "sample(self, record, context): draw from context.rng, and augment only under `if context.training:`"
+            )

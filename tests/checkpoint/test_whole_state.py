@@ -34,7 +34,7 @@ STEPS = 6
 class Everything(TransformerTask):
     """Dropout, augmentation, rows that carry state along, and all that a configuration can add."""
 
-    def first_carry(self, batch: Any) -> dict[str, Any]:
+    def initial_carry(self, batch: Any) -> dict[str, Any]:
         return {"level": torch.zeros(len(batch["tokens"]))}
 
     def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:

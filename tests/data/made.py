@@ -14,7 +14,7 @@ from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.order import Order
 from unisono.data.order.plan import Plan, StreamPlan, Taken
-from unisono.task import Task
+from unisono.task import SampleContext, Task
 
 SIZE, BATCH = 31, 12
 BAD = (3, 17, 18)
@@ -26,11 +26,11 @@ class Augmented(Task):
     def data(self) -> Any:
         return np.arange(SIZE)
 
-    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+    def sample(self, record: Any, context: SampleContext) -> dict[str, Any]:
         time.sleep(int(record) % 3 * 2e-4)  # so that workers finish out of order
         length = 1 + int(record) % 5
         units = 100 * int(record) + np.arange(length)
-        return {"row": int(record), "units": units, "noise": rng.normal(size=2).astype(np.float32)}
+        return {"row": int(record), "units": units, "noise": context.rng.normal(size=2).astype(np.float32)}
 
     def collate(self, samples: Any) -> Any:
         longest = max(len(sample["units"]) for sample in samples)
@@ -71,14 +71,14 @@ class Augmented(Task):
 class WithBad(Augmented):
     """Some rows cannot be made."""
 
-    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+    def sample(self, record: Any, context: SampleContext) -> dict[str, Any]:
         if int(record) in BAD:
             raise ValueError(f"no sample in {record}")
-        return super().sample(record, rng)
+        return super().sample(record, context)
 
 
 class NothingGood(Augmented):
-    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+    def sample(self, record: Any, context: SampleContext) -> dict[str, Any]:
         raise ValueError(f"no sample in {record}")
 
 
@@ -95,7 +95,7 @@ class Ending(Augmented):
         super().__init__()
         self.how = how
 
-    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+    def sample(self, record: Any, context: SampleContext) -> dict[str, Any]:
         if int(record) == 17:
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -111,7 +111,7 @@ class Ending(Augmented):
                 raise Unpicklable(17, 3)
             elif self.how == "hang":
                 time.sleep(60)
-        return super().sample(record, rng)
+        return super().sample(record, context)
 
     def collate(self, samples: Any) -> Any:
         if self.how == "collate" and any(sample["row"] == 17 for sample in samples):

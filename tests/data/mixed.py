@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.task import Batch, Task
+from unisono.task import Batch, SampleContext, Task
 
 CAPACITY = 20
 
@@ -27,10 +27,10 @@ class Mixed(Task):
     def data(self) -> Any:
         return {"a": Blocked(range(200)), "b": Blocked(range(1000, 1333)), "c": Blocked(range(2000, 2700))}
 
-    def sample(self, record: Any, rng: np.random.Generator) -> np.ndarray:
+    def sample(self, record: Any, context: SampleContext) -> np.ndarray:
         if record % 11 == 5:
             raise ValueError(f"record {record} is bad")
-        return record * 1000.0 + rng.random(int(rng.integers(1, 30)))
+        return record * 1000.0 + context.rng.random(int(context.rng.integers(1, 30)))
 
     def length(self, sample: np.ndarray) -> int:
         return len(sample)

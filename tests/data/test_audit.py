@@ -23,7 +23,7 @@ from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import Plan
 from unisono.runtime.errors import RunError
-from unisono.task import Task
+from unisono.task import SampleContext, Task
 
 
 def _made(
@@ -210,8 +210,8 @@ def test_another_plan_fails(run: Path, of: Plan, says: str) -> None:
 
 def test_data_that_hold_something_else_now_fail(run: Path) -> None:
     class Changed(WithBad):
-        def sample(self, record: Any, rng: np.random.Generator) -> Any:
-            found = super().sample(record, rng)
+        def sample(self, record: Any, context: SampleContext) -> Any:
+            found = super().sample(record, context)
             found["noise"][1] += np.float32(1e-6)
             return found
 
@@ -241,10 +241,10 @@ class Line(Task):
     def data(self):
         return np.load(os.environ["UNISONO_TEST_ROWS"])
 
-    def sample(self, record, rng):
+    def sample(self, record, context):
         if record[0] > 2.5:
             raise ValueError("too far out")
-        return {"x": record + rng.normal(scale=1e-3, size=4).astype(np.float32)}
+        return {"x": record + context.rng.normal(scale=1e-3, size=4).astype(np.float32)}
 
     def build(self):
         return nn.Linear(4, 1)

@@ -23,7 +23,7 @@ from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.task import Task
+from unisono.task import SampleContext, Task
 
 SIZE, BATCH = 31, 12
 
@@ -34,9 +34,9 @@ class Rows(Task):
     def data(self) -> Any:
         return np.arange(SIZE)
 
-    def sample(self, record: Any, rng: np.random.Generator) -> dict[str, Any]:
+    def sample(self, record: Any, context: SampleContext) -> dict[str, Any]:
         time.sleep(int(record) % 3 * 2e-4)  # so that threads finish out of order
-        return {"row": record, "draw": rng.integers(2**62), "noise": rng.normal(size=2)}
+        return {"row": record, "draw": context.rng.integers(2**62), "noise": context.rng.normal(size=2)}
 
     def counts(self, batch: Any) -> dict[str, float]:
         return {"term": float(len(batch["row"])), "other": float(batch["row"].sum())}
@@ -250,7 +250,7 @@ class SquaresTask(Rows):
     def data(self) -> Any:
         return Squares()
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         return record
 
 
@@ -284,7 +284,7 @@ class Broken(Rows):
     where = "sample"
     act: Callable[[Any], Any]
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         return self._maybe("sample", record) or {"row": record}
 
     def collate(self, samples: Any) -> Any:
@@ -443,8 +443,8 @@ def test_no_more_is_prepared_ahead_than_asked_for(prefetch: int) -> None:
 class Drawing(Rows):
     draw: Callable[[np.random.Generator], Any]
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
-        type(self).draw(rng)
+    def sample(self, record: Any, context: SampleContext) -> Any:
+        type(self).draw(context.rng)
         return record
 
 

@@ -195,7 +195,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from tests.data.numbers import Numbers
-from unisono.data.prepare import prepare
+from unisono.data.prepare.preparation import prepare
 resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, 15_000))
 try:
     prepare(Numbers(300, longest=int(sys.argv[2])), Path(sys.argv[1]), workers=2, kind=sys.argv[3], shard_mb=1)

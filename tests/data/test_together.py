@@ -18,6 +18,7 @@ from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of, source_of
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
+from unisono.task import SampleContext
 
 BATCH, LANES, STEPS = 24, 24, 8
 WORLDS = (1, 2, 3, 4, 8)
@@ -109,7 +110,7 @@ class Known(Mixed):
     def data(self) -> Any:
         return {"a": Sized(range(0, 900, 3)), "b": Sized(range(1000, 1900, 2))}
 
-    def sample(self, record: Any, rng: np.random.Generator) -> np.ndarray:
+    def sample(self, record: Any, context: SampleContext) -> np.ndarray:
         return np.full(record % 9 + 1, float(record))
 
 

@@ -13,6 +13,7 @@ from tests.data.made import BATCH, SIZE, Augmented
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.worker_autotuning import Stages, Waits, choose, lock_share
+from unisono.task import SampleContext
 
 SLOW = Stages(read=0.001, sample=0.05, rest=0.002, locked=0.1)
 
@@ -42,12 +43,12 @@ def test_there_are_no_more_workers_than_are_needed() -> None:
 
 def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Augmented):
-        def sample(self, record: Any, rng: Any) -> Any:
+        def sample(self, record: Any, context: SampleContext) -> Any:
             time.sleep(0.01)
-            return super().sample(record, rng)
+            return super().sample(record, context)
 
     class Quick(Augmented):
-        def sample(self, record: Any, rng: Any) -> Any:
+        def sample(self, record: Any, context: SampleContext) -> Any:
             return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
 
     monkeypatch.setattr("unisono.data.loading.loader.cores", lambda: 4)

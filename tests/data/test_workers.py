@@ -25,7 +25,7 @@ from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import DataError
-from unisono.task import Task
+from unisono.task import SampleContext, Task
 
 MASK = {"on_error": "mask", "contents": True}
 
@@ -224,8 +224,8 @@ def test_a_task_that_cannot_be_sent_is_named() -> None:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str) -> None:
     class Stuck(Augmented):
-        def sample(self, record: Any, rng: Any) -> Any:
-            return release.wait(20) and None if int(record) == 17 else super().sample(record, rng)
+        def sample(self, record: Any, context: SampleContext) -> Any:
+            return release.wait(20) and None if int(record) == 17 else super().sample(record, context)
 
     release = threading.Event()
     task: Task = Ending("hang") if kind == "processes" else Stuck()
@@ -328,8 +328,8 @@ def test_a_task_of_a_script_is_found_in_worker_processes(tmp_path: Path) -> None
         import numpy as np
         from tests.data.made import Augmented, steps
         class Mine(Augmented):
-            def sample(self, record, rng):
-                return {**super().sample(record, rng), "row": int(record) + 1}
+            def sample(self, record, context):
+                return {**super().sample(record, context), "row": int(record) + 1}
         if __name__ == "__main__":
             made = steps(Mine(), worker_kind="processes", workers=2)
             print(sum(int(batch.arrays["row"].sum() - batch.rows.sum()) for step in made for batch in step))
@@ -350,8 +350,8 @@ def test_a_task_of_a_recipe_file_is_found_in_worker_processes(tmp_path: Path) ->
         from tests.data.made import Augmented
         import beside
         class Mine(Augmented):
-            def sample(self, record, rng):
-                return {**super().sample(record, rng), "row": int(record) + beside.ADDED}
+            def sample(self, record, context):
+                return {**super().sample(record, context), "row": int(record) + beside.ADDED}
         """)
     )
     task = resolve.task_class(f"{tmp_path / 'recipe.py'}:Mine")()
@@ -412,10 +412,10 @@ def test_a_source_without_any_good_row_is_an_error() -> None:
 
 def test_what_is_left_out_is_told_at_first_one_by_one_then_counted() -> None:
     class Half(Augmented):
-        def sample(self, record: Any, rng: Any) -> Any:
+        def sample(self, record: Any, context: SampleContext) -> Any:
             if int(record) % 2:
                 raise ValueError(f"odd {record}")
-            return super().sample(record, rng)
+            return super().sample(record, context)
 
     loader = Loader(Half(), np.arange(SIZE), made.plan(2.0), Split.of(BATCH, 1, 4), 0, on_error="mask")
     with contextlib.closing(loader):
@@ -428,7 +428,7 @@ def test_what_is_left_out_is_told_at_first_one_by_one_then_counted() -> None:
 
 def test_masking_is_refused_where_rows_carry_state() -> None:
     class Carrying(Augmented):
-        def first_carry(self, batch: Any) -> Any:
+        def initial_carry(self, batch: Any) -> Any:
             return {}
 
     from unisono.runtime.errors import ConfigError
@@ -457,10 +457,10 @@ def test_a_sample_whose_length_was_asked_for_is_made_once_if_it_fits(megabytes: 
     times: dict[tuple[int, int], int] = {}
 
     class Counting(Augmented):
-        def sample(self, record: Any, rng: Any) -> Any:
-            name = (int(record), int(rng.integers(1 << 30)))
+        def sample(self, record: Any, context: SampleContext) -> Any:
+            name = (int(record), int(context.rng.integers(1 << 30)))
             times[name] = times.get(name, 0) + 1
-            return super().sample(record, rng)
+            return super().sample(record, context)
 
     plan: StreamPlan = made.plan(48 / SIZE)  # four whole steps
     loader = Loader(Counting(), np.arange(SIZE), plan, Split.of(BATCH, 1, 4), 0, workers=2, prefetch_mb=megabytes)

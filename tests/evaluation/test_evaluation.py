@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,8 +24,9 @@ from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics.precision import promoting
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
-from unisono.task import Context, Loss
+from unisono.task import Context, Loss, SampleContext
 
 
 class Frozen(nn.Dropout):
@@ -181,7 +184,8 @@ def test_an_evaluation_is_the_loss_of_all_rows_as_one_batch() -> None:
     with alone(eval={"micro_batch": 4}) as (engine, held_out):
         result, task, model = evaluate(engine, held_out), ProbedTask(), engine._step.model
         source = task.held_out()
-        batch = task.collate([task.sample(source[r], generator(0, "eval", 0, r)) for r in range(len(source))])
+        contexts = [SampleContext(generator(0, "eval", 0, row), training=False) for row in range(len(source))]
+        batch = task.collate([task.sample(record, one) for record, one in zip(source, contexts, strict=True)])
         model.eval()
         with torch.no_grad(), promoting("fp64"):  # the model casts to fp32 inside, as models do
             scores = model(torch.from_numpy(batch["tokens"][:, :-1])).log_softmax(-1)
@@ -193,6 +197,49 @@ def test_an_evaluation_is_the_loss_of_all_rows_as_one_batch() -> None:
         assert result.loss == pytest.approx(result.terms["next"] + 0.3 * result.terms["length"], rel=1e-12)
         assert result.work == {"rows": 13.0, "tokens": float((batch["tokens"] != 0).sum())}
         assert batch["lengths"].max() <= LENGTH
+
+
+class Augmenting(ProbedTask):
+    """Augments whatever it is given, as `sample` did before it knew whether it is for training."""
+
+    def sample(self, record: Any, context: SampleContext) -> Any:
+        return super().sample(record, replace(context, training=True))
+
+
+class Masking(Augmenting):
+    draws_in_evaluation = True
+
+
+def held_out_arrays(task: ProbedTask, seed: int) -> list[dict[str, Any]]:
+    config = configuration(run={"seed": seed}, eval={"micro_batch": 4})
+    held_out = HeldOut(task, task.held_out(), config, Place(), 4)
+    try:
+        return [micro.arrays for batches in held_out.batches() for micro in batches]
+    finally:
+        held_out.close()
+
+
+def test_held_out_rows_are_not_augmented_and_rows_to_train_on_are() -> None:
+    task, rows = ProbedTask(), Words(13)
+    held_out = np.concatenate([arrays["tokens"] for arrays in held_out_arrays(task, seed=0)])
+    assert np.array_equal(held_out, task.collate(list(rows))["tokens"])
+    drawn = SampleContext(generator(0), training=True)
+    assert any(not np.array_equal(task.sample(row, drawn), row) for row in rows)
+
+
+def test_a_task_that_augments_held_out_rows_is_refused_before_the_first_step() -> None:
+    with pytest.raises(
+        DataError, match=r"Augmenting\.sample draws random numbers for held-out rows \(row 0\)"
+    ) as caught:
+        held_out_arrays(Augmenting(), seed=0)
+    assert caught.value.fault == "Held-out rows are augmented"
+
+
+def test_a_task_that_means_to_draw_in_evaluation_draws_the_same_for_a_row_every_time_and_in_every_run() -> None:
+    first, again, other = (held_out_arrays(Masking(), seed) for seed in (0, 0, 5))
+    for mine, same, theirs in zip(first, again, other, strict=True):
+        assert np.array_equal(mine["tokens"], same["tokens"])
+        assert np.array_equal(mine["tokens"], theirs["tokens"])
 
 
 def test_an_evaluation_is_made_without_dropout() -> None:

@@ -18,7 +18,7 @@ from tests.proofs.test_cross_sample import LAYOUTS
 from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communicator import Group, Place
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, SampleContext, Task
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,6 @@ def config(layout: str, rows: str = "stop", **more: Any) -> RunConfig:
 class Centred(Paired):
     """Its loss needs the mean embedding of the whole global batch, which a first pass finds."""
 
-    needs_totals = True
-
     def totals(self, outputs: Any, batch: Any, context: Context) -> dict[str, torch.Tensor]:
         rows = torch.tensor(float(len(batch["x"])))
         return {"views": outputs["views"]["a"].sum(0), "rows": rows}
@@ -57,7 +55,7 @@ class Damaged(Paired):
 
     BAD = (3, 11, 12, 30)
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         if int(record["number"]) in self.BAD:
             raise ValueError("damaged")
         return record

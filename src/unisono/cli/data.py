@@ -72,17 +72,14 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.prepare.partitions import Share
     from unisono.data.prepare.preparation import prepare
     from unisono.launch import rank_process
-    from unisono.runtime.errors import ConfigError
+    from unisono.protocols import preparations
 
     own = arguments.own(parsed, Prepare)
     share = Share.of(own.shard)
     config = load(parsed)
     task = rank_process.task_of(config)
-    try:
-        preparations = task.preparation()
-    except NotImplementedError as error:
-        raise ConfigError(str(error)) from error
-    for name, (preparation, cached) in preparations.items():
+    made_ahead = preparations(task)
+    for name, (preparation, cached) in made_ahead.items():
         folder = (own.out / name if name else own.out) if own.out else cached
         with _progress(folder, max(1, preparation.records // share.count)) as told:
             made = prepare(
@@ -102,7 +99,7 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
                 f"{folder}: share {share.number}/{share.count} is there, {len(share.shards(total))} of {total} shards"
             )
     if share.count > 1:
-        print(f"when all shares have ended: unisono data merge {own.out or next(iter(preparations.values()))[1]}")
+        print(f"when all shares have ended: unisono data merge {own.out or next(iter(made_ahead.values()))[1]}")
     return 0
 
 

@@ -8,10 +8,11 @@ from itertools import islice
 
 from unisono.config.batch_split import Split, divisors
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.protocol import Engine
+from unisono.protocols import cross_sample
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import DataError
 from unisono.task import Source, Task
@@ -45,10 +46,11 @@ class HeldOut:
     ) -> None:
         if len(source) == 0:
             raise DataError(f"{type(task).__name__}.held_out() has no rows; return None for no evaluation")
+        check_draws(task, source, mask=config.data.on_error == "mask", training=False)
         rows = min(len(source), config.eval.rows or len(source))
         micro = min(config.eval.micro_batch or micro_batch, rows)
         whole = micro * place.world_size
-        if task.cross_sample is not None:
+        if cross_sample(task) is not None:
             whole = global_batch or config.train.global_batch
             micro = max(size for size in divisors(whole // place.world_size) if size <= micro)
         self._split = Split.of(whole, place.world_size, micro)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unisono.config.schema.base import Settings
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, SampleContext, Task
 
 VARIABLE = "UNISONO_MISBEHAVE"
 MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
@@ -147,14 +147,16 @@ class Small(Task):
         """Rows to evaluate on."""
         return Rows(self.config.seed + 1, 9)
 
-    def sample(self, record: tuple[int, np.ndarray], rng: np.random.Generator) -> tuple[int, np.ndarray]:
+    def sample(self, record: tuple[int, np.ndarray], context: SampleContext) -> tuple[int, np.ndarray]:
         """A row with noise; or whatever the fault is."""
         row, values = record
         if self.fault is not None and self.fault.here("data", row):
             self.fault.happen()
             if self.fault.act == "nan":
                 values = values * float("nan")
-        return row, values + 0.1 * rng.normal(size=values.shape).astype(np.float32)
+        if not context.training:
+            return row, values
+        return row, values + 0.1 * context.rng.normal(size=values.shape).astype(np.float32)
 
     def collate(self, samples: Any) -> dict[str, Any]:
         """Rows as arrays."""

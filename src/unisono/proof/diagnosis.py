@@ -298,6 +298,13 @@ def _metrics(found: Pattern) -> Diagnosis:
     return named("A metric is not summed over ranks", "everything before it agrees")
 
 
+def _evaluation(found: Pattern) -> Diagnosis:
+    if found.agrees("metrics"):  # then sums and counts are reduced as they should be
+        told = "the metrics of the training agree, those of the same held-out rows do not"
+        return named("Held-out rows are augmented", told)
+    return _metrics(found)
+
+
 _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "initial parameters": _initial,
     "sample ids": _sample_ids,
@@ -315,7 +322,7 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "buffers": _buffers,
     "EMA": _average,
     "metrics": _metrics,
-    "evaluation": _metrics,
+    "evaluation": _evaluation,
 }
 
 _INVARIANTS = {

@@ -15,6 +15,7 @@ REMEDIES = {
     "Data are replayed": "keep the position in the order with the checkpoint, or set the epoch of the sampler",
     "The order of samples depends on the world size": "make the order a function of seed and position alone",
     "The order inside the global batch depends on the world size": "slice the global batch into contiguous stretches",
+    "Held-out rows are augmented": "augment only under `if context.training:` in sample()",
     "Augmentation depends on rank or worker": "draw from a generator that is keyed by seed, epoch and row",
     # initial parameters
     "Initialisation depends on the rank": "draw from the seeded generator in build(), or from one seed on all ranks",

@@ -43,7 +43,7 @@ from unisono.runtime.files import write_kept
 from unisono.supervise import disk_space, run_lock
 from unisono.supervise.shape_tracking import Shapes
 from unisono.supervise.step_sync import Boundary, Decision
-from unisono.task import Task
+from unisono.task import Task, set_up
 
 log = logging.getLogger(__name__)
 
@@ -491,6 +491,7 @@ def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: 
 
 def held_out_of(task: Task, config: RunConfig, place: Place, split: Split) -> HeldOut | None:
     """The task's held-out rows, if it has any."""
+    set_up(task)
     source = task.held_out()
     if source is None:
         return None

@@ -13,11 +13,12 @@ from tests import processes
 from tests.engines.torch.test_engine import layout
 from tests.proofs.matrix import LAYOUTS
 from tests.runs import SGD, Trace, configuration, distance, trace, traces
+from tests.tasks import LinearTask
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.runtime.communicator import Alone, Group, Place
-from unisono.runtime.errors import KernelError
+from unisono.runtime.errors import ConfigError, KernelError
 from unisono.task import Context, Loss, Task
 
 ROWS = 41
@@ -29,8 +30,6 @@ class Products(Task):
 
     class Config(Settings):
         dropout: float = 0.0
-
-    needs_totals = True
 
     def data(self) -> Any:
         rng = np.random.default_rng(2)
@@ -121,10 +120,10 @@ def test_both_passes_of_a_step_draw_the_same_random_numbers() -> None:
 
 
 def test_a_task_that_needs_totals_must_define_them() -> None:
-    class Forgotten(Products):
-        totals = Task.totals
+    class Forgotten(LinearTask):
+        needs_totals = True
 
-    with pytest.raises(NotImplementedError, match=r"Forgotten needs_totals, so it must define totals\(\)"):
+    with pytest.raises(ConfigError, match=r"Forgotten has needs_totals = True, so it must define totals\(\)"):
         processes.alone(trace, Forgotten(), config("single"))
 
 

@@ -20,7 +20,7 @@ from unisono.engines.torch.numerics.cross_sample import gathered
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError, NonFiniteError
-from unisono.task import Context, Everyone, Loss, Task
+from unisono.task import Context, GlobalBatch, Loss, Task
 
 LOSSES = ("distance", "contrast", "whole")
 
@@ -47,10 +47,10 @@ def plain_gradients(task: Paired, rows: list[int]) -> dict[str, np.ndarray]:
     batch["x"] = batch["x"].double()
     model = built(task.build, seed=0).double()
     outputs = task.outputs(model, batch, Context(0, training=True))
-    everyone = None if task.cross_sample == "whole" else Everyone(outputs, task.shared(batch), 0)
+    everyone = None if task.cross_sample == "whole" else GlobalBatch(outputs, task.shared(batch), 0)
     if task.cross_sample == "whole":
         torch.manual_seed(loss_seed())
-    loss = task.loss(outputs, batch, Context(0, training=True, everyone=everyone))
+    loss = task.loss(outputs, batch, Context(0, training=True, global_batch=everyone))
     sum(loss.weights.get(name, 1.0) * value / len(rows) for name, value in loss.sums.items()).backward()  # type: ignore[union-attr]
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
 
@@ -90,9 +90,9 @@ def test_rows_are_given_with_everyone_and_with_their_place_among_them() -> None:
     steps = [seen[4:8], seen[8:12], seen[12:16]]  # after those of the warm-up
     for given, rows in zip(steps, mine.rows, strict=True):
         real = given[: -(-len(rows) // 4)]
-        assert [context.everyone.first for context, _, _ in real] == list(range(0, len(rows), 4))  # type: ignore[union-attr]
+        assert [context.global_batch.first for context, _, _ in real] == list(range(0, len(rows), 4))  # type: ignore[union-attr]
         for context, outputs, batch in real:
-            everyone = context.everyone
+            everyone = context.global_batch
             assert everyone is not None
             assert everyone.batch["number"].tolist() == rows
             own = slice(everyone.first, everyone.first + len(batch["number"]))
@@ -124,7 +124,7 @@ def test_the_whole_is_given_all_rows_once_a_step_and_what_is_shared_of_them() ->
     mine = processes.alone(trace, Remembering(Paired.Config(loss="whole")), config(micro=4))
     assert len(seen) == 1 + 3
     for (context, outputs, batch), rows in zip(seen[1:], mine.rows, strict=True):
-        assert context.everyone is None
+        assert context.global_batch is None
         assert {name: value.tolist() for name, value in batch.items()} == {"number": rows}
         assert len(outputs["views"]["a"]) == len(rows)
 
@@ -162,7 +162,7 @@ def test_what_the_whole_loss_draws_does_not_make_the_micro_batch_part_of_the_mat
 class Carrying(Paired):
     """The target of a row moves with how often it was computed."""
 
-    def first_carry(self, batch: Any) -> dict[str, Any]:
+    def initial_carry(self, batch: Any) -> dict[str, Any]:
         return {"times": torch.zeros(len(batch["x"]), dtype=batch["x"].dtype)}
 
     def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
@@ -175,8 +175,6 @@ class Carrying(Paired):
 
 class Summed(Paired):
     """Its loss needs a sum over the global batch besides everyone's rows."""
-
-    needs_totals = True
 
     def totals(self, outputs: Any, batch: Any, context: Context) -> dict[str, Tensor]:
         return {"error": outputs["error"].sum()}
@@ -341,7 +339,7 @@ class Drawing(Paired):
         (Sideways, r"Sideways.cross_sample is 'pairs'; it can be None, 'rows' or 'whole'"),
         (
             CarriesAll,
-            r"CarriesAll carries state of rows from step to step, .* use 'rows', or leave first_carry\(\) out",
+            r"CarriesAll carries state of rows from step to step, .* use 'rows', or leave initial_carry\(\) out",
         ),
         (Mean, r"Mean, micro-batch 0: 'outputs mean' is of torch.float64 with 0 axes; where a loss crosses samples"),
         (Twice, r"Twice, micro-batch 0: 'outputs both' has 8 rows, the micro-batch 4; .* is the row"),

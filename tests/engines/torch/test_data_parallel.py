@@ -96,8 +96,6 @@ def test_means_of_devices_would_be_seen(three: list[list[int]], monkeypatch: pyt
 class Balanced(TransformerTask):
     """A loss that needs a sum over the whole global batch."""
 
-    needs_totals = True
-
     def totals(self, outputs: Tensor, batch: Batch, context: Context) -> dict[str, Tensor]:
         return {"mean": outputs.mean(dim=(1, 2)).sum(), "rows": torch.tensor(float(len(outputs)))}
 
@@ -117,7 +115,7 @@ def test_sums_that_a_loss_needs_first_are_those_of_all_devices(three: list[list[
 class Carrying(LinearTask):
     """Each row keeps what it came to in the step before."""
 
-    def first_carry(self, batch: Batch) -> dict[str, Tensor]:
+    def initial_carry(self, batch: Batch) -> dict[str, Tensor]:
         return {"before": torch.zeros(len(batch["x"]), 1, dtype=batch["x"].dtype)}
 
     def loss(self, outputs: Tensor, batch: Batch, context: Context) -> Loss:

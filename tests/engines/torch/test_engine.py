@@ -22,7 +22,7 @@ from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics import precision
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError
-from unisono.task import Context, Loss
+from unisono.task import Context, Loss, SampleContext
 
 STRATEGIES = ["ddp", "fsdp"]
 
@@ -67,7 +67,7 @@ def layout(strategy: str, **more: Any) -> dict[str, Any]:
 class NanRow(LinearTask):
     """Row 17 is not a number."""
 
-    def sample(self, record: Any, rng: np.random.Generator) -> Any:
+    def sample(self, record: Any, context: SampleContext) -> Any:
         return record
 
     def data(self) -> Any:

@@ -230,7 +230,7 @@ def test_a_row_that_is_not_a_number_is_told_beside_a_batch_norm() -> None:
 class Counting(LinearTask):
     """Each row of the batch carries the number of steps it has seen."""
 
-    def first_carry(self, batch: Any) -> Any:
+    def initial_carry(self, batch: Any) -> Any:
         return {"seen": torch.zeros(len(batch["x"]))}
 
     def loss(self, outputs: torch.Tensor, batch: Any, context: Context) -> Loss:

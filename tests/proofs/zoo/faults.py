@@ -34,7 +34,7 @@ from unisono.engines.torch.numerics.metric_reduction import Sums
 from unisono.engines.torch.numerics.random_state import Randomness
 from unisono.engines.torch.parallel import wrap
 from unisono.optim import optimizers, schedules
-from unisono.task import Task
+from unisono.task import SampleContext, Task
 
 # the tasks that they are made in --------------------------------------------------------------------------------------
 
@@ -357,7 +357,25 @@ def worker_generators() -> Iterator[None]:
     def of(original: Any, self: Any, seed: int) -> Any:
         return original(self, 0)
 
-    with wrapping(batch_builder._Generators, "of", of):
+    with wrapping(batch_builder._Contexts, "of", of):
+        yield
+
+
+@fault("held-out rows are augmented", "Held-out rows are augmented")
+def augmented_held_out() -> Iterator[None]:
+    def sample(original: Any, self: Any, record: Any, context: SampleContext) -> Any:
+        return original(self, record, replace(context, training=True))
+
+    with wrapping(TransformerTask, "sample", sample):
+        yield
+
+
+@fault("held-out rows are made as for the training", "Held-out rows are augmented")
+def held_out_as_training() -> Iterator[None]:
+    def init(original: Any, self: Any, training: bool) -> None:
+        original(self, training=True)
+
+    with wrapping(batch_builder._Contexts, "__init__", init):
         yield
 
 

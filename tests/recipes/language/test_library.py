@@ -30,8 +30,9 @@ from unisono.recipes.language.tokenise import Ahead, Tokenizer, tokenizer_from
 from unisono.recipes.language.tokens import Rows
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import generator
+from unisono.task import SampleContext
 
-RNG = generator("not used")
+CONTEXT = SampleContext(generator("not used"), training=True)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def language(data: Any, sequence: int = 16) -> Language:
 
 def samples(task: Language) -> list[list[int]]:
     source: Any = task.data()
-    return [task.sample(source[row], RNG).tolist() for row in range(len(source))]
+    return [task.sample(source[row], CONTEXT).tolist() for row in range(len(source))]
 
 
 # on the fly -------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_on_the_fly_a_document_without_text_is_a_sample_without_target(tmp_path:
     data = corpus(tmp_path / "corpus", tokenizer=given_tokenizer, cache=tmp_path, tokenise="on_the_fly", held_out=0.0)
     task = language(data)
     source: Any = task.data()
-    made = [task.sample(source[row], RNG) for row in range(len(source))]
+    made = [task.sample(source[row], CONTEXT) for row in range(len(source))]
     assert len(made) == 4
     assert [len(sample) > 1 for sample in made] == [True, False, False, True]
     assert task.counts(task.collate(made[1:3]))["next_token"] == 0
@@ -126,12 +127,12 @@ def test_on_the_fly_packed_rows_hold_the_same_documents_as_ahead(tmp_path: Path,
         config = configuration(train={"steps": 12, "global_batch": 4}).model_copy(update={"data": task.data_config})
         source = source_of(task, config)
         plan = plan_of(task, source, config)
-        lengths = [len(source[row]) if way == "ahead" else len(task.sample(source[row], RNG)) for row in range(41)]
+        lengths = [len(source[row]) if way == "ahead" else len(task.sample(source[row], CONTEXT)) for row in range(41)]
         assert max(lengths) > 100
         taken = [plan.taken(step, range(4)) for step in range(3)]
         documents = {
             (step, slot): [
-                task.sample(source[int(row)], RNG)[first : last + 1 if last >= 0 else None].tolist()
+                task.sample(source[int(row)], CONTEXT)[first : last + 1 if last >= 0 else None].tolist()
                 for at, row, first, last in zip(t.slots, t.rows, t.first, t.last, strict=True)
                 if at == slot
             ]
@@ -159,7 +160,7 @@ def test_on_the_fly_a_document_without_text_takes_no_place_in_a_packed_row(
     source = source_of(task, config)
     taken = plan_of(task, source, config).taken(0, range(1))
     assert set(taken.rows.tolist()) <= {1, 2, 3, 4, 5, 6}
-    made = [task.sample(source[int(row)], RNG) for row in taken.rows]
+    made = [task.sample(source[int(row)], CONTEXT) for row in taken.rows]
     assert task.counts(task.collate([task.pack(made)]))["next_token"] == sum(len(sample) - 1 for sample in made) > 300
 
 
@@ -231,7 +232,7 @@ def test_several_corpora_on_the_fly_are_a_mapping_too(two: Corpus) -> None:
     ahead: Any = language(two, 5000).data()
     assert list(sources) == ["books", "code"]
     for name, source in sources.items():
-        assert [task.sample(row, RNG).tolist() for row in source] == [row.tolist() for row in _rows(ahead[name])]
+        assert [task.sample(row, CONTEXT).tolist() for row in source] == [row.tolist() for row in _rows(ahead[name])]
 
 
 @pytest.mark.parametrize(

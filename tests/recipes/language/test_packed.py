@@ -23,7 +23,7 @@ from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.task import IGNORED, Language
 from unisono.recipes.language.tokens import Rows
 from unisono.runtime.errors import ConfigError
-from unisono.task import Context
+from unisono.task import Context, SampleContext
 
 CAPACITY = 60
 PACKED = Packing(chunk=20, open_bins=4)
@@ -70,7 +70,7 @@ def steps(task: Language, number: int = 1, **how: Any) -> list[list[list[np.ndar
         taken = plan.taken(step, range(4))
         rows: list[list[np.ndarray]] = [[] for _ in range(4)]
         for slot, row, first, last in zip(taken.slots, taken.rows, taken.first, taken.last, strict=True):
-            sample = task.sample(source[int(row)], np.random.default_rng(0))
+            sample = task.sample(source[int(row)], SampleContext(np.random.default_rng(0), training=True))
             rows[slot].append(sample if last == -1 else task.cut(sample, int(first), int(last)))
         made.append(rows)
     return made

@@ -166,8 +166,8 @@ def test_a_row_of_a_source_is_its_sample(tmp_path: Path) -> None:
     """Nothing is drawn at random on the way: the loader's rows are the corpus's."""
     rows = Rows(store_of(tmp_path, [5, 9]), np.arange(2), 4)
     language = Language(LanguageConfig(), model=model("gpt2"), data=corpus(tmp_path))
-    generator: Any = None
-    assert [language.sample(rows[i], generator).tolist() for i in range(3)] == [
+    context: Any = None
+    assert [language.sample(rows[i], context).tolist() for i in range(3)] == [
         [0, 1, 2, 3, 4],
         [5, 6, 7, 8, 9],
         [9, 10, 11, 12, 13],

@@ -15,7 +15,7 @@ from tests.runs import ADAMW, configuration, trace
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import ConfigError
-from unisono.task import Context, Everyone
+from unisono.task import Context, GlobalBatch, SampleContext
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def drawn(*address: int) -> SampleContext:
+    return SampleContext(np.random.default_rng(address), training=True)
+
+
 def batch_of(made: Microbiome, rows: list[int], seed: int = 0) -> dict[str, Any]:
     source = made.data()
-    return made.collate([made.sample(source[row], np.random.default_rng([seed, row])) for row in rows])
+    return made.collate([made.sample(source[row], drawn(seed, row)) for row in rows])
 
 
 def on_torch(batch: dict[str, Any]) -> dict[str, Any]:
@@ -38,14 +42,14 @@ def loss_of(made: Microbiome, batch: dict[str, Any], training: bool = True) -> A
     network = made.build().double()
     given = on_torch(batch)
     outputs = made.outputs(network, given, Context(0, training))
-    everyone = Everyone(outputs, made.shared(given), 0)
-    return made.loss(outputs, given, Context(0, training, everyone=everyone)), outputs
+    everyone = GlobalBatch(outputs, made.shared(given), 0)
+    return made.loss(outputs, given, Context(0, training, global_batch=everyone)), outputs
 
 
 def test_a_sample_is_drawn_by_its_generator(cache: Path) -> None:
     made = task(cache)
     record = made.data()[0]
-    one, same, other = (made.sample(record, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    one, same, other = (made.sample(record, drawn(seed)) for seed in (1, 1, 2))
     assert one.counts.sum() == 100
     assert (one.taxa == same.taxa).all()
     assert (one.counts == same.counts).all()
@@ -58,7 +62,7 @@ def test_a_sample_is_drawn_by_its_generator(cache: Path) -> None:
 def test_each_term_has_a_count_of_its_own(cache: Path) -> None:
     made = task(cache)
     batch = batch_of(made, [0, 1, 2, 3, 4])
-    taxa = sum(len(made.sample(made.data()[row], np.random.default_rng([0, row])).taxa) for row in range(5))
+    taxa = sum(len(made.sample(made.data()[row], drawn(0, row)).taxa) for row in range(5))
     counted = made.counts(batch)
     assert counted == {
         "nucleotides": float(batch["masked"].sum()), "counts": float(taxa), "distance": 5.0, "faith_pd": 5.0,

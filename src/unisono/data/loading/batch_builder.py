@@ -20,9 +20,10 @@ import numpy as np
 from unisono.data.loading import checksum
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import NOTHING, Taken
+from unisono.protocols import Recurrent, packable
 from unisono.runtime.errors import ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, key
-from unisono.task import Batch, Source, Task
+from unisono.task import Batch, SampleContext, Source, Task, set_up
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _TRIES = 64  # rows that are tried for one that stands in where all of a micro-batch are bad
@@ -141,7 +142,7 @@ class Maker:
         task: gives `sample`, `cut`, `pack`, `collate`, `counts` and `work`.
         source: the rows.
         seed: of the run.
-        purpose: part of the address of every random draw, e.g. `train`.
+        purpose: part of the address of every random draw: `train`, or `eval` for held-out rows.
         mask: leave samples out that cannot be made; else they are an error.
         contents: say of every sample what it holds, for the ledger.
         keep: bytes of samples to keep that were made for their lengths.
@@ -169,7 +170,7 @@ class Maker:
         self.at: Callable[[int], None] = self._note
         self._kept = _Kept(self._keep)
         self._stand_in: tuple[int, Any] | None = None
-        self._generators = _Generators()
+        self._contexts = _Contexts(training=self.purpose != "eval")
         self._draws = getattr(self.task.sample, "__func__", None) is not Task.sample
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,6 +178,7 @@ class Maker:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        set_up(self.task)
         self._set_up()
 
     @property
@@ -244,7 +246,7 @@ class Maker:
                     raise
                 continue
             try:
-                found[number] = self.task.length(sample)
+                found[number] = packable(self.task).length(sample)
             except UnisonoError:
                 raise
             except Exception as error:
@@ -261,7 +263,7 @@ class Maker:
             return sample
         began = perf_counter()
         try:
-            return self.task.cut(sample, first, last)
+            return packable(self.task).cut(sample, first, last)
         except UnisonoError:
             raise
         except Exception as error:
@@ -273,8 +275,8 @@ class Maker:
 
     def _sample(self, row: int, epoch: int, watch: _Watch) -> Any:
         self.at(row)
-        rng = self._generators.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED
-        return sampled(self.task, self.source, row, rng, watch)
+        context = self._contexts.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED
+        return sampled(self.task, self.source, row, context, watch)
 
     def _batch(
         self, pieces: list[Any], rows: Indices, slots: Indices
@@ -282,7 +284,7 @@ class Maker:
         """Arrays, counts, work and number of rows."""
         try:
             if self._capacity is not None:
-                pieces = [self.task.pack(group) for group in _by_slot(pieces, slots)]
+                pieces = [packable(self.task).pack(group) for group in _by_slot(pieces, slots)]
             arrays = self.task.collate(pieces)
             counts = {name: float(count) for name, count in self.task.counts(arrays).items()}
             work = {**self.task.work(arrays), "rows": float(len(pieces))}
@@ -307,8 +309,8 @@ class Maker:
                 f"source could not be made. The first: {reason}"
             )
         row, sample = self._stand_in
-        if self._capacity is not None and self.task.length(sample) > self._capacity:
-            return row, self.task.cut(sample, 0, self._capacity)
+        if self._capacity is not None and packable(self.task).length(sample) > self._capacity:
+            return row, packable(self.task).cut(sample, 0, self._capacity)
         return row, sample
 
     def _note(self, row: int) -> None:
@@ -320,32 +322,36 @@ class Maker:
         self._now.pop(threading.get_ident(), None)
 
 
-_OF_A_PROCESS = ("_now", "at", "_kept", "_stand_in", "_generators", "_draws")  # parts of a maker
-_UNUSED = generator("unused")  # for tasks that do not define sample()
+_OF_A_PROCESS = ("_now", "at", "_kept", "_stand_in", "_contexts", "_draws")  # parts of a maker
+_UNUSED = SampleContext(generator("unused"), training=True)  # for tasks that do not define sample()
 
 
-class _Generators(threading.local):
-    """Generators by key. Making one takes longer than many a row takes to read, so a thread's last is set anew.
+class _Contexts(threading.local):
+    """Contexts with a generator by key. A generator takes longer to make than many a row to read, so it is set anew.
 
-    Not where a task has kept it, which is seen by who else refers to it.
+    Each thread has its own; and not where a task has kept the last one, which is seen by who else refers to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, training: bool) -> None:
+        self._training = training
         self._new()
 
     def _new(self) -> None:
         self._bits = np.random.Philox(key=0)
-        self._generator = np.random.Generator(self._bits)
+        self._context = SampleContext(np.random.Generator(self._bits), self._training)
         self._state: Any = self._bits.state
-        self._alone = sys.getrefcount(self._generator), sys.getrefcount(self._bits)
+        self._alone = self._references()
 
-    def of(self, seed: int) -> np.random.Generator:
-        """As `unisono.runtime.rng.generator` gives it for an address with this key."""
-        if (sys.getrefcount(self._generator), sys.getrefcount(self._bits)) != self._alone:
+    def _references(self) -> tuple[int, int, int]:
+        return sys.getrefcount(self._context), sys.getrefcount(self._context.rng), sys.getrefcount(self._bits)
+
+    def of(self, seed: int) -> SampleContext:
+        """With a generator as `unisono.runtime.rng.generator` gives it for an address with this key."""
+        if self._references() != self._alone:
             self._new()
         self._state["state"]["key"][0] = seed
         self._bits.state = self._state
-        return self._generator
+        return self._context
 
 
 class _Kept:
@@ -384,7 +390,7 @@ class _Kept:
         return sample
 
 
-def sampled(task: Task, source: Source, row: int, rng: np.random.Generator, watch: _Watch | None = None) -> Any:
+def sampled(task: Task, source: Source, row: int, context: SampleContext, watch: _Watch | None = None) -> Any:
     """A row of the source as a sample.
 
     Raises:
@@ -396,7 +402,7 @@ def sampled(task: Task, source: Source, row: int, rng: np.random.Generator, watc
         record = source[row]
         read = perf_counter()
         watch.read += read - began
-        sample = task.sample(record, rng)
+        sample = task.sample(record, context)
         watch.sample += perf_counter() - read
     except UnisonoError:
         raise
@@ -414,7 +420,7 @@ def told(error: BaseException) -> str:
 
 def refuse_mask(task: Task) -> None:
     """Refuse `data.on_error=mask` for a task whose rows have to keep their places from step to step."""
-    if type(task).first_carry is not Task.first_carry:
+    if isinstance(task, Recurrent):
         raise ConfigError(
             f"data.on_error=mask: {type(task).__name__} carries state from step to step, by row of the global batch, "
             "and a row that is left out would give its place to another; use data.on_error=stop"

@@ -27,7 +27,7 @@ from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Place, cores
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
-from unisono.task import Source, Task
+from unisono.task import SampleContext, Source, Task, set_up
 
 __all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Loader:
         plan: which rows each step consumes.
         split: which of them are this process's.
         rank: of this process.
-        purpose: part of the address of every random draw, e.g. `train`.
+        purpose: part of the address of every random draw: `train`, or `eval` for held-out rows.
         workers: that make micro-batches; `auto` measures what making one takes.
         worker_kind: `threads` or `processes`.
         prefetch: micro-batches prepared ahead.
@@ -77,6 +77,7 @@ class Loader:
         contents: bool = False,
         processes: int = 1,
     ) -> None:
+        set_up(task)  # before there are threads
         if on_error == "mask":
             refuse_mask(task)
         self._plan, self._split, self._rank = plan, split, rank
@@ -259,31 +260,43 @@ class Measured:
         return self.by(rows, epochs)
 
 
-def check_draws(task: Task, source: Source, *, mask: bool = False) -> None:
-    """Make a few samples, and refuse a task that draws from a generator that all threads share.
+def check_draws(task: Task, source: Source, *, mask: bool = False, training: bool = True) -> None:
+    """Make a few samples, and refuse a task that draws what it should not.
 
-    Such draws would depend on which thread comes first, and disturb those of the model.
+    Draws from a generator that all threads share would depend on which thread comes first, and disturb those of the
+    model. Draws for held-out rows would augment what is to be measured, unless the task says that it means to.
 
     Args:
         task: that draws.
         source: its rows.
         mask: go on where a sample cannot be made.
+        training: whether these are rows to train on, or held-out ones.
 
     Raises:
-        DataError: naming the generator.
+        DataError: naming the generator, or the held-out row that is drawn for.
     """
     before = _shared_generators()
     for row in range(min(_LOOKED_AT, len(source))):
+        rng = generator(0, "check", row)
+        unused = repr(rng.bit_generator.state)
         try:
-            sampled(task, source, row, generator(0, "check", row))
+            sampled(task, source, row, SampleContext(rng, training))
         except DataError:
             if not mask:
                 raise
+        if not (training or task.draws_in_evaluation) and repr(rng.bit_generator.state) != unused:
+            name = type(task).__name__
+            raise DataError(
+                f"{name}.sample draws random numbers for held-out rows (row {row}), which would augment what is "
+                "evaluated. Augment only under `if context.training:`; if the evaluation is meant to draw, as that of a "
+                f"masked language model, set draws_in_evaluation = True in {name}",
+                fault="Held-out rows are augmented",
+            )
     for name, state in _shared_generators().items():
         if name in before and state != before[name]:
             raise DataError(
                 f"{type(task).__name__}: data() or sample() drew from {name}, which all threads share, so a run could "
-                "not be repeated. Draw from the rng that sample() is given (a torch.Generator can be seeded from it)."
+                "not be repeated. Draw from context.rng of sample() (a torch.Generator can be seeded from it)."
             )
 
 

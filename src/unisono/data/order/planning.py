@@ -17,9 +17,10 @@ from unisono.data.order.mixture import Joined, Mixture
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
 from unisono.data.order.plan import Plan, Stream, StreamPlan
+from unisono.protocols import capacity, packable
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import key
-from unisono.task import Source, Task
+from unisono.task import Source, Task, set_up
 
 
 def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) -> Source:
@@ -30,6 +31,7 @@ def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) 
         config: of the run; None where only the rows matter.
         world_size: processes, among which the lanes are divided.
     """
+    set_up(task)
     given = task.data()
     several = isinstance(given, Mapping)
     sources: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
@@ -144,17 +146,18 @@ def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stre
     streams = [of(one, key(seed, "source", name)) for name, one in source.sources.items()]
     batch = config.train.global_batch
     units = None
-    if data.packing is not None and (room := data.packing.length or task.capacity):
+    if data.packing is not None and (room := data.packing.length or capacity(task)):
         units = room * batch
     return Mixture.of(data.mixture, source, streams, seed, batch, lanes, units)
 
 
 def _packed(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
     """The plan of packed rows."""
+    packable(task)
     lengths = getattr(source, "lengths", None)
     if lengths is None:  # known only once samples are made
         lengths = Measured(task, source, config.run.seed, mask=config.data.on_error == "mask")
-    return PackedPlan.of(stream, lengths, config.train, config.data, capacity=task.capacity, lanes=lanes)
+    return PackedPlan.of(stream, lengths, config.train, config.data, capacity=capacity(task), lanes=lanes)
 
 
 def _check_rows(source: Any, name: str) -> None:

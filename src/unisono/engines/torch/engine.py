@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono import protocols
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import MicroBatch
@@ -80,7 +81,7 @@ class TorchEngine:
         self._desync = Desync(place, config.launch.timeout, config.launch.desync, ddp=config.layout.strategy == "ddp")
         self.profiler: protocol.Profiler = Profiler(self._device)
         self._transfer = Transfer(self._device, self._precision, self.profiler.part)
-        crosses = task.cross_sample is not None
+        crosses = protocols.cross_sample(task) is not None
         self._owed = oom.Owed()
         crossing = (task, config, place, group, self._randomness, self._here, self._owed)
         self._crossing = Crossing(*crossing) if crosses else None
@@ -321,7 +322,7 @@ class TorchEngine:
     @property
     def _looks_ahead(self) -> bool:
         """Whether a step has a first pass: the only micro-batch of a process has its graph when its loss is settled."""
-        return self._task.needs_totals or (self._crossing is not None and self._split.passes > 1)
+        return protocols.needs_totals(self._task) or (self._crossing is not None and self._split.passes > 1)
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """See `Engine.incoming`."""
@@ -432,7 +433,7 @@ class TorchEngine:
             if self._crossing is None:
                 return made  # type: ignore[no-any-return]
             self._crossing.take(micro, made, batch)
-            return self._task.totals(made, batch, own) if self._task.needs_totals else {}
+            return protocols.totals(self._task, made, batch, own)
 
         with self._buffers.restored():
             totals = consensus.totals(batches, part, self._place.world_size, self._device, self._wide, self._owed)
@@ -571,5 +572,5 @@ class TorchEngine:
         """A micro-batch on the device, and the context with the carry of its rows."""
         batch = self._transfer.now(micro.arrays) if batch is None else batch
         kept = self._carry.of(micro) if context.training and not micro.idle else None
-        carry = kept or self._task.first_carry(batch)
+        carry = kept or protocols.initial_carry(self._task, batch)
         return batch, context if carry is None else replace(context, carry=carry)

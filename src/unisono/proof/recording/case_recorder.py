@@ -37,6 +37,7 @@ from unisono.proof.recording.lower_precision import Lower
 from unisono.proof.recording.output_digest import Sketch, Watched, distance, row_differs, sketch
 from unisono.proof.recording.output_digest import tensors as tensors_of
 from unisono.proof.recording.trace import Array, Facts, StepFacts, Trace, folder_of, write_facts, write_tensors
+from unisono.protocols import cross_sample
 from unisono.runtime import rng
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
@@ -266,7 +267,7 @@ class _Run:
         self.open(facts)
         self._find_room()
         begun = self.engine.start(case.perturbed)
-        facts.crosses = self.task.cross_sample or ""
+        facts.crosses = cross_sample(self.task) or ""
         facts.trainable, facts.frozen, facts.per_process = begun.trainable, begun.frozen, begun.per_process
         first = case.starts_after
         if case.starts_from:

@@ -16,7 +16,7 @@ from unisono.data.order.mixture import Joined
 from unisono.recipes.language import library, settings
 from unisono.recipes.language.library import Library
 from unisono.recipes.language.tokenise import Tokenizer
-from unisono.task import Batch, Context, Loss, Source, Task
+from unisono.task import Batch, Context, Loss, SampleContext, Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,9 +48,12 @@ class Language(Task):
 
     # data -------------------------------------------------------------------------------------------------------
 
+    def setup(self) -> None:
+        """Count FLOPs now: while a model is made, torch's default dtype is another."""
+        _ = self._flops
+
     def data(self) -> Source | Mapping[str, Source]:
         """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
-        _ = self._flops  # now, before threads ask for it: while a model is made, torch's default dtype is another
         rows: dict[str, Source] = self.library.training(whole=self._packs)
         return rows.get(library.ONE, rows)
 
@@ -59,7 +62,7 @@ class Language(Task):
         parts = self.library.held_out()
         return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
-    def sample(self, record: Any, rng: np.random.Generator) -> NDArray[np.int64]:
+    def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64]:
         """A row as tokens: it is them already, unless documents are tokenised on the fly."""
         return self.library.sample(record) if isinstance(record, library.Document) else np.asarray(record)
 
@@ -68,7 +71,7 @@ class Language(Task):
         return library.preparations(self.data_config, self._tokenizer_of_model)
 
     @property
-    def capacity(self) -> int:  # type: ignore[override]
+    def capacity(self) -> int:
         """Targets of a packed row."""
         return self.config.sequence
 
@@ -178,7 +181,7 @@ class Language(Task):
         return self._guided(total, outputs["router"], batch["targets"] != IGNORED, context)
 
     @property
-    def needs_totals(self) -> bool:  # type: ignore[override]
+    def needs_totals(self) -> bool:
         """Whether experts are balanced over the global batch."""
         return self.model_config.balance_weight > 0 and self.model_config.balance_over == "global_batch"
 

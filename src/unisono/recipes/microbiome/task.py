@@ -19,7 +19,7 @@ from unisono.recipes.microbiome.shape import Shape
 from unisono.recipes.microbiome.summary import summary
 from unisono.recipes.microbiome.transform import Transform
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.task import Batch, Context, Loss, Source, Task
+from unisono.task import Batch, Context, Loss, SampleContext, Source, Task
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +66,16 @@ class Microbiome(Task):
     model_config: modelling.Model
     data_config: settings.Samples
 
+    draws_in_evaluation = True  # reads and masks are drawn of every sample
+
     # data -------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Read and compute what samples share."""
+        _ = self._tokens, self._faith, self._targets
 
     def data(self) -> Rows:
         """The samples to train on."""
-        _ = self._tokens, self._faith, self._targets  # now, before threads ask for them
         return self.library.training()
 
     def held_out(self) -> Source | None:
@@ -78,8 +83,9 @@ class Microbiome(Task):
         rows = self.library.held_out()
         return rows if len(rows) else None
 
-    def sample(self, record: Record, rng: np.random.Generator) -> Sample:
+    def sample(self, record: Record, context: SampleContext) -> Sample:
         """Reads, taxa and masked nucleotides of a record, drawn."""
+        rng = context.rng
         taxa, counts = self.seen(record, rng)
         if "nucleotides" not in self._weights:
             return Sample(record, taxa, counts, taxa[:0], np.zeros((0, 0), dtype=bool))
@@ -139,7 +145,7 @@ class Microbiome(Task):
         return made
 
     @property
-    def cross_sample(self) -> Literal["rows"] | None:  # type: ignore[override]
+    def cross_sample(self) -> Literal["rows"] | None:
         """Distances are of all pairs of samples of a global batch."""
         return "rows" if "distance" in self._weights else None
 
@@ -171,7 +177,7 @@ class Microbiome(Task):
         if "counts" in self._weights:
             sums["counts"] = outputs["counts"].sum()
         if "distance" in self._weights:
-            everyone = context.everyone
+            everyone = context.global_batch
             assert everyone is not None
             truth = self._truth(batch["sample"].device)[batch["sample"][:, None], everyone.batch["sample"]]
             sums["distance"], told = losses.pairs(

@@ -24,6 +24,7 @@ from unisono.config.batch_split import Split, divisors
 from unisono.engines.torch.numerics.gradients import OrderedSum
 from unisono.engines.torch.numerics.metric_reduction import over_ranks
 from unisono.engines.torch.transfer import leaves
+from unisono.protocols import cross_sample, needs_totals
 from unisono.runtime.errors import MemoryExhaustedError
 from unisono.task import Task
 
@@ -194,8 +195,8 @@ def _reached(made: Any) -> set[nn.Parameter]:
 
 def exchanges(task: Task) -> list[str]:
     """What processes exchange in the passes of a step."""
-    totals = [TOTALS] if task.needs_totals else []
-    crossing = {None: [], "rows": [OUTPUTS, LOSSES], "whole": [OUTPUTS]}[task.cross_sample]
+    totals = [TOTALS] if needs_totals(task) else []
+    crossing = {None: [], "rows": [OUTPUTS, LOSSES], "whole": [OUTPUTS]}[cross_sample(task)]
     return [*totals, *crossing, GRADIENTS]
 
 

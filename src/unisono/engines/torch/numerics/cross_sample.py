@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono import protocols
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.torch.guards.oom import LOSSES, OUTPUTS, OutElsewhereError, Owed
@@ -26,7 +27,7 @@ from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.transfer import each, leaves
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError
-from unisono.task import Batch, Context, Everyone, Loss, Task
+from unisono.task import Batch, Context, GlobalBatch, Loss, Task
 
 Local = Callable[[MicroBatch, Context], tuple[Batch, Context]]
 Kind = list[Any]  # name, shape of a row, dtype
@@ -61,13 +62,11 @@ class Crossing:
         owed: Owed | None = None,
     ) -> None:
         name = type(task).__name__
-        if task.cross_sample not in ("rows", "whole"):
-            raise ConfigError(f"{name}.cross_sample is {task.cross_sample!r}; it can be None, 'rows' or 'whole'")
-        self._is_whole = task.cross_sample == "whole"
-        if self._is_whole and type(task).first_carry is not Task.first_carry:
+        self._is_whole = protocols.cross_sample(task) == "whole"
+        if self._is_whole and isinstance(task, protocols.Recurrent):
             raise ConfigError(
                 f"{name} carries state of rows from step to step, which its loss cannot give back with "
-                "cross_sample='whole', since it is not given rows; use 'rows', or leave first_carry() out"
+                "cross_sample='whole', since it is not given rows; use 'rows', or leave initial_carry() out"
             )
         self._task, self._place, self._group = task, place, group
         self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
@@ -81,7 +80,7 @@ class Crossing:
     def take(self, micro: MicroBatch, outputs: Any, batch: Batch) -> None:
         """Keep what a forward pass returned for a micro-batch, and what everyone is to know of it."""
         cut_off = each(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-        self._parts.append(_Part(micro, cut_off, dict(self._task.shared(batch))))
+        self._parts.append(_Part(micro, cut_off, protocols.shared(self._task, batch)))
 
     def settle(self, context: Context, scales: Mapping[str, Tensor]) -> list[tuple[MicroBatch, Loss]]:
         """Compute the loss of what was taken, and in training its gradient in this process's outputs; collective.
@@ -196,13 +195,16 @@ class Crossing:
         self._nothing = every.nothing if context.training else None
         stack: list[Tensor | None] = []
         for (part, first), adds in zip(every.placed(parts), additions(len(parts)), strict=True):
-            outputs, everyone = part.outputs, Everyone(part.outputs, part.shared, 0)  # of an idle one, which is nowhere
+            outputs, everyone = (
+                part.outputs,
+                GlobalBatch(part.outputs, part.shared, 0),
+            )  # of an idle one, which is nowhere
             if not part.micro.idle:
                 outputs = every.made_of([leaf[first : first + part.rows] for leaf in every.leaves])
-                everyone = Everyone(every.made_of(every.leaves), every.shared, first)
+                everyone = GlobalBatch(every.made_of(every.leaves), every.shared, first)
             batch, own = self._local(part.micro, context)
             total, part.loss = self._computed(
-                outputs, batch, replace(own, everyone=everyone), scales, part.micro.number
+                outputs, batch, replace(own, global_batch=everyone), scales, part.micro.number
             )
             add_onto(stack, every.gradient(total), adds)
         (vector,) = stack

@@ -24,6 +24,7 @@ from unisono.config.schema.run import Layout
 from unisono.engines.torch.guards import oom
 from unisono.engines.torch.parallel import data_parallel
 from unisono.engines.torch.parallel.activation_checkpointing import replayed
+from unisono.protocols import cross_sample, totals
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Loss, Task
 
@@ -52,10 +53,10 @@ class Step(nn.Module):
         if batch is None or context is None:
             return oom.zero([parameter for parameter in self.parameters() if parameter.requires_grad])
         outputs = self.task.outputs(self.model, batch, context)
-        if self.task.cross_sample is not None:
+        if cross_sample(self.task) is not None:
             return outputs
         if scales is None:
-            return self.task.totals(outputs, batch, context)
+            return totals(self.task, outputs, batch, context)
         return scaled(self.task, outputs, batch, context, scales)
 
 
@@ -123,7 +124,7 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
             **_NO_BUFFERS,
         )
     if layout.strategy == "dp" and len(devices := data_parallel.devices_of(device)) > 1:
-        crosses = getattr(step.task, "cross_sample", None) is not None
+        crosses = cross_sample(step.task) is not None
         return data_parallel.DataParallel(step, crosses, precision, device, devices)
     return step
 
