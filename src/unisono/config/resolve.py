@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TASKS = {
     "language": "unisono.recipes.language.task:Language",
     "microbiome": "unisono.recipes.microbiome.task:Microbiome",
+    "puzzles": "unisono.recipes.puzzles.task:Puzzles",
 }
 TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}
 

@@ -36,6 +36,7 @@ class RowSignSgd(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 value, gradient = local(parameter), local(parameter.grad)
-                changes = (gradient != 0).reshape(len(gradient), -1).any(1).reshape(-1, *[1] * (gradient.dim() - 1))
+                axes = tuple(range(1, gradient.dim()))
+                changes = (gradient != 0).any(axes, keepdim=True) if axes else gradient != 0
                 step = gradient.sign() + group["weight_decay"] * value
                 value.sub_(torch.where(changes, step, 0.0), alpha=group["lr"])

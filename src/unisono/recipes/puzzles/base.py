@@ -17,11 +17,12 @@ from unisono.recipes.puzzles.data.arrays import StoredPuzzle
 from unisono.recipes.puzzles.data.formats import Format, Puzzle
 from unisono.recipes.puzzles.data.library import Library, open_libraries
 from unisono.recipes.puzzles.model import scores
-from unisono.recipes.puzzles.model.shape import Kind, step_flops
+from unisono.recipes.puzzles.model.shape import Kind, inner_width, step_flops
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Batch, SampleContext, Source, Task
 
 _LEVELS = 4  # of ratings
+_LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 Fields = dict[str, Any]
 
 
@@ -193,6 +194,23 @@ class PuzzlesBase(Task):
             )
             for name, one in told.items()
         }
+
+    def shrunk(self, limit: int) -> PuzzlesBase | None:
+        """The same puzzles, and a narrower model with fewer cycles."""
+        config = self.model_config
+        size = config.width * config.layers * config.nets * (4 * config.width + 3 * inner_width(config.width, config))
+        fewer = {
+            "width": min(config.width, _LEAST_WIDTH * config.heads),
+            "prefix": min(config.prefix, 2),
+            "embedding": min(config.embedding, _LEAST_WIDTH),
+            "inner_multiple": min(config.inner_multiple, 8),
+            "h_cycles": min(config.h_cycles, 2),
+            "l_cycles": min(config.l_cycles, 2),
+        }
+        small = config.model_copy(update=fewer)
+        if size <= limit or small == config:
+            return None
+        return type(self)(self.config, model=small, data=self.data_config)
 
     @cached_property
     def libraries(self) -> dict[str, Library]:

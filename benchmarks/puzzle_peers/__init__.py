@@ -1,0 +1,1 @@
+"""What the puzzle recipe is measured against."""
