@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unisono.recipes.language.linear_loss import IGNORED, summed_cross_entropy
+from unisono.engines.torch.numerics.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 CHUNK = 512
 
@@ -40,7 +40,7 @@ def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return summed_cross_entropy(hidden, weight, None, targets, CHUNK)[0]
+    return linear_cross_entropy(hidden, weight, None, targets, CHUNK)[0]
 
 
 CONTENDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -29,11 +29,10 @@ from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import KNeighborsClassifier
 
 import unisono
-from unisono.recipes.microbiome import losses, predict, scoring
-from unisono.recipes.microbiome.library import Library
-from unisono.recipes.microbiome.modelling import MicrobiomeConfig, Model, Weights
-from unisono.recipes.microbiome.predict import Prediction
-from unisono.recipes.microbiome.settings import Study
+from unisono.recipes.microbiome import losses, scoring
+from unisono.recipes.microbiome.predict import Predictor, predict_samples, scores
+from unisono.recipes.microbiome.settings import MicrobiomeConfig, Model, Study, Weights
+from unisono.recipes.microbiome.study.library import Library
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.task import Context, Loss
 
@@ -69,7 +68,7 @@ def run(data: Path, encoder: str, processes: int, steps: int, seed: int, fold: i
     """Train on all subjects but those of the fold; returns the scores of all pairs of held-out samples."""
     task = Local(Local.Config(processes=processes), model=small(encoder), data=study(data, fold))
     trained = train(task, steps, seed, folder, f"{processes}-{seed}-{fold}")
-    return predict.scores(predict.predict(trained, Prediction(draws=3)))
+    return scores(predict_samples(Predictor(unisono.open_run(trained), draws=3), "held_out"))
 
 
 def study(data: Path, fold: int, **more: Any) -> Study:
@@ -120,11 +119,11 @@ def target(asked: argparse.Namespace, seed: int, folder: Path) -> dict[str, floa
         for name, (model, lr) in models.items():
             task = Microbiome(config, model=model, data=study(asked.data, fold, target=asked.target))
             trained = train(task, asked.steps, seed, folder, f"{name.replace(' ', '-')}-{seed}-{fold}", lr)
-            found = predict.predict(trained, Prediction(draws=5))
+            found = predict_samples(Predictor(unisono.open_run(trained), draws=5), "held_out")
             assert found.target is not None and found.library.target is not None
             made.setdefault(name, []).append(found.target.mean[:, 1])
             library, values, numbers = found.library, found.library.target.values, found.numbers
-            own = predict.predict(trained, Prediction(draws=1, rows="training"))
+            own = predict_samples(Predictor(unisono.open_run(trained), draws=1), "training")
             assert own.target is not None
             area = roc_auc_score(values[own.numbers], own.target.mean[:, 1])
             made.setdefault(f"{name}, training", []).append(np.array([area]))
@@ -156,7 +155,7 @@ def pretrained(asked: argparse.Namespace, fold: int, folder: Path) -> Path:
 def others(library: Library, numbers: NDArray[np.int64]) -> dict[str, Array]:
     """What simple models predict of samples, (n,) probabilities of the second class each."""
     assert library.target is not None
-    training, values = library.training().numbers, library.target.values
+    training, values = library.training().rows, library.target.values
     logs = np.log1p(1000 * scoring.shares(library))
     linear = LogisticRegression(max_iter=2000).fit(logs[training], values[training])
     apart = library.distances()

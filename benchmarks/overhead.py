@@ -54,7 +54,7 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
-    from unisono.recipes.language.linear_loss import summed_cross_entropy
+    from unisono.engines.torch.numerics.linear_cross_entropy import linear_cross_entropy
     from unisono.runtime.rng import key
 
     torch.manual_seed(key(seed, "init"))
@@ -68,7 +68,7 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
         def forward(self, inputs, targets):
             hidden = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
             weight = self.model.get_output_embeddings().weight
-            return summed_cross_entropy(hidden.flatten(0, 1), weight, None, targets.flatten())[0]
+            return linear_cross_entropy(hidden.flatten(0, 1), weight, None, targets.flatten())[0]
 
     step_module = WithLoss()
     wrapped = DistributedDataParallel(step_module, gradient_as_bucket_view=True) if world > 1 else step_module

@@ -144,12 +144,11 @@ def lognormal(documents: int) -> Lengths:
 
 
 def of_texts(folder: Path) -> Lengths:
-    from unisono.recipes.language.library import AheadLibrary, open_library
+    from unisono.recipes.language.library import open_library
     from unisono.recipes.language.settings import Corpus
 
     library = open_library(Corpus(kind="corpus", path=folder, separator="\n\n"), CAPACITIES[0], None)
-    assert isinstance(library, AheadLibrary)
-    lengths = np.concatenate([store.lengths for store in library.stores.values()])
+    lengths = np.concatenate([store.lengths for store in library.corpora.values()])
     return lengths[lengths > 0]
 
 

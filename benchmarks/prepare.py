@@ -50,11 +50,11 @@ def documents(path: Path, megabytes: float) -> None:
 
 def train(path: Path, folder: Path) -> None:
     """A tokenizer on the first documents."""
-    from unisono.recipes.language import tokenise
+    from unisono.recipes.language import tokenizer
 
     with path.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for _, line in zip(range(500), lines, strict=False)]
-    engine = tokenise._train(texts, 8192)
+    engine = tokenizer._train(texts, 8192)
     folder.mkdir()
     engine.save(str(folder / "tokenizer.json"))
 
@@ -66,7 +66,8 @@ def ours(path: Path, tokenizer: Path, out: Path, workers: int, kind: str) -> flo
     from unisono.data.prepare.preparation import prepare
     from unisono.recipes.language.settings import Files
     from unisono.recipes.language.texts import Texts
-    from unisono.recipes.language.tokenise import Ahead, tokenizer_from
+    from unisono.recipes.language.tokenizer import tokenizer_from
+    from unisono.recipes.language.tokens import Ahead
 
     began = time.perf_counter()
     preparation = Ahead(Texts.of(Files(path=str(path))), tokenizer_from(tokenizer))

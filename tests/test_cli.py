@@ -97,7 +97,7 @@ def test_the_version_is_told(unisono: Command, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     "words",
-    [("trian", "language"), ("train",), ("train", "language", "--confg-dir", "x"), ("config", LINEAR, "x=1", "-v")],
+    [("train",), ("train", "language", "--confg-dir", "x"), ("config", LINEAR, "x=1", "-v")],
 )
 def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
     unisono: Command, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -106,6 +106,12 @@ def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
         unisono(*words)
     assert caught.value.code == 2
     assert "usage: unisono" in capsys.readouterr().err
+
+
+def test_a_verb_that_is_spelt_wrongly_is_refused_with_the_nearest(unisono: Command):
+    code, _, error = unisono("trian", "language")
+    assert code == 2
+    assert "'trian' is no verb of language, did you mean 'train'?" in error
 
 
 # config and check ---------------------------------------------------------------------------------------------------
@@ -182,11 +188,13 @@ def test_evaluate_tells_what_the_run_told_at_its_end(unisono: Command):
     assert float(values["accuracy"]) == pytest.approx(last["accuracy"], abs=1e-5)
 
 
-@pytest.mark.parametrize("words", [("evaluate",), ("generate", "a prompt")])
-def test_a_folder_that_is_no_run_is_refused(unisono: Command, here: Path, words: tuple[str, ...]):
-    code, _, told = unisono(words[0], here, *words[1:])
+@pytest.mark.parametrize(
+    ("words", "told"), [(("evaluate",), "is not a run"), (("generate", "a prompt"), "is neither a run (no")]
+)
+def test_a_folder_that_is_no_run_is_refused(unisono: Command, here: Path, words: tuple[str, ...], told: str):
+    code, _, error = unisono(words[0], here, *words[1:])
     assert code == 2
-    assert told.startswith(f"unisono: error: {here} is not a run")
+    assert error.startswith(f"unisono: error: {here} {told}")
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(unisono: Command):

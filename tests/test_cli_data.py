@@ -62,7 +62,7 @@ def test_prepare_without_a_folder_fills_the_cache_that_training_reads(
 
     _, told, _ = data("prepare", "language", *CORPUS)
     assert told.startswith(str(here / "cache" / "language"))
-    monkeypatch.setattr(tokens, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokens.prepare, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
     assert main.main(["check", "language", *CORPUS, "layout.world_size=1", "run.name=a"]) == 0
 
 

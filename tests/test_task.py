@@ -293,6 +293,7 @@ def test_the_public_face_is_what_its_modules_define() -> None:
 
 def test_every_name_has_a_home_and_no_other_name_does() -> None:
     assert set(unisono._HOME) == set(unisono.__all__) - {"__version__"}
+    assert dir(unisono) == sorted(unisono.__all__)
 
 
 def test_an_unknown_name_is_refused_as_in_any_module() -> None:

@@ -1,7 +1,7 @@
 """Unisono trains a model on one process or on many, and the many compute exactly what the one computes.
 
-This module is the public face. Names are resolved on first use, so that `unisono --help` imports neither torch nor
-pydantic.
+This module is the public face: all that a task, a recipe or a script needs, and all that recipes import. Names are
+resolved on first use, so that `unisono --help` imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -12,53 +12,198 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
+    from unisono.config.recipes import Recipe
     from unisono.config.schema.base import Settings
     from unisono.config.schema.data import Data
     from unisono.config.schema.run import RunConfig
+    from unisono.data import prepare, sources
+    from unisono.data.compute_once import compute_array_once, compute_once
+    from unisono.data.holding_out import hold_out
+    from unisono.data.order.mixture import Joined
     from unisono.data.order.order import Order
+    from unisono.data.scaling import Scaling
     from unisono.data.sources import open_source
+    from unisono.data.table_files import read_table, write_table
+    from unisono.data.views import Mapped, Subset
+    from unisono.engines.kernel_choice import choose_kernel
+    from unisono.engines.torch.init_model import count_parameters
+    from unisono.engines.torch.numerics.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
+    from unisono.engines.torch.numerics.pairwise_distances import pairwise_distances
+    from unisono.evaluation.moments import moments, summarise_moments
     from unisono.launch.load import load_model, load_weights
+    from unisono.launch.run import Run, open_run, read_asset
     from unisono.launch.train import train
-    from unisono.runtime.errors import UnisonoError
-    from unisono.task import Context, Loss, SampleContext, Source, Task
-
-__all__ = [
-    "Context",
-    "Data",
-    "Loss",
-    "Order",
-    "RunConfig",
-    "SampleContext",
-    "Settings",
-    "Source",
-    "Task",
-    "UnisonoError",
-    "__version__",
-    "load_model",
-    "load_weights",
-    "open_source",
-    "train",
-]
+    from unisono.proof.prove import prove_task as prove
+    from unisono.proof.scripts.script_comparison import compare
+    from unisono.proof.scripts.script_recorder import World
+    from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals
+    from unisono.runtime.errors import (
+        ConfigError,
+        DataError,
+        KernelError,
+        RunError,
+        UnisonoError,
+        find_duplicates,
+        format_examples,
+        format_share,
+        nearest,
+    )
+    from unisono.runtime.extras import import_extra
+    from unisono.runtime.files import cache_dir, file_hash, write_whole
+    from unisono.runtime.files import inside as file_inside
+    from unisono.runtime.files import of_pickles as pickle_hint
+    from unisono.runtime.files import whole as whole_file
+    from unisono.runtime.rng import generator, key
+    from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
 
 _HOME = {
-    "Context": "unisono.task",
-    "Data": "unisono.config.schema.data",
-    "Loss": "unisono.task",
-    "Order": "unisono.data.order.order",
-    "RunConfig": "unisono.config.schema.run",
-    "SampleContext": "unisono.task",
-    "Settings": "unisono.config.schema.base",
-    "Source": "unisono.task",
-    "Task": "unisono.task",
-    "UnisonoError": "unisono.runtime.errors",
-    "load_model": "unisono.launch.load",
-    "load_weights": "unisono.launch.load",
-    "open_source": "unisono.data.sources",
-    "train": "unisono.launch.train",
+    # what a task is made of
+    "Batch": "task",
+    "Context": "task",
+    "Data": "config.schema.data",
+    "GlobalBatch": "task",
+    "Loss": "task",
+    "RunConfig": "config.schema.run",
+    "SampleContext": "task",
+    "Settings": "config.schema.base",
+    "Source": "task",
+    "Task": "task",
+    # what some tasks have besides
+    "CrossSample": "protocols",
+    "Packable": "protocols",
+    "Predictive": "protocols",
+    "Prepared": "protocols",
+    "Recurrent": "protocols",
+    "Totals": "protocols",
+    # what is done with a task, and with a run
+    "Recipe": "config.recipes",
+    "Run": "launch.run",
+    "World": "proof.scripts.script_recorder",
+    "compare": "proof.scripts.script_comparison",
+    "choose_kernel": "engines.kernel_choice",
+    "count_parameters": "engines.torch.init_model",
+    "linear_cross_entropy": "engines.torch.numerics.linear_cross_entropy",
+    "load_model": "launch.load",
+    "load_weights": "launch.load",
+    "logits_cross_entropy": "engines.torch.numerics.linear_cross_entropy",
+    "moments": "evaluation.moments",
+    "open_run": "launch.run",
+    "pairwise_distances": "engines.torch.numerics.pairwise_distances",
+    "prove": "proof.prove:prove_task",
+    "read_asset": "launch.run",
+    "summarise_moments": "evaluation.moments",
+    "train": "launch.train",
+    # data
+    "Joined": "data.order.mixture",
+    "Mapped": "data.views",
+    "Order": "data.order.order",
+    "Scaling": "data.scaling",
+    "Subset": "data.views",
+    "compute_array_once": "data.compute_once",
+    "compute_once": "data.compute_once",
+    "hold_out": "data.holding_out",
+    "open_source": "data.sources",
+    "prepare": "data.prepare:",
+    "sources": "data.sources:",
+    "read_table": "data.table_files",
+    "write_table": "data.table_files",
+    # randomness by address, files, errors
+    "ConfigError": "runtime.errors",
+    "DataError": "runtime.errors",
+    "KernelError": "runtime.errors",
+    "RunError": "runtime.errors",
+    "UnisonoError": "runtime.errors",
+    "cache_dir": "runtime.files",
+    "file_hash": "runtime.files",
+    "file_inside": "runtime.files:inside",
+    "find_duplicates": "runtime.errors",
+    "format_examples": "runtime.errors",
+    "format_share": "runtime.errors",
+    "generator": "runtime.rng",
+    "import_extra": "runtime.extras",
+    "key": "runtime.rng",
+    "nearest": "runtime.errors",
+    "pickle_hint": "runtime.files:of_pickles",
+    "whole_file": "runtime.files:whole",
+    "write_whole": "runtime.files",
 }
+
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "Context",
+    "CrossSample",
+    "Data",
+    "DataError",
+    "GlobalBatch",
+    "Joined",
+    "KernelError",
+    "Loss",
+    "Mapped",
+    "Order",
+    "Packable",
+    "Predictive",
+    "Prepared",
+    "Recipe",
+    "Recurrent",
+    "Run",
+    "RunConfig",
+    "RunError",
+    "SampleContext",
+    "Scaling",
+    "Settings",
+    "Source",
+    "Subset",
+    "Task",
+    "Totals",
+    "UnisonoError",
+    "World",
+    "__version__",
+    "cache_dir",
+    "choose_kernel",
+    "compare",
+    "compute_array_once",
+    "compute_once",
+    "count_parameters",
+    "file_hash",
+    "file_inside",
+    "find_duplicates",
+    "format_examples",
+    "format_share",
+    "generator",
+    "hold_out",
+    "import_extra",
+    "key",
+    "linear_cross_entropy",
+    "load_model",
+    "load_weights",
+    "logits_cross_entropy",
+    "moments",
+    "nearest",
+    "open_run",
+    "open_source",
+    "pairwise_distances",
+    "pickle_hint",
+    "prepare",
+    "prove",
+    "read_asset",
+    "read_table",
+    "sources",
+    "summarise_moments",
+    "train",
+    "whole_file",
+    "write_table",
+    "write_whole",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    place, colon, inner = _HOME[name].partition(":")
+    module = import_module(f"unisono.{place}")
+    return module if colon and not inner else getattr(module, inner or name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -94,6 +94,19 @@ class Prepared(Protocol):
         """
 
 
+@runtime_checkable
+class Predictive(Protocol):
+    """A task that says what `unisono predict` writes of its rows; others have their outputs written as they are."""
+
+    def predictions(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
+        """Columns by name, each with a value for every row: tensors, arrays or lists; what is known of the rows, too.
+
+        Args:
+            outputs: what `Task.outputs` returned for a micro-batch.
+            batch: the micro-batch, as `Task.collate` made it.
+        """
+
+
 def packable(task: Task) -> Packable:
     """The task, as one whose samples can share a row.
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unisono.config.compose import Composed, compose, recipes
+from unisono.config.compose import Composed, compose
+from unisono.config.recipes import folders
 from unisono.runtime.errors import ConfigError
 
 OWN = "task.py:Anything"  # composing does not open the task's file
@@ -377,8 +378,8 @@ def test_explaining_a_message_says_nothing_of_keys_that_nobody_wrote():
 
 
 def test_every_packaged_recipe_can_be_composed():
-    assert "language" in recipes()
-    assert [compose(name).values["recipe"] for name in recipes()] == list(recipes())
+    assert "language" in folders()
+    assert [compose(name).values["recipe"] for name in folders()] == list(folders())
 
 
 # the settings of a task object ----------------------------------------------------------------------------------------

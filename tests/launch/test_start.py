@@ -23,7 +23,7 @@ from unisono.data.sources import open_source
 from unisono.launch import load, local_processes, run_directory, train
 from unisono.launch.cluster import OURS
 from unisono.observe import events
-from unisono.recipes.microbiome.modelling import Model
+from unisono.recipes.microbiome.settings import Model
 from unisono.recipes.microbiome.settings import Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError

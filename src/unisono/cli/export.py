@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.cli import arguments
-
-if TYPE_CHECKING:
-    from torch import nn
 
 EXPORT = "write a checkpoint's weights for transformers, PEFT, or as plain safetensors"
 IMPORT = "take the tensors out of foreign files: .pt and .bin without running them, safetensors after a check"
 
 
-def add(verbs: Any, merged: Callable[[Path, bool, int], nn.Module]) -> None:
-    """Put the verbs among the others.
-
-    Args:
-        verbs: where verbs are added.
-        merged: the model of a run with its adapters merged (folder, ema, step).
-    """
+def add(verbs: Any) -> None:
+    """Put the verbs among the others."""
     verb = verbs.add_parser("export", help=EXPORT, description=EXPORT)
     arguments.run(verb)
     arguments.overrides(
         verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
-    verb.set_defaults(run=lambda parsed: _export(parsed, merged))
+    verb.set_defaults(run=_export)
     verb = verbs.add_parser("import", help=IMPORT, description=IMPORT)
     verb.add_argument("source", type=Path, metavar="DIR_OR_FILE", help="weights.pt, a folder of transformers, …")
     arguments.overrides(verb, "out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000")
     verb.set_defaults(run=_import)
 
 
-def _export(parsed: argparse.Namespace, merged: Callable[[Path, bool, int], nn.Module]) -> int:
+def _export(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.exchange.export import export
     from unisono.config.schema.export_verb import Export
+    from unisono.launch.load import load_model
 
     words = arguments.only(parsed, Export)
-    made = export(parsed.folder, words, merged)
+    made = export(parsed.folder, words, lambda folder, ema, step: load_model(folder, ema=ema, step=step))
     print(
         f"{made.folder}: {made.told}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import atexit
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, data, export
+from unisono.cli import arguments, data, export, new
+from unisono.cli import verbs as recipe_verbs
 from unisono.version import __version__
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from unisono.config.schema.run import RunConfig
     from unisono.launch.train import Allow
     from unisono.runtime.errors import UnisonoError
@@ -29,8 +28,10 @@ examples:
   unisono check language optim.lr=1e-3                          say what would run, and whether it can
   unisono config language                                       print every setting and where it comes from
   unisono generate runs/NAME "once upon a time"                 let a trained language model write
+  unisono predict runs/NAME out=predictions.csv                 held-out rows, predicted, as a table
   unisono export runs/NAME                                      write its weights for transformers
   unisono import weights.pt out=weights.safetensors             take the tensors out of a pickle, running nothing
+  unisono new my_recipe                                         write a recipe's package to begin from
   unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise ahead; `unisono data --help`
 """
 
@@ -60,8 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = _parser()
-    parsed, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, core = _parser()
+    if words[:1] in ([], ["-h"], ["--help"]):
+        parser.epilog = f"{EPILOG}\n{recipe_verbs.listing()}"
+    elif not words[0].startswith("-") and words[0] not in core:
+        return _reported(lambda: recipe_verbs.main(words, core), words[0])
+    parsed, rest = parser.parse_known_args(words)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -69,12 +75,17 @@ def _run(argv: Sequence[str] | None) -> int:
     if parsed.verb is None:
         parser.print_help()
         return 0
+    return _reported(lambda: parsed.run(parsed), parsed.verb, parsed)
+
+
+def _reported(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
+    """The exit code of a verb, whose errors are printed as sentences."""
     from unisono.launch import malloc_arenas
     from unisono.runtime.errors import UnisonoError
 
     malloc_arenas.share()  # before anything else is imported, which may start threads
     try:
-        code: int = parsed.run(parsed)
+        return act()
     except UnisonoError as error:
         composed = getattr(parsed, "composed", None)
         told = composed.explain(str(error)) if composed else str(error)
@@ -82,14 +93,14 @@ def _run(argv: Sequence[str] | None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         how = {"data": " goes on from there", "export": " begins anew", "import": " begins anew"}.get(
-            parsed.verb, " with run.name=… goes on from the newest checkpoint"
+            verb, " with run.name=… goes on from the newest checkpoint"
         )
         print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
         return INTERRUPTED
-    return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """The parser of the core's verbs, and their names."""
     parser = argparse.ArgumentParser(
         prog="unisono",
         description="Train a model on one process or on many; the many compute exactly what the one computes.",
@@ -165,31 +176,10 @@ def _parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=text, description=text)
         arguments.run(verb, "folder of a run that trains, here or elsewhere")
         verb.set_defaults(run=_ask)
-    verb = verbs.add_parser("generate", help="continue a prompt with a trained language model")
-    arguments.run(verb)
-    verb.add_argument("prompt", help="text to continue")
-    verb.add_argument("--tokens", type=int, default=64, help="how many tokens to write (default 64)")
-    verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--ema", action="store_true", help="with the moving average of the weights (ema.decay)")
-    verb.set_defaults(run=_generate)
-    text = "what a run of the microbiome recipe says of samples, as a table with intervals"
-    verb = verbs.add_parser("predict", help=text, description=text)
-    arguments.run(verb)
-    arguments.overrides(
-        verb,
-        "out=FILE, rows=held_out|training|all, draws=5, baseline=true for random forests beside it; and settings "
-        "of data that replace the run's, e.g. data.table=FILE data.target=null",
-    )
-    verb.set_defaults(run=_predict)
-    text = "plots of a run of the microbiome recipe, and which taxa it looks at"
-    verb = verbs.add_parser("look", help=text, description=text)
-    arguments.run(verb)
-    arguments.overrides(verb, "as for predict; out=FOLDER, default RUN/looking")
-    verb.set_defaults(run=_look)
     data.add(verbs, _load)
-    export.add(verbs, _merged)
-    return parser
+    export.add(verbs)
+    new.add(verbs)
+    return parser, verbs.choices
 
 
 def _load(parsed: argparse.Namespace) -> RunConfig:
@@ -383,45 +373,4 @@ def _ask(parsed: argparse.Namespace) -> int:
         raise RunError(f"{parsed.folder} is no run that trains now, so nobody would {parsed.verb}")
     (parsed.folder / parsed.verb).touch()
     print(f"{parsed.folder} has been asked to {parsed.verb} after its next step")
-    return 0
-
-
-def _generate(parsed: argparse.Namespace) -> int:
-    from unisono.recipes.language.generate import generate
-
-    print(generate(parsed.folder, parsed.prompt, parsed.tokens, parsed.temperature, parsed.seed, parsed.ema))
-    return 0
-
-
-def _merged(folder: Path, ema: bool, step: int) -> nn.Module:
-    """The model of a run with its adapters merged; that of the language recipe is made without its documents."""
-    from unisono.config import resolve
-    from unisono.launch import load
-    from unisono.recipes.language import generate
-
-    of_language = resolve.read(folder / "config.yaml").recipe in ("language", resolve.TASKS["language"])
-    merged = generate.merged if of_language else load.load_model
-    return merged(folder, ema=ema, step=step)
-
-
-def _predict(parsed: argparse.Namespace) -> int:
-    from unisono.recipes.microbiome import predict
-
-    prediction, changes = predict.words(parsed.overrides)
-    predicted = predict.predict(parsed.folder, prediction, changes)
-    for path in predict.write(predicted, prediction.out or parsed.folder / "predictions.tsv"):
-        print(path)
-    if predicted.target is not None:
-        print(f"intervals of {predicted.target.column}: {predicted.target.covers}")
-    for name, value in predict.scores(predicted, prediction.baseline, prediction.seed).items():
-        print(f"{name}: {value:.4f}")
-    return 0
-
-
-def _look(parsed: argparse.Namespace) -> int:
-    from unisono.recipes.microbiome import looking, predict
-
-    prediction, changes = predict.words(parsed.overrides)
-    for path in looking.look(parsed.folder, prediction, changes):
-        print(path)
     return 0

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from unisono.config import resolve
+from unisono.config import recipes, resolve
 
 _INSTALLED = tuple(
     {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -33,7 +33,7 @@ def digests(recipe: str) -> dict[str, str]:
     """
     root = Path(__file__).resolve().parents[1]
     files = {f"unisono/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
-    place = resolve.TASKS.get(recipe, recipe).rpartition(":")[0]
+    place = (resolve.located(recipe) if recipe in recipes.names() else recipe).rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         pass  # a task whose file is gone, or was never one, has no code that could be read
     elif place.endswith(".py"):

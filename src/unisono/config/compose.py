@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from unisono.config import safe_yaml, secrets
+from unisono.config import recipes, safe_yaml, secrets
 from unisono.runtime.errors import ConfigError, nearest
 
 GROUPS = Path(__file__).parent / "groups"
-RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,6 @@ class Composed:
         origins = {key: origin for key, origin in origins.items() if not secrets.names_secret(key)}
         lines = [f"  {key} is from {origin}" for key, origin in origins.items() if f"({origin})" not in message]
         return "\n".join([message, *lines])
-
-
-def recipes() -> dict[str, Path]:
-    """Packaged recipes: name -> folder of its YAML files."""
-    return {
-        path.parent.parent.name: path.parent for path in sorted(RECIPES.glob("*/config/*.yaml")) if _is_primary(path)
-    }
-
-
-def _is_primary(path: Path) -> bool:
-    return path.stem == path.parent.parent.name
 
 
 def compose(
@@ -116,6 +105,35 @@ def compose(
     return composed
 
 
+def change(composed: Composed, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:
+    """Composed values, such as those of a run, with some of them replaced.
+
+    Args:
+        composed: what there is.
+        overrides: `key=value` and `group=choice`, as for `compose`.
+        folders: of YAML groups that may be chosen.
+
+    Raises:
+        ConfigError: naming the override that cannot be read.
+    """
+    values, origins = deepcopy(composed.values), dict(composed.origins)
+    for override in overrides:
+        given = _read(override, list(folders))
+        *above, last = given.key.replace("/", ".").split(".")
+        inside = values
+        for name in above:
+            inside = inside.setdefault(name, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"override '{override}': '{name}' is a value, not a group of keys")
+        new = given.value
+        if given.is_choice:
+            new = safe_yaml.read(next(f for folder in folders if (f := folder / given.key / f"{new}.yaml").is_file()))
+        merged = isinstance(new, dict) and isinstance(inside.get(last), dict) and not given.replaces
+        inside[last] = {**inside[last], **new} if merged else new
+        origins[given.key] = f"override '{override}'"
+    return Composed(values, origins)
+
+
 def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     """The primary config and the folders to search, the one that holds it first."""
     if config_dir is not None and not config_dir.is_dir():
@@ -124,10 +142,10 @@ def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     for folder in own:
         for path in sorted(folder.rglob("*.yaml")):
             safe_yaml.check(path)
-    packaged = recipes()
     if ":" in recipe:
         _refuse_shadows(own[0] if own else None, [GROUPS])
         return "task", [GROUPS, *own]
+    packaged = recipes.folders()
     if own and (own[0] / f"{recipe}.yaml").is_file():
         if recipe in packaged:
             raise ConfigError(f"{own[0] / recipe}.yaml has the name of a packaged recipe; give it another name")
@@ -136,10 +154,13 @@ def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     if recipe in packaged:
         _refuse_shadows(own[0] if own else None, [GROUPS, packaged[recipe]])
         return recipe, [packaged[recipe], GROUPS, *own]
-    names = [*packaged, *(path.stem for folder in own for path in folder.glob("*.yaml"))]
-    raise ConfigError(
-        f"unknown recipe '{recipe}', {nearest(recipe, names)} (or a task of your own: path/to/file.py:Class)"
-    )
+    if recipe in recipes.names():
+        recipes.find(recipe)  # which says why it cannot be imported
+        raise ConfigError(f"recipe '{recipe}' has no {recipes.folder(recipe) / recipe}.yaml")
+    if own:
+        known = [*packaged, *(path.stem for folder in own for path in folder.glob("*.yaml"))]
+        raise ConfigError(f"unknown recipe '{recipe}', {nearest(recipe, known)}")
+    raise ConfigError(f"unknown recipe '{recipe}', {recipes.suggestion(recipe)}")
 
 
 def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from unisono.config import fingerprint, safe_yaml, secrets
+from unisono.config import compose as compose_
+from unisono.config import fingerprint, recipes, safe_yaml, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
@@ -22,11 +23,6 @@ from unisono.runtime.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from unisono.task import Task
 
-TASKS = {
-    "language": "unisono.recipes.language.task:Language",
-    "microbiome": "unisono.recipes.microbiome.task:Microbiome",
-    "puzzles": "unisono.recipes.puzzles.task:Puzzles",
-}
 TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}
 
 
@@ -40,12 +36,14 @@ def load(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     return validate(composed), composed
 
 
-def read(path: Path, moved: str | None = None) -> RunConfig:
+def read(path: Path, moved: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of a run, from its `config.yaml`.
 
     Args:
         path: of the file.
         moved: how the same task is called now, where its file may have been moved since.
+        overrides: settings that replace those of the run. Where one chooses another `kind` of a group, what the run has
+            stays as far as that kind has it.
 
     Raises:
         ConfigError: where the file is missing or is not a configuration.
@@ -53,7 +51,26 @@ def read(path: Path, moved: str | None = None) -> RunConfig:
     values = safe_yaml.read(path)
     if moved is not None and fingerprint.task(str(values.get("recipe"))) == fingerprint.task(moved):
         values["recipe"] = moved
-    return validate(Composed(values, {name: str(path) for name in values}))
+    composed = Composed(values, {name: str(path) for name in values})
+    return validate(_changed(composed, overrides) if overrides else composed)
+
+
+def _changed(composed: Composed, overrides: Sequence[str]) -> Composed:
+    reference = str(composed.values.get("recipe"))
+    task, folders = task_class(reference), [compose_.GROUPS]
+    if reference in recipes.names():
+        folders.insert(0, recipes.folder(reference))
+    changed = compose_.change(composed, overrides, folders)
+    for group, attribute in TASK_GROUPS.items():
+        before, now = composed.values.get(group) or {}, changed.values.get(group) or {}
+        if before.get("kind") == now.get("kind") or "kind" not in before:
+            continue
+        known = {name for model in _models(getattr(task, attribute), now) for name in model.model_fields}
+        given = {
+            key.removeprefix(f"{group}.").split(".")[0] for key in changed.origins.keys() - composed.origins.keys()
+        }
+        changed.values[group] = {name: value for name, value in now.items() if name in known | given}
+    return changed
 
 
 def validate(composed: Composed) -> RunConfig:
@@ -92,9 +109,7 @@ def task_class(reference: str) -> type[Task]:
     """
     from unisono.task import Task
 
-    place, _, name = TASKS.get(reference, reference).rpartition(":")
-    if not place:
-        raise ConfigError(f"unknown recipe '{reference}', {nearest(reference, TASKS)} (or path/to/file.py:Class)")
+    place, _, name = located(reference).rpartition(":")
     module = module_of(reference, place)
     found = getattr(module, name, None)
     tasks = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Task) and v is not Task]
@@ -106,6 +121,15 @@ def task_class(reference: str) -> type[Task]:
     if missing:
         raise ConfigError(f"{reference} does not define {', '.join(f'{method}()' for method in missing)}")
     return found
+
+
+def located(reference: str) -> str:
+    """The `file.py:Class` or `package.module:Class` of a reference, which may be the name of a recipe.
+
+    Raises:
+        ConfigError: for a name that is no recipe.
+    """
+    return reference if ":" in reference else recipes.find(reference).task()
 
 
 def module_of(reference: str, place: str) -> types.ModuleType:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
 from unisono.config import resolve
-from unisono.config.schema.run import RunConfig
+from unisono.launch.run import open_run
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import RunError
 
@@ -56,33 +54,20 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
     return checkpoint.step
 
 
-def load_model(
-    folder: Path | str,
-    *,
-    ema: bool = False,
-    step: int | None = None,
-    build: Callable[[RunConfig], nn.Module] | None = None,
-) -> nn.Module:
+def load_model(folder: Path | str, *, ema: bool = False, step: int | None = None) -> nn.Module:
     """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
+
+    The task builds it, from the assets that it saved with the run where it can do without its data.
 
     Args:
         folder: of the run.
         ema: as for `load_weights`.
         step: as for `load_weights`.
-        build: makes the model that the task's `build` made, from the run's configuration; None asks the task itself,
-            which may want its data.
 
     Raises:
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
-    from unisono.engines.torch.init_model import built
-    from unisono.launch import rank_process
-
-    newest(Path(folder))
-    config = resolve.read(Path(folder) / "config.yaml")
-    model = built(partial(build, config) if build else rank_process.task_of(config).build, config.run.seed)
-    load_weights(folder, model, ema=ema, step=step)
-    return model.eval()
+    return open_run(folder).load_model(ema=ema, step=step)
 
 
 def evaluate(folder: Path) -> dict[str, float]:

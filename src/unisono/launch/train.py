@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.core import provenance
 from unisono.checkpoint.remote.restore import Restore
-from unisono.config import resolve, secrets
+from unisono.config import recipes, resolve, secrets
 from unisono.config.batch_split import Split
 from unisono.config.compose import Composed, compose, literal
 from unisono.config.schema.run import RunConfig
@@ -263,8 +263,7 @@ def reference_to(kind: type[Task] | Callable[..., Any]) -> str:
         raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
     known = f"{kind.__module__}:{kind.__name__}"
     file = f"{path}:{kind.__name__}"
-    packaged = next((name for name, place in resolve.TASKS.items() if place == known), None)
-    return packaged or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
+    return recipes.name_of(known) or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
 
 
 def _in_folder_without_init(module: str, path: Path) -> bool:

@@ -6,21 +6,23 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint
+from unisono.config import code_digest, environment, fingerprint, resolve
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
 from unisono.launch import local_processes, train
-from unisono.proof import case_process, certificate, comparison, diagnosis
+from unisono.proof import case_process, certificate, comparison, diagnosis, verdict
 from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import ConfigError, KernelError, RunError
+from unisono.task import Task
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
@@ -75,6 +77,47 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
         }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What a proof came to.
+
+    Attributes:
+        verdicts: of every case against its reference.
+        references: of the references alone.
+    """
+
+    verdicts: list[Verdict]
+    references: list[Verdict]
+
+    @property
+    def passed(self) -> bool:
+        """Whether an equality passed and nothing failed."""
+        return verdict.exit_code([*self.verdicts, *self.references]) == 0
+
+    def __str__(self) -> str:
+        return "\n".join(verdict.lines(self.verdicts, self.references))
+
+
+def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> Proved:
+    """Prove a task, as `unisono prove` does, but leave no certificate.
+
+    Args:
+        task: its class, or what the command line takes: a recipe's name or `path/to/file.py:Class`.
+        words: settings of the proof and of the run, e.g. `["layouts=[ddp:2]", "steps=2", "task.width=8"]`.
+
+    Raises:
+        ConfigError: for settings that do not fit, before any process starts.
+
+    Example:
+        proved = unisono.prove(MyTask, ["layouts=[ddp:2]"])
+        assert proved.passed, proved
+    """
+    own, rest = split_words(list(words))
+    config, _ = resolve.load(task if isinstance(task, str) else train.reference_to(task), rest)
+    verdicts, references, _ = prove(config, Proof.model_validate(own))
+    return Proved(verdicts, references)
 
 
 def phases(every: list[Case]) -> list[list[Case]]:

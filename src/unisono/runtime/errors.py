@@ -7,8 +7,11 @@ Anything else that escapes is a fault of ours and keeps its traceback.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+
+_SHOWN, _LONG = 3, 40  # names in an error, and characters of one
 
 
 class UnisonoError(ValueError):
@@ -166,6 +169,30 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return "valid here: " + (", ".join(names) if names else "nothing")
+
+
+def format_examples(names: Sequence[str]) -> str:
+    """The first few of some names, long ones cut.
+
+    >>> format_examples(["a", "b", "c", "d"])
+    "'a', 'b', 'c', …"
+    """
+    shown = [repr(name if len(name) <= _LONG else f"{name[:_LONG]}…") for name in names[:_SHOWN]]
+    return ", ".join(shown) + (", …" if len(names) > _SHOWN else "")
+
+
+def format_share(some: Collection[str], total: int, what: str) -> str:
+    """How many of how many, with examples.
+
+    >>> format_share(["a", "b"], 5, "samples")
+    "2 of 5 samples ('a', 'b')"
+    """
+    return f"{len(some)} of {total} {what} ({format_examples(list(some))})"
+
+
+def find_duplicates(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once, in order."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import uuid
@@ -133,6 +134,14 @@ def of_pickles(path: Path) -> str:
         f". {found.name} is a pickle by its name, and reading one can run code: `unisono import {path} out={out}` "
         "takes the tensors out of it, in a process of its own that runs nothing"
     )
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file in hex; of no file, an empty text."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -230,8 +230,6 @@ def test_a_merged_model_says_what_the_trained_one_says(run: Any) -> None:
     assert not any("lora" in type(module).__module__ for module in merged.modules())
     with torch.no_grad():
         torch.testing.assert_close(merged(TOKENS), logits, rtol=1e-5, atol=1e-5)
-        base = unisono.load_model(folder, build=lambda config: Whole().build())
-        assert torch.equal(base(TOKENS), merged(TOKENS)), "built by the task itself, or by who knows how"
         torch.manual_seed(0)
         assert not torch.allclose(transformer()(TOKENS), merged(TOKENS), rtol=1e-2, atol=1e-2)
 
@@ -244,7 +242,7 @@ def test_the_average_of_the_adapters_is_merged_where_it_is_asked_for(run: Any) -
 
 
 def test_another_base_is_refused_by_name(run: Any) -> None:
-    model = unisono.load_model(run[0], build=lambda config: Whole().build())
+    model = unisono.load_model(run[0])
     with pytest.raises(
         CheckpointError, match=r"another base: \d+ of 35 parameters differ, first 'blocks\.0\.attention"
     ):

@@ -15,11 +15,10 @@ from tokenizers import models
 from unisono.data.prepare import shards
 from unisono.data.prepare.preparation import Made, prepare
 from unisono.recipes.language import tokens
-from unisono.recipes.language.library import AheadLibrary
 from unisono.recipes.language.settings import Corpus, Embedded, FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
 from unisono.recipes.language.texts import Texts
-from unisono.recipes.language.tokenise import Tokenizer, trained
+from unisono.recipes.language.tokenizer import Tokenizer, trained
 from unisono.recipes.language.tokens import TokenStore
 from unisono.runtime.files import cache_dir
 
@@ -181,5 +180,6 @@ def tokenised(config: Corpus | Embedded, given: Tokenizer | None = None) -> Toke
 
 def store_in(language: Language) -> TokenStore:
     """The tokens of a task that has one corpus."""
-    assert isinstance(language.library, AheadLibrary)
-    return language.library.stores[""]
+    store = language.library.corpora[""]
+    assert isinstance(store, TokenStore)
+    return store

@@ -59,14 +59,14 @@ def run(folder: Path) -> Path:
 
 
 def test_a_run_with_adapters_writes_what_it_has_learned(run: Path, folder: Path) -> None:
-    assert generate(run, "the quick") == KNOWN
-    assert generate(run, "the quick", ema=True) == KNOWN
+    assert generate(unisono.open_run(run), "the quick") == KNOWN
+    assert generate(unisono.open_run(run), "the quick", ema=True) == KNOWN
     with pytest.raises(RunError, match=r"keeps no moving average of its weights; it was trained without ema\.decay"):
-        generate(folder / "runs" / "base", "the quick", ema=True)
+        generate(unisono.open_run(folder / "runs" / "base"), "the quick", ema=True)
 
 
 def test_the_average_writes_from_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["generate", str(run), "the quick", "--ema"]) == 0
+    assert main.main(["generate", str(run), "the quick", "ema=true"]) == 0
     assert capsys.readouterr().out == KNOWN + "\n"
 
 
@@ -86,7 +86,7 @@ def test_adapters_on_a_pretrained_model_need_its_directory_and_no_corpus(folder:
     result = train(tmp_path, "on", **own)
     shutil.rmtree(tmp_path / "corpus")
     shutil.rmtree(tmp_path / "cache")
-    assert generate(result.folder, "the", tokens=3).startswith("the")
+    assert generate(unisono.open_run(result.folder), "the", tokens=3).startswith("the")
     assert load.adapter_of(result.folder) is not None
 
 

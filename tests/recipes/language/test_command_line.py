@@ -100,7 +100,7 @@ def sources(cache: Path, run: Path) -> set[str]:
     source = language.data()
     plan = StreamPlan.of(Order(len(source), config.run.seed), 64, 40, None)
     rows = np.concatenate([plan.batch(step) for step in range(plan.steps)])
-    documents = source._chosen[np.searchsorted(source._last_row, rows, side="right")]
+    documents = source._chosen[np.searchsorted(source._last, rows, side="right")]
     return {of_documents[document] for document in documents}
 
 
@@ -114,7 +114,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_on_two_processes_writes_from_its_prompt_the_same_every_time(run: Path) -> None:
-    first, second = (unisono("generate", str(run), "abc", "--tokens", "8") for _ in range(2))
+    first, second = (unisono("generate", str(run), "abc", "tokens=8") for _ in range(2))
     assert first == second
     assert first.startswith("abc")
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.recipes.language.corpora import DIFFICULT, corpus, write_jsonl
-from unisono.recipes.language import documents
+from unisono.recipes.language import texts as documents
 from unisono.runtime.errors import DataError
 
 SEPARATOR = "<|next|>"

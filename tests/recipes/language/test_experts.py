@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+import unisono
 from tests.recipes.language.corpora import GROUPED, corpus, sentences, write_jsonl
 from tests.recipes.language.kernels import distance, gradients, perturbed
 from unisono.config.schema.optimizers import AdamW
@@ -246,11 +247,21 @@ def test_under_autocast_experts_are_multiplied_in_its_precision(data: Corpus, mo
         ({}, "cpu", "fp32", "grouped"),
         ({}, "cpu", "bf16", "grouped"),
         ({}, "cuda", "bf16", "grouped"),
-        ({}, "cpu", "fp64", r"loop \(torch has no fp64 kernel of a grouped product\)"),
-        ({}, "mps", "fp32", r"loop \(torch's grouped product is not known to work on mps\)"),
+        ({}, "cpu", "fp64", r"loop \(grouped: torch has no fp64 kernel of a grouped product\)"),
+        ({}, "mps", "fp32", r"loop \(grouped: torch's grouped product is not known to work on mps\)"),
         ({"moe_intermediate_size": 20}, "cpu", "fp32", "grouped"),
-        ({"moe_intermediate_size": 20}, "cpu", "bf16", r"loop \(in bf16 .* multiples of 8, and there are \[20\]\)"),
-        ({"moe_intermediate_size": 17}, "cpu", "fp32", r"loop \(in fp32 .* multiples of 4, and there are \[17, 34\]\)"),
+        (
+            {"moe_intermediate_size": 20},
+            "cpu",
+            "bf16",
+            r"loop \(grouped: in bf16 .* multiples of 8, and there are \[20\]\)",
+        ),
+        (
+            {"moe_intermediate_size": 17},
+            "cpu",
+            "fp32",
+            r"loop \(grouped: in fp32 .* multiples of 4, and there are \[17, 34\]\)",
+        ),
     ],
 )
 def test_the_product_of_experts_is_chosen_by_capability(
@@ -314,7 +325,7 @@ def test_what_a_mixture_has_learnt_is_written_with_any_width(data: Corpus, tmp_p
     asked = {"model.architecture": "qwen3_moe", "model.settings": settings, "model.balance_weight": 0.1}
     result = train.train("language", overrides(Path(str(data.path)), tmp_path, **asked))
     assert result.loss is not None
-    assert generate(result.folder, "ab", tokens=3).startswith("ab")
+    assert generate(unisono.open_run(result.folder), "ab", tokens=3).startswith("ab")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

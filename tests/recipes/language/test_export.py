@@ -26,7 +26,7 @@ from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.sharded_tensors import load, of_model
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import Pretrained
-from unisono.recipes.language.tokenise import Tokenizer
+from unisono.recipes.language.tokenizer import Tokenizer
 
 TOKENS = torch.arange(3, 67).reshape(2, 32)
 QUIET = {"bos_token_id": None, "eos_token_id": None}  # else the defaults lie outside of a small vocabulary

@@ -16,7 +16,7 @@ import unisono
 from tests.recipes.language.corpora import overrides, write_jsonl
 from unisono.cli import main
 from unisono.recipes.language.generate import generate
-from unisono.runtime.errors import RunError
+from unisono.runtime.errors import DataError, RunError
 
 KNOWN = "the quick brown fox jumps over the lazy dog"
 TEXTS = [KNOWN, "pack my box with five dozen liquor jugs", "sphinx of black quartz, judge my vow"]
@@ -36,18 +36,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.folder
 
 
+def written_by(folder: Path, prompt: str, **how: Any) -> str:
+    return generate(unisono.open_run(folder), prompt, **how)
+
+
 def written(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     assert main.main(["generate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def test_it_continues_what_the_run_has_learned_and_stops_at_the_end_of_the_document(run: Path) -> None:
-    assert generate(run, "the quick") == KNOWN
-    assert generate(run, "pack my box") == TEXTS[1]
+    assert written_by(run, "the quick") == KNOWN
+    assert written_by(run, "pack my box") == TEXTS[1]
 
 
 def test_an_empty_prompt_begins_a_document(run: Path) -> None:
-    assert generate(run, "") in TEXTS
+    assert written_by(run, "") in TEXTS
 
 
 def test_it_writes_as_many_tokens_as_were_asked_for(run: Path) -> None:
@@ -55,7 +59,7 @@ def test_it_writes_as_many_tokens_as_were_asked_for(run: Path) -> None:
     ids = engine.encode(KNOWN).ids
     prompt, three = engine.decode(ids[:4]), engine.decode(ids[:7])
     assert engine.encode(prompt).ids == ids[:4]
-    assert generate(run, prompt, tokens=3) == three
+    assert written_by(run, prompt, tokens=3) == three
 
 
 def test_the_greedy_choice_is_the_likeliest_token_each_time(run: Path) -> None:
@@ -70,7 +74,7 @@ def test_the_greedy_choice_is_the_likeliest_token_each_time(run: Path) -> None:
         ids.append(int(found(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         if ids[-1] == 0:
             break
-    assert generate(run, prompt, tokens=12) == engine.decode(ids)
+    assert written_by(run, prompt, tokens=12) == engine.decode(ids)
 
 
 def test_the_command_prints_the_same_every_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +83,7 @@ def test_the_command_prints_the_same_every_time(run: Path, capsys: pytest.Captur
 
 def test_a_temperature_draws_and_its_seed_decides(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def drawn(seed: int) -> str:
-        return written(capsys, run, "the", "--temperature", 3, "--seed", seed, "--tokens", 20)
+        return written(capsys, run, "the", "temperature=3", f"seed={seed}", "tokens=20")
 
     texts = [drawn(seed) for seed in range(4)]
     assert texts == [drawn(seed) for seed in range(4)]
@@ -91,16 +95,16 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(run: Path, monkeypatch: pyte
     """The library's own default would be the 50 likeliest."""
     chances, draw = [], torch.multinomial
     monkeypatch.setattr(torch, "multinomial", lambda p, *a, **k: chances.append(p) or draw(p, *a, **k))
-    generate(run, "the quick", tokens=2, temperature=100)
+    written_by(run, "the quick", tokens=2, temperature=100)
     assert [int((chance > 0).sum()) for chance in chances] == [300, 300]
 
 
 def test_a_low_temperature_is_nearly_greedy(run: Path) -> None:
-    assert generate(run, "the quick", temperature=0.01, seed=1) == KNOWN
+    assert written_by(run, "the quick", temperature=0.01, seed=1) == KNOWN
 
 
 def test_the_number_of_tokens_can_be_given_on_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short, long = (written(capsys, run, "the quick", "--tokens", count) for count in (2, 5))
+    short, long = (written(capsys, run, "the quick", f"tokens={count}") for count in (2, 5))
     assert len(short) < len(long)
     assert KNOWN.startswith(short.strip("\n"))
 
@@ -116,7 +120,7 @@ def _refused(run: Path, told: str, *arguments: Any, capsys: pytest.CaptureFixtur
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _refused(tmp_path / "nowhere", "is not a run of the language recipe", capsys=capsys)
+    _refused(tmp_path / "nowhere", "is neither a run (no", capsys=capsys)
 
 
 def test_a_run_of_another_task_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +128,7 @@ def test_a_run_of_another_task_is_refused(tmp_path: Path, capsys: pytest.Capture
 
     settings = {"layout.world_size": 1, "train.steps": 1, "run.dir": str(tmp_path), "observe.progress": False}
     folder = unisono.train(LinearTask(), settings).folder
-    _refused(folder, "is not a run of the language recipe: it has no assets/tokenizer.json", capsys=capsys)
+    _refused(folder, "'generate' is no verb of", capsys=capsys)
 
 
 def test_a_run_without_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,24 +137,24 @@ def test_a_run_without_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: 
     _refused(copy, "has no checkpoint yet", capsys=capsys)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--tokens", 0), ("--tokens", -3), ("--temperature", -1)])
+@pytest.mark.parametrize(("option", "value"), [("tokens", 0), ("tokens", -3), ("temperature", -1)])
 def test_numbers_that_mean_nothing_are_refused(
     run: Path, capsys: pytest.CaptureFixture[str], option: str, value: int
 ) -> None:
-    _refused(run, option.strip("-"), option, value, capsys=capsys)
+    _refused(run, f"{option}={value}", f"{option}={value}", capsys=capsys)
 
 
 def test_an_empty_prompt_is_refused_where_no_token_begins_a_document(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     (copy / "assets" / "special_tokens.json").write_text(json.dumps({"first": None, "last": None}))
     with pytest.raises(RunError, match="prompt"):
-        generate(copy, "")
-    assert generate(copy, "the quick", tokens=3).startswith("the quick")
+        written_by(copy, "")
+    assert written_by(copy, "the quick", tokens=3).startswith("the quick")
 
 
 def test_damaged_assets_are_named(run: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "special_tokens.json", "config.json"):
+    for name in ("tokenizer.json", "special_tokens.json"):
         copy = Path(shutil.copytree(run, tmp_path / name))
         (copy / "assets" / name).write_text("{")
-        with pytest.raises(RunError, match=name.replace(".", r"\.")):
-            generate(copy, "the")
+        with pytest.raises(DataError, match=name.replace(".", r"\.")):
+            written_by(copy, "the")

@@ -17,11 +17,11 @@ from tests.recipes.language.kernels import Gradients, distance
 from unisono.config.schema.data import Packing
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan, looked_up
+from unisono.data.prepare import Windows
 from unisono.engines.torch.numerics import precision as precisions
 from unisono.recipes.language import kernels, packed
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.task import IGNORED, Language
-from unisono.recipes.language.tokens import Rows
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, SampleContext
 
@@ -131,9 +131,9 @@ def test_pieces_of_a_document_predict_each_of_its_targets_once(lengths: list[int
 def test_the_lengths_of_rows_are_the_targets_they_have(tmp_path: Path) -> None:
     lengths = [5, 1, 17, 0, 9, 2, 40]
     for sequence in (4, 8, None):
-        rows = Rows(store_of(tmp_path, lengths), np.array([0, 1, 2, 3, 4, 5, 6]), sequence)
+        rows = Windows(store_of(tmp_path, lengths), np.array([0, 1, 2, 3, 4, 5, 6]), sequence, overlap=1)
         assert rows.lengths.tolist() == [len(rows[row]) - 1 for row in range(len(rows))]
-        assert rows.lengths.sum() == rows.targets == sum(max(0, length - 1) for length in lengths)
+        assert rows.lengths.sum() == sum(max(0, length - 1) for length in lengths)
     assert len(rows) == 5  # whole documents, those that have targets
 
 

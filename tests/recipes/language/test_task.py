@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tests.recipes.language.corpora import corpus, model, overrides, sentences, store_in, store_of, task, write_jsonl
 from tests.runs import configuration, trace
+from unisono.data.prepare import Windows
 from unisono.launch import train
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import IGNORED, Language
-from unisono.recipes.language.tokens import Rows
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import ConfigError, DataError, KernelError
 
@@ -70,7 +70,7 @@ def test_an_epoch_counts_every_target_of_the_training_documents_once(data: Corpu
     config = configuration(train={"epochs": 1.0, "global_batch": 7})
     done = trace(Place(), Alone(), language, config)
     assert sorted(row for rows in done.rows for row in rows) == list(range(len(source)))
-    documents = tokens.split(store_in(language).documents, 0.2)[0]
+    documents = language.library.split[""][0]
     assert sum(step["tokens"] for step in done.metrics) == (store_in(language).lengths[documents] - 1).sum()
 
 
@@ -106,7 +106,7 @@ def test_rows_and_held_out_rows_share_no_document(data: Corpus) -> None:
     language = task(data)
     training, held = language.data(), language.held_out()
     assert held is not None
-    assert training.targets + held.targets == int((store_in(language).lengths - 1).sum())
+    assert training.lengths.sum() + held.lengths.sum() == int((store_in(language).lengths - 1).sum())
     assert len(held._chosen) == 8
     assert not set(held._chosen) & set(training._chosen)
 
@@ -114,7 +114,7 @@ def test_rows_and_held_out_rows_share_no_document(data: Corpus) -> None:
 def test_nothing_is_held_out_where_the_fraction_is_zero(data: Corpus) -> None:
     language = task(data.model_copy(update={"held_out": 0.0}))
     assert language.held_out() is None
-    assert language.data().targets == int((store_in(language).lengths - 1).sum())
+    assert language.data().lengths.sum() == int((store_in(language).lengths - 1).sum())
 
 
 def test_the_facts_are_those_of_the_corpus(data: Corpus) -> None:
@@ -131,7 +131,7 @@ def test_the_facts_are_those_of_the_corpus(data: Corpus) -> None:
         "vocabulary": 300,
     }
     assert entropy == pytest.approx(
-        tokens.unigram_entropy(tokens.unigram_counts(store, tokens.split(store.documents, 0.2)[1])), abs=5e-5
+        tokens.unigram_entropy(tokens.unigram_counts(store, language.library.split[""][1])), abs=5e-5
     )
 
 
@@ -164,7 +164,7 @@ def test_a_model_that_knows_the_frequencies_reaches_the_unigram_entropy(data: Co
 
 def test_a_row_of_a_source_is_its_sample(tmp_path: Path) -> None:
     """Nothing is drawn at random on the way: the loader's rows are the corpus's."""
-    rows = Rows(store_of(tmp_path, [5, 9]), np.arange(2), 4)
+    rows = Windows(store_of(tmp_path, [5, 9]), np.arange(2), 4, overlap=1)
     language = Language(LanguageConfig(), model=model("gpt2"), data=corpus(tmp_path))
     context: Any = None
     assert [language.sample(rows[i], context).tolist() for i in range(3)] == [

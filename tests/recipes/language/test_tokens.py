@@ -17,19 +17,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.recipes.language.corpora import DIFFICULT, corpus, real, sentences, store_of, tokenised, write_jsonl
+from unisono.data.holding_out import hold_out
+from unisono.data.prepare import Windows
 from unisono.data.prepare.shards import Shards, Writer, manifest_of
-from unisono.recipes.language import tokenise, tokens
+from unisono.recipes.language import tokenizer, tokens
 from unisono.recipes.language.settings import Corpus, Embedded
 from unisono.recipes.language.texts import Texts
-from unisono.recipes.language.tokenise import trained
-from unisono.recipes.language.tokens import Rows, TokenStore
+from unisono.recipes.language.tokenizer import trained
+from unisono.recipes.language.tokens import TokenStore
 from unisono.runtime.errors import DataError
 
 
@@ -37,7 +38,7 @@ def decoded(store: TokenStore) -> list[str]:
     """Every document as text again, without the tokens at its ends."""
     engine, special = Engine.from_file(str(store.tokenizer.path)), store.tokenizer
     found = []
-    for number in range(store.documents):
+    for number in range(len(store)):
         ids = store.slice(number, 0, int(store.lengths[number])).tolist()
         assert ids[0] == special.first
         assert ids[-1] == special.last
@@ -90,7 +91,7 @@ def test_decoding_gives_the_documents_back(tmp_path: Path) -> None:
 
 
 def test_decoding_gives_the_documents_back_with_the_tokenizer_of_gpt2(tmp_path: Path) -> None:
-    given = tokenise.tokenizer_from(real("tiny_models/gpt2_tokenizer"))
+    given = tokenizer.tokenizer_from(real("tiny_models/gpt2_tokenizer"))
     write_jsonl(tmp_path / "corpus" / "a.jsonl", DIFFICULT)
     store = tokenised(corpus(tmp_path / "corpus"), given)
     assert decoded(store) == DIFFICULT
@@ -116,17 +117,17 @@ def test_the_manifest_tells_files_documents_tokens_and_what_was_passed_over(tmp_
 
 
 def test_more_documents_than_one_call_of_the_tokenizer_takes_keep_their_order(tmp_path: Path) -> None:
-    texts = [f"document {number}" for number in range(3 * tokenise._BATCH + 1)]
+    texts = [f"document {number}" for number in range(3 * tokenizer._BATCH + 1)]
     write_jsonl(tmp_path / "a.jsonl", texts[:500])
     write_jsonl(tmp_path / "b.jsonl", texts[500:])
     assert decoded(tokenised(corpus(tmp_path))) == texts
 
 
 def test_the_embedded_corpus_is_the_standard_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from unisono.recipes.language import documents
+    from unisono.recipes.language import texts as documents
 
     found = documents.standard_library()
-    few = documents.Found(tuple(file for file in found.files if file.name.startswith("json/")))
+    few = documents.sources.Found(tuple(file for file in found.files if file.name.startswith("json/")))
     monkeypatch.setattr(documents, "standard_library", lambda: few)
     store = tokenised(Embedded(kind="embedded", vocab_size=300, cache=tmp_path))
     assert decoded(store) == [Path(file.path).read_text(encoding="utf-8") for file in few.files]
@@ -149,12 +150,12 @@ def test_text_of_which_the_tokenizer_makes_nothing_is_refused(tmp_path: Path) ->
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["signs that it", "does not know"])
     Engine(models.BPE({"x": 0}, [])).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"nothing could be made of the 2 records: 0 .* does the tokenizer know it\?"):
-        tokenised(corpus(tmp_path / "corpus"), tokenise.tokenizer_from(tmp_path))
+        tokenised(corpus(tmp_path / "corpus"), tokenizer.tokenizer_from(tmp_path))
 
 
 def test_text_at_which_the_tokenizer_fails_is_refused_with_its_words(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["known", "unknown"])
-    given = tokenise.tokenizer_from(word_level(tmp_path / "tokenizer", {"known": 0}))
+    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {"known": 0}))
     with pytest.raises(DataError, match=r"tokenizer\.json cannot tokenise the documents: .*Missing \[UNK\]"):
         tokenised(corpus(tmp_path / "corpus"), given)
 
@@ -164,7 +165,7 @@ def test_text_at_which_the_tokenizer_fails_is_refused_with_its_words(tmp_path: P
 
 @pytest.mark.parametrize(("size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
 def test_ids_take_two_bytes_up_to_65536_tokens_and_four_above(tmp_path: Path, size: int, dtype: str) -> None:
-    given = tokenise.tokenizer_from(word_level(tmp_path / "tokenizer", {f"w{i}": i for i in range(size)}))
+    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {f"w{i}": i for i in range(size)}))
     assert given.size == size
     write_jsonl(tmp_path / "corpus" / "a.jsonl", [f"w{size - 1} w0 w{size - 1}", "w1 w65535"])
     store = tokenised(corpus(tmp_path / "corpus"), given)
@@ -176,7 +177,7 @@ def test_ids_take_two_bytes_up_to_65536_tokens_and_four_above(tmp_path: Path, si
 
 
 def test_ids_with_gaps_count_by_the_largest(tmp_path: Path) -> None:
-    given = tokenise.tokenizer_from(word_level(tmp_path / "tokenizer", {"a": 0, "b": 70_000}))
+    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {"a": 0, "b": 70_000}))
     assert given.size == 70_001
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b a", "b"])
     store = tokenised(corpus(tmp_path / "corpus"), given)
@@ -191,7 +192,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_not_obeyed(tmp_path: Pat
     engine.enable_padding(length=5)
     engine.save(str(folder / "tokenizer.json"))
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b a b a b a", "b"])
-    store = tokenised(corpus(tmp_path / "corpus"), tokenise.tokenizer_from(folder))
+    store = tokenised(corpus(tmp_path / "corpus"), tokenizer.tokenizer_from(folder))
     assert store.lengths.tolist() == [7, 1]
 
 
@@ -215,12 +216,12 @@ WORDS = {"<s>": 0, "</s>": 1, "<|endoftext|>": 2, "a": 3}
 def test_the_special_tokens_are_found(tmp_path: Path, beside: dict[str, Any], first: int, last: int) -> None:
     folder = word_level(tmp_path / "tokenizer", WORDS, **beside)
     for path in (folder, folder / "tokenizer.json"):
-        given = tokenise.tokenizer_from(path)
+        given = tokenizer.tokenizer_from(path)
         assert (given.first, given.last, given.size) == (first, last, 4)
 
 
 def test_a_tokenizer_without_special_tokens_leaves_documents_bare(tmp_path: Path) -> None:
-    given = tokenise.tokenizer_from(word_level(tmp_path / "tokenizer", {"a": 0, "b": 1}))
+    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {"a": 0, "b": 1}))
     assert (given.first, given.last) == (None, None)
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b", "b a"])
     assert tokenised(corpus(tmp_path / "corpus"), given).lengths.tolist() == [2, 2]
@@ -228,14 +229,14 @@ def test_a_tokenizer_without_special_tokens_leaves_documents_bare(tmp_path: Path
 
 def test_a_missing_tokenizer_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer at .*: a directory with tokenizer\.json, or that file"):
-        tokenise.tokenizer_from(tmp_path)
+        tokenizer.tokenizer_from(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[1]"])
 def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read as a tokenizer"):
-        tokenise.tokenizer_from(tmp_path)
+        tokenizer.tokenizer_from(tmp_path)
 
 
 @pytest.mark.parametrize(("content", "told"), [("{", "cannot be read as JSON"), ("[1]", "is a JSON list, not")])
@@ -243,7 +244,7 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: str, told: 
     folder = word_level(tmp_path / "tokenizer", WORDS)
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=rf"tokenizer_config\.json {told}"):
-        tokenise.tokenizer_from(folder)
+        tokenizer.tokenizer_from(folder)
 
 
 # the cache --------------------------------------------------------------------------------------------------------
@@ -252,8 +253,8 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: str, told: 
 def test_the_second_time_the_cache_is_used(small: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tokenised(small)
     written = (first.folder / "manifest.json").stat().st_mtime_ns
-    monkeypatch.setattr(tokens, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
-    monkeypatch.setattr(tokenise, "_train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(tokens.prepare, "prepare", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenizer, "_train", lambda *_: pytest.fail("trained again"))
     second = tokenised(small)
     assert second.folder == first.folder
     assert (second.folder / "manifest.json").stat().st_mtime_ns == written
@@ -309,7 +310,7 @@ def test_another_tokenizer_is_another_entry(small: Corpus, tmp_path: Path) -> No
         word_level(tmp_path / "3", {**words, "b": 2}, **ends),
     ]
     (_folder(small) / "a.jsonl").write_text('{"text": "a a"}\n' * 4)
-    given = [kind and tokenise.tokenizer_from(kind) for kind in kinds]
+    given = [kind and tokenizer.tokenizer_from(kind) for kind in kinds]
     assert len({tokenised(small, one).folder for one in given}) == 4
 
 
@@ -317,7 +318,7 @@ def test_a_tokenizer_of_the_same_content_elsewhere_is_the_same(small: Corpus, tm
     here = word_level(tmp_path / "1", {"a": 0, "b": 1, "c": 2}, eos_token="a")
     (_folder(small) / "a.jsonl").write_text('{"text": "a b"}\n' * 4)
     there = Path(shutil.copytree(here, tmp_path / "moved"))
-    assert len({tokenised(small, tokenise.tokenizer_from(path)).folder for path in (here, there)}) == 1
+    assert len({tokenised(small, tokenizer.tokenizer_from(path)).folder for path in (here, there)}) == 1
 
 
 def test_the_cache_is_where_the_config_or_the_environment_says(
@@ -331,7 +332,9 @@ def test_the_cache_is_where_the_config_or_the_environment_says(
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(small: Corpus, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"the cache .*file cannot be written \(.*\); choose another by data\.cache or"):
+    with pytest.raises(
+        DataError, match=r"the cache .*file cannot be used \(.*\); choose another one by data\.cache or"
+    ):
         tokenised(small.model_copy(update={"cache": tmp_path / "file"}))
 
 
@@ -339,7 +342,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(small: Corpus, 
 def test_a_cache_without_permission_is_named_with_the_remedy(small: Corpus, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o500)
-    with pytest.raises(DataError, match=r"the cache .* cannot be written \(Permission denied\)"):
+    with pytest.raises(DataError, match=r"the cache .* cannot be used \(Permission denied\)"):
         tokenised(small)
 
 
@@ -385,10 +388,10 @@ def test_a_process_that_dies_while_preparing_keeps_nobody_waiting(small: Corpus)
 
 
 def _prepare_together(config: Corpus, ready: Any, results: Any) -> None:
-    make, train = tokenise.Ahead.make, tokenise._train
+    make, train = tokens.Ahead.make, tokenizer._train
     made: list[str] = []
 
-    def slowly(self: tokenise.Ahead, first: int, last: int) -> Any:
+    def slowly(self: tokens.Ahead, first: int, last: int) -> Any:
         made.append("shard")
         time.sleep(0.5)
         return make(self, first, last)
@@ -398,7 +401,7 @@ def _prepare_together(config: Corpus, ready: Any, results: Any) -> None:
         time.sleep(0.5)
         return train(*arguments)
 
-    tokenise.Ahead.make, tokenise._train = slowly, train_slowly  # type: ignore[method-assign]
+    tokens.Ahead.make, tokenizer._train = slowly, train_slowly  # type: ignore[method-assign]
     ready.wait(60)
     store = tokenised(config)
     results.put((made, str(store.folder), store.manifest["content"]))
@@ -444,7 +447,7 @@ def test_a_tokenizer_that_was_exchanged_is_refused(small: Corpus, tmp_path: Path
 def test_a_tokenizer_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
     Engine(models.BPE({"x": 0}, [], dropout=0.5)).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"draws random numbers \(model\.dropout=0\.5\).*; set its dropout to null"):
-        tokenise.tokenizer_from(tmp_path)
+        tokenizer.tokenizer_from(tmp_path)
 
 
 def test_an_entry_that_lost_its_manifest_is_made_again(small: Corpus) -> None:
@@ -474,12 +477,11 @@ def _cut(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 def test_every_target_of_every_chosen_document_occurs_once(cut: tuple[list[int], list[int], int]) -> None:
     lengths, chosen, sequence = cut
     with tempfile.TemporaryDirectory() as folder:
-        rows = Rows(store_of(Path(folder), lengths), np.asarray(chosen), sequence)
+        rows = Windows(store_of(Path(folder), lengths), np.asarray(chosen), sequence, overlap=1)
         cut_up = [rows[number] for number in range(len(rows))]
     begins = np.cumsum([0, *lengths])
     wanted = [token for document in chosen for token in range(begins[document] + 1, begins[document + 1])]
     assert [int(token) for row in cut_up for token in row[1:]] == wanted
-    assert rows.targets == len(wanted)
     assert rows.lengths.tolist() == [len(row) - 1 for row in cut_up]
 
 
@@ -488,7 +490,7 @@ def test_every_target_of_every_chosen_document_occurs_once(cut: tuple[list[int],
 def test_rows_never_cross_documents_and_all_but_the_last_are_full(cut: tuple[list[int], list[int], int]) -> None:
     lengths, chosen, sequence = cut
     with tempfile.TemporaryDirectory() as folder:
-        rows = Rows(store_of(Path(folder), lengths), np.asarray(chosen), sequence)
+        rows = Windows(store_of(Path(folder), lengths), np.asarray(chosen), sequence, overlap=1)
         cut_up = [rows[number] for number in range(len(rows))]
     begins = np.cumsum([0, *lengths])
     for row in cut_up:
@@ -501,62 +503,29 @@ def test_rows_never_cross_documents_and_all_but_the_last_are_full(cut: tuple[lis
 
 
 def test_neighbouring_rows_of_a_document_overlap_by_one_token(tmp_path: Path) -> None:
-    rows = Rows(store_of(tmp_path, [3, 8, 2]), np.array([1, 2]), sequence=3)
+    rows = Windows(store_of(tmp_path, [3, 8, 2]), np.array([1, 2]), size=3, overlap=1)
     assert [rows[number].tolist() for number in range(len(rows))] == [[3, 4, 5, 6], [6, 7, 8, 9], [9, 10], [11, 12]]
 
 
 @pytest.mark.parametrize("row", [-1, 4])
 def test_a_row_that_is_not_there_is_an_index_error(tmp_path: Path, row: int) -> None:
-    rows = Rows(store_of(tmp_path, [3, 8, 2]), np.array([1, 2]), sequence=3)
+    rows = Windows(store_of(tmp_path, [3, 8, 2]), np.array([1, 2]), size=3, overlap=1)
     with pytest.raises(IndexError, match=f"row {row} of 4"):
         rows[row]
 
 
 def test_documents_without_a_target_make_no_rows(tmp_path: Path) -> None:
-    rows = Rows(store_of(tmp_path, [1, 0, 1]), np.array([0, 1, 2]), sequence=3)
-    assert (len(rows), rows.targets) == (0, 0)
+    rows = Windows(store_of(tmp_path, [1, 0, 1]), np.array([0, 1, 2]), size=3, overlap=1)
+    assert (len(rows), rows.lengths.sum()) == (0, 0)
 
 
 # held out ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(st.integers(2, 500), st.floats(0.001, 0.999))
-def test_trained_and_held_out_documents_are_disjoint_sorted_and_all(count: int, fraction: float) -> None:
-    training, held = tokens.split(count, fraction)
-    assert sorted([*training, *held]) == list(range(count))
-    assert (np.diff(training) > 0).all()
-    assert (np.diff(held) > 0).all()
-    assert len(training) >= 1
-    assert len(held) >= 1
-    assert abs(len(held) - fraction * count) <= 1
-
-
-def test_nothing_is_held_out_at_zero() -> None:
-    training, held = tokens.split(3, 0.0)
-    assert (training.tolist(), held.tolist()) == ([0, 1, 2], [])
-
-
-def test_the_split_depends_on_no_generator_and_never_changes() -> None:
-    """A run that is continued by a later version must not train on what it held out: the numbers are pinned."""
-    for seed in (0, 1):
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        assert tokens.split(20, 0.2)[1].tolist() == [4, 9, 12, 16]
-
-
-def test_a_single_document_cannot_be_split_and_the_error_says_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"data\.held_out=0\.05 .*: set data\.held_out=0, or cut .* data\.separator"):
-        tokens.split(1, 0.05)
-
-
-def test_a_single_document_can_be_trained_on_with_nothing_held_out() -> None:
-    assert tokens.split(1, 0.0)[0].tolist() == [0]
-
-
 def test_the_unigram_entropy_is_that_of_a_direct_computation(small: Corpus) -> None:
     store = tokenised(small)
-    training, held = tokens.split(store.documents, 0.2)
+    mask = hold_out(len(store), 0.2)
+    training, held = np.flatnonzero(~mask), np.flatnonzero(mask)
 
     def targets(documents: Any) -> list[int]:
         return [int(t) for d in documents for t in store.slice(int(d), 0, int(store.lengths[d]))[1:]]
@@ -570,10 +539,10 @@ def test_the_unigram_entropy_is_that_of_a_direct_computation(small: Corpus) -> N
 
 def test_the_token_frequencies_are_those_of_the_targets(small: Corpus) -> None:
     store = tokenised(small)
-    rows = Rows(store, np.arange(store.documents), 7)
+    rows = Windows(store, np.arange(len(store)), 7, overlap=1)
     counted = Counter(int(token) for number in range(len(rows)) for token in rows[number][1:])
     assert store.unigram.tolist() == [counted[token] for token in range(store.tokenizer.size)]
-    assert store.unigram.sum() == rows.targets
+    assert store.unigram.sum() == rows.lengths.sum()
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("<u2", 65535), ("<u4", 300), ("<i4", -1)])
@@ -586,7 +555,7 @@ def test_a_token_outside_of_the_vocabulary_is_told_by_its_file_and_row(small: Co
     told = rf"{folder}/shard-\S+\.arrow, row 13 \(from 0\): token {token} is none .* 0 to 299; prepare"
     with pytest.raises(DataError, match=told):
         store.unigram  # noqa: B018
-    rows = Rows(store, np.arange(store.documents), None)
+    rows = Windows(store, np.arange(len(store)), None, overlap=1)
     with pytest.raises(DataError, match=told):
         rows[13]
     assert (rows[12] < 300).all()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unisono.recipes.microbiome.modelling import Masking, MicrobiomeConfig, Model, Target, Weights
-from unisono.recipes.microbiome.settings import Simulated
+from unisono.recipes.microbiome.settings import Masking, MicrobiomeConfig, Model, Simulated, Target, Weights
 from unisono.recipes.microbiome.task import Microbiome
 
 ALL = {"nucleotides": 0.5, "counts": 2.0, "distance": 1.0, "faith_pd": 0.25, "target": 1.5}

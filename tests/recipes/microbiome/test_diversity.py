@@ -11,9 +11,9 @@ from scipy.sparse import csr_array
 
 from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, NEWICK, SAMPLES, TAXA
-from unisono.recipes.microbiome import diversity
-from unisono.recipes.microbiome.table import Table
-from unisono.recipes.microbiome.tree import Tree
+from unisono.recipes.microbiome.study import diversity
+from unisono.recipes.microbiome.study.table import Table
+from unisono.recipes.microbiome.study.tree import Tree
 from unisono.runtime.errors import ConfigError, DataError
 
 
@@ -98,7 +98,7 @@ def test_what_is_computed_is_kept_until_something_changes(tmp_path: Path, tree: 
 @pytest.mark.parametrize("damage", [b"", b"junk", "short", "nan"])
 def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path, tree: Tree, damage) -> None:
     first = diversity.pairwise("jaccard", table(), None, tmp_path)
-    (entry,) = (tmp_path / "microbiome").glob("*.npy")
+    (entry,) = (tmp_path / "microbiome").glob("*/array.npy")
     if damage == "short":
         np.save(entry, first[:3, :3])
     elif damage == "nan":

@@ -11,18 +11,19 @@ import pytest
 
 from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, DNA, METADATA, NEWICK, SAMPLES, TAXA, changed, study, write_matrix
-from unisono.recipes.microbiome.library import Library, Rows, Sample, open_library
+from unisono import Subset
 from unisono.recipes.microbiome.settings import Study
+from unisono.recipes.microbiome.study.library import Library, Sample, open_library
 from unisono.runtime.errors import ConfigError, DataError
 
 TRUE = studies.unweighted(COUNTS)
 
 
-def names(rows: Rows) -> list[str]:
+def names(rows: Subset) -> list[str]:
     return [rows[n].name for n in range(len(rows))]
 
 
-def subjects(library: Library, rows: Rows) -> set[str]:
+def subjects(library: Library, rows: Subset) -> set[str]:
     return {METADATA["subject"][SAMPLES.index(name)] for name in names(rows)}
 
 
@@ -90,7 +91,7 @@ def test_a_library_and_its_rows_pickle_without_the_distances(tmp_path: Path) -> 
     again = pickle.loads(pickle.dumps(library.training()))
     assert again.fingerprint == library.training().fingerprint
     assert names(again) == names(library.training())
-    assert np.array_equal(again.library.distances(), distances)
+    assert np.array_equal(again.source.distances(), distances)
 
 
 def test_a_fingerprint_changes_with_what_is_learnt(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_distances_stay_aligned_where_samples_are_left_out(tmp_path: Path) -> No
         assert library.metadata["age"] == [METADATA["age"][n] for n in left]
         assert [
             library.held_out()[n].number for n in range(len(library.held_out()))
-        ] == library.held_out().numbers.tolist()
+        ] == library.held_out().rows.tolist()
         assert library.facts()["left_out"] == {"empty": 2}
 
 
@@ -154,8 +155,8 @@ def test_distances_are_of_all_reads_or_of_those_drawn_once(tmp_path: Path) -> No
     whole = open_library(study(tmp_path, rarefy=8))
     assert np.abs(whole.distances() - TRUE).max() < 1e-12
     drawn = open_library(study(tmp_path, rarefy=8, distances_of="rarefied"))
-    from unisono.recipes.microbiome.diversity import rarefied_once
-    from unisono.recipes.microbiome.table import Table
+    from unisono.recipes.microbiome.study.diversity import rarefied_once
+    from unisono.recipes.microbiome.study.table import Table
 
     counts = rarefied_once(Table(drawn.samples, drawn.taxa, drawn.counts), 8).counts.toarray()
     assert np.abs(drawn.distances() - studies.unweighted(counts)).max() < 1e-12
@@ -232,7 +233,7 @@ EMPTY[3] = 0
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"counts": EMPTY}, r"have no reads"),
     "shallow": ({"counts": SHALLOW, "rarefy": 8}, r"have fewer reads than data\.rarefy=8"),
-    "no_metadata": ({"metadata": without("s4")}, r"are not in .*metadata\.tsv"),
+    "no_metadata": ({"metadata": without("s4")}, r"are not in .*metadata\.tsv \(data\.metadata\)"),
     "no_group": ({"group": "subject", "metadata": changed("subject", 3, "Not provided")}, "have no value of 'subject'"),
     "no_target": ({"target": "age", "metadata": changed("age", 3, "NaN")}, "have no value of 'age'"),
 }
@@ -241,7 +242,9 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("reason", MISMATCHES)
 def test_a_sample_that_cannot_be_used_is_told_or_left_out(tmp_path: Path, reason: str) -> None:
     given, told = MISMATCHES[reason]
-    with pytest.raises(DataError, match=rf"1 of 8 samples \('s4'\) {told} \[{reason}\]\. Mend .* data\.leave_out"):
+    with pytest.raises(
+        DataError, match=rf"1 of 8 samples \('s4'\) {told} \[{reason}\]\. Fix the files, or .* data\.leave_out"
+    ):
         open_library(study(tmp_path, **given))
     library = open_library(study(tmp_path, **given, leave_out=[reason]))
     assert library.left_out == {reason: ["s4"]}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.recipes.microbiome import losses
-from unisono.recipes.microbiome.modelling import Target
+from unisono.recipes.microbiome.settings import Target
 
 
 def naive(everyone: Tensor) -> Tensor:
@@ -54,16 +54,16 @@ def test_moments_are_those_of_all_pairs() -> None:
     expected = {
         "predicted": x, "true": y, "predicted²": x * x, "true²": y * y, "product": x * y, "error": (x - y).abs()
     }  # fmt: skip
-    assert {name: float(value) / 7 for name, value in named.items()} == pytest.approx(
-        {name: float(value.mean()) for name, value in expected.items()}, rel=1e-12
+    assert {name: float(value) / count for name, (value, count) in named.items()} == pytest.approx(
+        {f"distance/{name}": float(value.mean()) for name, value in expected.items()}, rel=1e-12
     )
-    assert not any(value.requires_grad for value in named.values())
+    assert not any(value.requires_grad for value, _ in named.values())
 
 
 def test_a_row_alone_has_no_pairs() -> None:
     whole, truth = embeddings()
     total, named = losses.pairs(whole[:1], whole[:1], truth[:1, :1], 0)
-    assert (total.item(), {float(value) for value in named.values()}) == (0.0, {0.0})
+    assert (total.item(), {float(value) for value, _ in named.values()}) == (0.0, {0.0})
     total.backward()
     assert whole.grad is not None
     assert not whole.grad.any()

@@ -7,7 +7,7 @@ import pytest
 
 from unisono.recipes.microbiome import nucleotides
 from unisono.recipes.microbiome.masking import hidden
-from unisono.recipes.microbiome.modelling import Masking
+from unisono.recipes.microbiome.settings import Masking
 
 
 def sequences(count: int = 40) -> np.ndarray:

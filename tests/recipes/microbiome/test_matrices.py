@@ -11,7 +11,7 @@ import pytest
 from skbio import DistanceMatrix
 
 from tests.recipes.microbiome.studies import COUNTS, SAMPLES, unweighted, write_matrix
-from unisono.recipes.microbiome.matrices import Matrix, aligned
+from unisono.recipes.microbiome.study.matrices import Matrix, aligned
 from unisono.runtime.errors import ConfigError, DataError
 
 TRUE = unweighted(COUNTS)
@@ -94,13 +94,13 @@ def wrong(place: tuple[int, int], value: float) -> np.ndarray:
         (TRUE[:5], r"is of shape \(5, 8\); a matrix of distances is square"),
         (HALF[:-1], r"is of shape \(27,\)"),
         (TRUE[None], r"is of shape \(1, 8, 8\)"),
-        (wrong((1, 2), np.nan), r"1 of 64 values are no finite numbers \('nan between s2 and s3'\)"),
-        (wrong((1, 2), np.inf), r"no finite numbers \('inf between s2 and s3'\)"),
+        (wrong((1, 2), np.nan), r"1 of 64 values are not finite \('nan between s2 and s3'\)"),
+        (wrong((1, 2), np.inf), r"not finite \('inf between s2 and s3'\)"),
         (wrong((1, 2), -0.1), r"below 0 \('-0\.1 between s2 and s3'\)"),
         (wrong((3, 3), 0.2), r"of a sample to itself and not 0 \('0\.2 between s4 and s4'\)"),
         (wrong((1, 2), TRUE[1, 2] + 0.01), r"2 of 64 values are not what the other half .*between s2 and s3', '0"),
         (TRUE * 1.5, r"above 1, which no unweighted_unifrac is"),
-        (np.array([["a"] * 8] * 8), "holds <U1, and distances are numbers"),
+        (np.array([["a"] * 8] * 8), "holds <U1, but distances are numbers"),
     ],
 )
 def test_what_is_no_matrix_of_distances_is_refused(tmp_path: Path, values: np.ndarray, told: str) -> None:
@@ -125,7 +125,7 @@ def test_what_fp32_leaves_between_both_halves_is_made_even(tmp_path: Path) -> No
     ("name", "content", "told"),
     [
         ("d.tsv", "", "is empty"),
-        ("d.tsv", "\ts1\ts2\ns1\t0\n", "line 2: 1 distances, and the header has 2 ids"),
+        ("d.tsv", "\ts1\ts2\ns1\t0\n", "line 2: 1 distances, but the header has 2 ids"),
         ("d.tsv", "\ts1\ts2\ns1\t0\tx\n", "line 2: could not convert string to float: .*x"),
         ("d.tsv", "\ts1\ts2\ns2\t0\t1\ns1\t1\t0\n", "row 1 is of 's2', and column 1 of 's1'"),
         ("d.tsv", "\ts1\ts1\ns1\t0\t1\ns1\t1\t0\n", r"ids more than once: 1 of 2 ids \('s1'\)"),
@@ -149,7 +149,7 @@ def test_nothing_that_is_pickled_is_loaded(tmp_path: Path) -> None:
 
 
 def test_ids_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         _ = matrix(tmp_path / "d.npy").values
     (tmp_path / "d.mat").write_text("x")
     with pytest.raises(ConfigError, match=r"read from \.npy, \.npz, \.h5, \.hdf5, \.tsv, \.txt, \.qza"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.recipes.microbiome.studies import METADATA, SAMPLES, changed, write_rows
-from unisono.recipes.microbiome.metadata import missing, read, target_of
 from unisono.recipes.microbiome.settings import MISSING
+from unisono.recipes.microbiome.study.metadata import missing, read, target_of
 from unisono.runtime.errors import ConfigError, DataError
 
 
@@ -40,7 +40,7 @@ def test_comments_directives_byte_order_marks_and_short_lines_are_as_qiime_has_t
     ("text", "told"),
     [
         ("", "is empty"),
-        ("id\tage\ns1\t3\ts\n", "line 2: 3 values, and the header has 2 columns"),
+        ("id\tage\ns1\t3\ts\n", "line 2: 3 values, but the header has 2 columns"),
         ("id\tage\tage\ns1\t3\t4\n", "columns of the same name: 'age'"),
         ("id\t\tage\ns1\t3\t4\n", "column 2 of 3 has no name"),
         ("id\tage \ns1\t3\n", r"white space around the names of 1 of 2 columns \('age '\).*data\.white_space=strip"),
@@ -75,7 +75,7 @@ def test_white_space_in_a_column_that_nobody_uses_is_nobodys_concern(tmp_path: P
 
 
 def test_a_file_that_is_no_text_or_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "m.tsv", "data.metadata")
     (tmp_path / "m.tsv").write_bytes(b"id\tage\ns1\t\xff\n")
     with pytest.raises(DataError, match="is not UTF-8"):
@@ -131,12 +131,16 @@ def test_a_label_is_found_among_a_million_classes_and_a_wrong_one_is_told_in_a_l
 @pytest.mark.parametrize(
     ("values", "settings", "told"),
     [
-        (["1", "x", "3"], {"kind": "regression"}, r"1 of 3 values \('x of s2'\) are no finite numbers.*classification"),
+        (
+            ["1", "x", "3"],
+            {"kind": "regression"},
+            r"1 of 3 values \('x of s2'\) are not finite numbers.*classification",
+        ),
         (["1", "nan", "inf"], {"kind": "regression"}, r"2 of 3 values \('nan of s2', 'inf of s3'\)"),
         (
             ["1", "2 years", "3"],
             {},
-            r"1 of 3 values \('2 years of s2'\) are no numbers, and the others are: say by .*kind",
+            r"1 of 3 values \('2 years of s2'\) are not numeric although the others are: choose .*kind",
         ),
         (["a", "b", "c"], {}, r"the classes of all 3 samples are different \('a', 'b', 'c'\)"),
         (["1", "inf", "3"], {}, r"1 of 3 values \('inf of s2'\)"),

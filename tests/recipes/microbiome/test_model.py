@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from unisono.recipes.microbiome.model import Body, Network, SequenceEncoder
-from unisono.recipes.microbiome.modelling import Model
+from unisono.recipes.microbiome.model import Network, SequenceEncoder, Shape
+from unisono.recipes.microbiome.settings import Model
 
 TAXA, LENGTH, LONGEST = 23, 13, 9
 ALL = frozenset({"nucleotides", "counts", "distance", "faith_pd", "target"})
@@ -40,9 +40,9 @@ def model(wanted: frozenset[str] = ALL, tokens: Tensor | None = None, **settings
     config = small(**settings)
     if config.encoder == "taxon":
         wanted -= {"nucleotides"}
-    body = Body(config, TAXA, LONGEST, table() if tokens is None else tokens, wanted)
-    made = Network(config, body, "faith_pd" in wanted, 3 if "target" in wanted else 0)
-    return made.double()
+    tokens = table() if tokens is None else tokens
+    shape = Shape(TAXA, LONGEST, tokens.shape[1], 3 if "target" in wanted else 0)
+    return Network(config, wanted, shape, tokens).double()
 
 
 def batch(rows: int = 5, width: int = LONGEST, masks: bool = True) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def test_every_output_has_its_rows_first_and_every_parameter_a_gradient(encoder:
     outputs = made(given)
     shapes = {"shares": (5, 9), "embedding": (5, 16), "faith_pd": (5, 1), "target": (5, 3)}
     assert {name: tuple(value.shape) for name, value in outputs.items()} == (
-        shapes if encoder == "taxon" else {**shapes, "told": (5, 2)}
+        shapes if encoder == "taxon" else {**shapes, "masked": (5, 2)}
     )
     found = gradients(made, given)
     assert found.keys() == dict(made.named_parameters()).keys()
@@ -199,7 +199,7 @@ def test_only_what_a_loss_needs_is_there() -> None:
     }
     assert parts("distance") == body
     assert parts("target") == body | {"target.weight", "target.bias"}
-    assert model(frozenset({"nucleotides"}))(batch()).keys() == {"told"}
+    assert model(frozenset({"nucleotides"}))(batch()).keys() == {"masked"}
     assert model(frozenset({"counts"}))(batch(masks=False)).keys() == {"shares"}
 
 
@@ -226,7 +226,7 @@ def test_masked_nucleotides_are_hidden() -> None:
         hidden = encoder._hidden(tokens[5:6].long().masked_fill(masked, 6))
         logits.append(encoder.nucleotides(hidden)[0, 2])
         nats = -logits[-1].log_softmax(-1)[nucleotide]
-        assert torch.allclose(encoder.told(taxon, masked)[0, 0], nats, rtol=0, atol=1e-13)
+        assert torch.allclose(encoder.reconstruct(taxon, masked)[0, 0], nats, rtol=0, atol=1e-13)
     assert torch.equal(logits[0], logits[1])
 
 

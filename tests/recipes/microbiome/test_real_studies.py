@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.recipes.language.corpora import real
-from unisono.recipes.microbiome.library import Library, open_library
 from unisono.recipes.microbiome.nucleotides import encode
 from unisono.recipes.microbiome.settings import Study
+from unisono.recipes.microbiome.study.library import Library, open_library
 from unisono.runtime.errors import DataError
 
 
@@ -48,7 +48,7 @@ def test_ibd_subjects_are_never_on_both_sides() -> None:
     for fold in range(6):
         library = opened("microbiome_ibd", fold=fold)
         subjects = np.array(library.metadata["host_subject_id"])
-        sides = [set(subjects[rows.numbers]) for rows in (library.training(), library.held_out())]
+        sides = [set(subjects[rows.rows]) for rows in (library.training(), library.held_out())]
         assert not sides[0] & sides[1]
         held += sorted(sides[1])
     assert len(held) == len(set(held)) == 16

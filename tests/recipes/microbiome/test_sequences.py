@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.recipes.microbiome.sequences import fasta, lineages
+from unisono.recipes.microbiome.study.sequences import fasta, lineages
 from unisono.runtime.errors import DataError
 
 
@@ -21,7 +21,7 @@ def test_sequences_are_read_over_several_lines(tmp_path: Path) -> None:
         ("ACGT\n", "line 1: FASTA begins with a header"),
         (">a\nAC-GT\n", "line 2: 'AC-GT' of 'a' is no DNA"),
         (">a\nMKVL\n>b\nEEE\n", "line 2: 'MKVL' of 'a' is no DNA"),
-        (">a\nACGT\n>a\nACGT\n", "line 3: the id 'a' is there twice"),
+        (">a\nACGT\n>a\nACGT\n", "line 3: the id 'a' occurs twice"),
         (">\nACGT\n", "line 1: a header without an id"),
         (">a\n>b\nACGT\n", r"1 of 2 ids \('a'\) have no sequence"),
     ],
@@ -33,7 +33,7 @@ def test_what_is_no_fasta_is_refused_with_its_line(tmp_path: Path, text: str, to
 
 
 def test_a_compressed_or_absent_fasta_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         fasta(tmp_path / "r.fasta")
     (tmp_path / "r.fasta").write_bytes(b"\x1f\x8b\x08\xff\xff")
     with pytest.raises(DataError, match=r"is not text .*unpack it"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from unisono.recipes.microbiome.library import open_library
 from unisono.recipes.microbiome.settings import MicrobiomeData, Simulated
+from unisono.recipes.microbiome.study.library import open_library
 from unisono.runtime.errors import DataError
 
 SMALL = {"subjects": 12, "visits": 3, "taxa": 32, "bases": 40, "reads": 400}
@@ -45,7 +45,7 @@ def test_the_share_is_that_of_the_first_clade(tmp_path: Path) -> None:
 
 def test_it_is_made_once_and_the_same_in_any_cache(tmp_path: Path) -> None:
     one = open_library(simulated(tmp_path / "a", target="share")).training()
-    (folder,) = (tmp_path / "a" / "microbiome").glob("simulated-*")
+    (folder,) = (path.parent for path in (tmp_path / "a" / "microbiome").glob("*/table.biom"))
     before = (folder / "table.biom").stat().st_mtime_ns
     assert open_library(simulated(tmp_path / "a", target="share")).training().fingerprint == one.fingerprint
     assert (folder / "table.biom").stat().st_mtime_ns == before
@@ -78,5 +78,5 @@ def test_settings_choose_between_it_and_a_study() -> None:
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be written .*data\.cache"):
+    with pytest.raises(DataError, match=r"cannot be used .*data\.cache"):
         open_library(simulated(tmp_path / "file"))

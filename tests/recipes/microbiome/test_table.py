@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.recipes.microbiome.studies import COUNTS, SAMPLES, TAXA, table, write_hdf5, write_json
-from unisono.recipes.microbiome.table import read
+from unisono.recipes.microbiome.study.table import read
 from unisono.runtime.errors import DataError
 
 
@@ -74,7 +74,11 @@ def test_some_of_a_table_is_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [(0.5, "no whole number .*'0.5 in s3'"), (-2.0, "below 0 .*'-2 in s3'"), (float("nan"), "no number .*'nan in s3'")],
+    [
+        (0.5, "not whole numbers .*'0.5 in s3'"),
+        (-2.0, "below 0 .*'-2 in s3'"),
+        (float("nan"), "not finite .*'nan in s3'"),
+    ],
 )
 @pytest.mark.parametrize("write", [write_hdf5, write_json])
 def test_what_is_no_count_is_refused(tmp_path: Path, write, value: float, told: str) -> None:
@@ -92,7 +96,7 @@ def test_a_table_that_says_it_holds_integers_and_does_not_is_refused(tmp_path: P
     described["matrix_element_type"] = "int"
     described["data"][4][2] = 0.5
     (tmp_path / "t.biom").write_text(json.dumps(described))
-    with pytest.raises(DataError, match=r"1 of .* entries are no whole number"):
+    with pytest.raises(DataError, match=r"1 of .* entries are not whole numbers"):
         read(tmp_path / "t.biom")
 
 
@@ -112,7 +116,7 @@ def test_ids_that_are_there_twice_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.biom"
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         read(path)
     path.write_text("#OTU ID\ts1\nA\t3\n")
     with pytest.raises(DataError, match=r"neither BIOM 2 \(HDF5\) nor BIOM 1 \(JSON\); it begins with b'#OTU ID"):

@@ -88,7 +88,7 @@ def test_the_loss_is_what_it_is_by_definition(cache: Path) -> None:
     assert truth[upper].min() > 0
     assert loss.sums["distance"].item() / 5 == pytest.approx(np.square(apart - truth)[upper].mean(), rel=1e-10)
     values = np.array([made.library.target.values[number] for number in numbers])  # type: ignore[union-attr]
-    trained = made.library.target.values[made.data().numbers]  # type: ignore[union-attr]
+    trained = made.library.target.values[made.data().rows]  # type: ignore[union-attr]
     scaled = (values - trained.mean()) / trained.std()
     predicted = outputs["target"].detach().numpy()[:, 0]
     assert loss.sums["target"].item() == pytest.approx(np.square(predicted - scaled).sum(), rel=1e-6)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.microbiome.studies import NEWICK, TAXA
-from unisono.recipes.microbiome.tree import Tree
+from unisono.recipes.microbiome.study.tree import Tree
 from unisono.runtime.errors import DataError
 
 
@@ -49,7 +49,7 @@ def test_underscores_and_quotes_belong_to_names(tmp_path: Path) -> None:
         ("((A:1,B:1),C:1);", r"branches without a length: 1 of 4 branches \('above A'\)"),
         ("((A:1,B:-0.5):1,C:1);", r"1 of 4 branches \('B:-0\.5'\) have a length below 0"),
         ("((A:0,B:0):0,C:0);", "all branches are of length 0"),
-        ("((A:1,A:1):1,C:1);", r"1 of 3 tips \('A'\) are there more than once"),
+        ("((A:1,A:1):1,C:1);", r"1 of 3 tips \('A'\) occur more than once"),
         ("(A:1,B:1,C:1);", "has no root: 3 branches meet at the top"),
     ],
 )
@@ -59,5 +59,5 @@ def test_a_tree_that_unifrac_cannot_use_is_refused(tmp_path: Path, newick: str, 
 
 
 def test_a_tree_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"\(data\.tree\) cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"\(data\.tree\) does not exist; give a tree"):
         _ = Tree(tmp_path / "t.nwk").root

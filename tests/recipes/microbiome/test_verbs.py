@@ -15,10 +15,10 @@ import torch
 import unisono
 from tests.recipes.microbiome.made import TINY, data, task
 from unisono.cli import main
-from unisono.recipes.microbiome import looking, predict, scoring
-from unisono.recipes.microbiome.library import open_library
-from unisono.recipes.microbiome.predict import Loaded, Prediction
-from unisono.recipes.microbiome.simulate import simulated
+from unisono.recipes.microbiome import plots, scoring
+from unisono.recipes.microbiome.predict import Predicted, Predictor, predict_samples, scores
+from unisono.recipes.microbiome.study.library import open_library
+from unisono.recipes.microbiome.study.simulate import simulated
 from unisono.runtime.errors import ConfigError, DataError, RunError
 
 
@@ -44,6 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     return trained(folder, "run")
+
+
+def predicted(folder: Path, overrides: tuple[str, ...] = (), rows: Any = "held_out", **how: Any) -> Predicted:
+    return predict_samples(Predictor(unisono.open_run(folder, overrides), **how), rows)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -77,7 +81,7 @@ def test_predictions_are_a_table_of_held_out_samples(
         told.replace(": ", ":\n").split("\n")
     )
     library = open_library(data(folder / "cache"))
-    held = [library.samples[number] for number in library.held_out().numbers]
+    held = [library.samples[number] for number in library.held_out().rows]
     rows = read(out)
     assert [row["sample"] for row in rows] == held
     assert all(float(row["share_low"]) < float(row["share"]) < float(row["share_high"]) for row in rows)
@@ -90,21 +94,21 @@ def test_predictions_are_a_table_of_held_out_samples(
 
 
 def test_draws_are_averaged(run: Path) -> None:
-    alone = Loaded(run)
-    numbers = alone.library.held_out().numbers.tolist()
+    alone = Predictor(unisono.open_run(run), seed=5)
+    numbers = alone.library.held_out().rows.tolist()
     with torch.no_grad():
-        made = [alone.model(alone.batch(numbers, draw, 5))["target"][:, 0].numpy() for draw in range(3)]
+        made = [alone.model(alone.batch(numbers, draw))["target"][:, 0].numpy() for draw in range(3)]
     told = json.loads((run / "assets" / "microbiome.json").read_text())["target"]["transform"]
     values = np.array(made, dtype=np.float64) * told["scale"] + told["shift"]
     assert values.std(0).min() > 0
-    found = predict.predict(run, Prediction(draws=3, seed=5)).target
+    found = predicted(run, draws=3, seed=5).target
     assert found is not None
     assert np.allclose(found.mean, values.mean(0), rtol=1e-5)
     assert np.allclose(found.high - found.mean, 1.96 * values.std(0), rtol=1e-3)
 
 
 def test_predictions_do_not_depend_on_the_micro_batch(run: Path) -> None:
-    one, other = (predict.predict(run, Prediction(micro_batch=size, draws=2, rows="all")) for size in (1, 7))
+    one, other = (predicted(run, micro_batch=size, draws=2, rows="all") for size in (1, 7))
     assert one.distances is not None and other.distances is not None
     assert np.allclose(one.distances, other.distances, atol=1e-6)
     assert np.allclose(one.embedding, other.embedding, atol=1e-5)
@@ -116,13 +120,13 @@ def test_samples_of_another_table_are_predicted(run: Path, folder: Path) -> None
     ids = list(table.ids())[:4]
     fewer = folder / "fewer.biom"
     fewer.write_text(table.filter(ids, inplace=False).remove_empty(axis="observation").to_json("test"))
-    changes = {"table": str(fewer), "target": None, "group": None, "held_out": 0.0, "fasta": None}
-    found = predict.predict(run, Prediction(rows="all", draws=1), changes)
+    changes = ("data=study", f"data.table={fewer}", "data.target=null", "data.group=null", "data.held_out=0")
+    found = predicted(run, changes, rows="all", draws=1)
     assert [found.library.samples[number] for number in found.numbers] == ids
-    whole = predict.predict(run, Prediction(rows="all", draws=1))
+    whole = predicted(run, rows="all", draws=1)
     assert found.target is not None and whole.target is not None
     assert np.abs(found.target.mean - whole.target.mean[:4]).max() < 4 * whole.target.mean.std()
-    assert "distance/mae" not in predict.scores(found)  # nothing to have the true ones from
+    assert "distance/mae" not in scores(found)  # nothing to have the true ones from
 
 
 def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> None:
@@ -131,8 +135,8 @@ def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> No
     table = biom.load_table(str(study.table))
     turned = folder / "turned.biom"
     turned.write_text(table.sort_order(list(table.ids("observation"))[::-1], axis="observation").to_json("test"))
-    changes = {"table": str(turned), "tree": None, "target": None, "group": None}
-    mine, other = predict.predict(run, Prediction(rows="all")), predict.predict(run, Prediction(rows="all"), changes)
+    changes = ("data=study", "data.target=null", "data.group=null")
+    mine, other = (predicted(run, words, rows="all") for words in ((), (*changes, f"data.table={turned}")))
     assert mine.library.taxa == other.library.taxa[::-1]
     assert mine.target is not None and other.target is not None
     assert np.allclose(mine.target.mean, other.target.mean, rtol=1e-5)
@@ -140,26 +144,31 @@ def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> No
     table.update_ids({one: f"x{number}" for number, one in enumerate(table.ids("observation"))}, axis="observation")
     named.write_text(table.to_json("test"))
     with pytest.raises(DataError, match="knows none of these 24"):
-        Loaded(run, {**changes, "table": str(named)})
+        predicted(run, (*changes, f"data.table={named}"))
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["draws"], "write key=value"),
-        (["draws=0"], "draws: Input should be greater than 0"),
-        (["colour=red"], "colour.*there are out, rows, draws"),
-        (["data.colour=red"], "data.*colour"),
+        (["draws=few"], "draws=few: input should be a valid integer"),
+        (["rows=some"], "rows=some: input should be 'held_out', 'training' or 'all'"),
+        (["colour=red"], "unknown word 'colour=red', valid here: baseline, draws, micro_batch, out, rows, seed"),
+        (["data.colour=red"], "unknown key 'data.colour'"),
     ],
 )
-def test_words_that_mean_nothing_are_refused(run: Path, words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Loaded(run, predict.words(words)[1])
+def test_words_that_mean_nothing_are_refused(
+    run: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["predict", str(run), *words]) == 2
+    assert told in capsys.readouterr().err
 
 
-def test_what_is_no_run_of_this_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="not a run of the microbiome recipe"):
-        Loaded(tmp_path)
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["predict", str(tmp_path)]) == 2
+    assert "is neither a run (no" in capsys.readouterr().err
+    with pytest.raises(RunError, match="is not a run directory"):
+        unisono.open_run(tmp_path)
 
 
 # from another run -------------------------------------------------------------------------------------------------
@@ -167,7 +176,7 @@ def test_what_is_no_run_of_this_recipe_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_begins_with_the_body_of_another(run: Path, folder: Path) -> None:
     made = task(folder / "cache", {"target": 1.0}, model={"from_run": run, "freeze": True}).build()
-    theirs = Loaded(run).model.body.state_dict()
+    theirs = Predictor(unisono.open_run(run)).model.body.state_dict()
     mine = made.body.state_dict()
     assert mine.keys() <= theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -179,7 +188,7 @@ def test_a_run_begins_with_the_body_of_another(run: Path, folder: Path) -> None:
 def test_a_frozen_body_stays_and_heads_learn(run: Path, folder: Path) -> None:
     weights = {"distance": 0.0, "target": 1.0, "nucleotides": 0.0, "faith_pd": 0.0}
     tuned = trained(folder, "tuned", **{"model.from_run": str(run), "model.freeze": True, "task.weights": weights})
-    before, after = Loaded(run).model, Loaded(tuned).model
+    before, after = (Predictor(unisono.open_run(one)).model for one in (run, tuned))
     kept = after.body.state_dict()
     assert all(torch.equal(value, before.body.state_dict()[name]) for name, value in kept.items())
     assert not torch.equal(after.target.weight, before.target.weight)
@@ -206,7 +215,7 @@ def test_runs_that_do_not_fit_are_refused(
 @pytest.mark.parametrize("column", ["share", "kind"])
 def test_a_forest_learns_from_training_samples_alone(folder: Path, column: str) -> None:
     library = open_library(data(folder / "cache", target=column))
-    held = library.held_out().numbers
+    held = library.held_out().rows
     seen = scoring.shares(library)
     made = scoring.forest(library, seen, held, seed=1, trees=20)
     assert made.shape == ((len(held),) if column == "share" else (len(held), 2))
@@ -214,7 +223,7 @@ def test_a_forest_learns_from_training_samples_alone(folder: Path, column: str) 
     before = library.target.values.copy()
     library.target.values[held] = library.target.values[held][::-1]
     assert (scoring.forest(library, seen, held, seed=1, trees=20) == made).all()
-    training = library.training().numbers
+    training = library.training().rows
     library.target.values[training] = library.target.values[training][::-1]
     assert (scoring.forest(library, seen, held, seed=1, trees=20) != made).any()
     library.target.values[:] = before
@@ -263,22 +272,20 @@ def test_plots_and_a_table_of_taxa_are_written(run: Path, capsys: pytest.Capture
     effects = [abs(float(row["gradient"]) * float(row["samples"])) for row in rows]
     assert effects == sorted(effects, reverse=True)
     events = (run / "tensorboard").glob("events*")
-    assert sum(b"looking/distances" in path.read_bytes() for path in events) == 1
+    assert sum(b"plots/distances" in path.read_bytes() for path in events) == 1
 
 
 def test_the_attention_of_a_sample_comes_to_one(run: Path) -> None:
-    loaded = Loaded(run)
-    numbers = np.arange(5)
-    found = looking.importance(loaded, Prediction(draws=2, micro_batch=2), numbers)
+    found = plots.importance(Predictor(unisono.open_run(run), draws=2, micro_batch=2), np.arange(5))
     assert np.nansum(found["attention"] * found["samples"]) == pytest.approx(5, rel=1e-5)
     assert np.isnan(found["attention"][found["samples"] == 0]).all()
 
 
 def test_the_gradient_is_what_a_taxon_changes(run: Path) -> None:
-    loaded = Loaded(run)
+    loaded = Predictor(unisono.open_run(run), draws=1)
     loaded.model.double()
-    found = looking.importance(loaded, Prediction(draws=1), np.array([3]))
-    batch = loaded.batch([3], 0, 0)
+    found = plots.importance(loaded, np.array([3]))
+    batch = loaded.batch([3], 0)
     place = 2
     taxon = int(batch["taxa"][0, place])
     with torch.no_grad():

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.data.prepare.shards import MANIFEST, Shards, damaged, file_hash, manifest_of, read_json, write_json
+from unisono.data.prepare.shards import MANIFEST, Shards, damaged, manifest_of, read_json, write_json
 from unisono.runtime.communicator import cores
 from unisono.runtime.errors import ConfigError, DataError, ranges
+from unisono.runtime.files import file_hash
 
 PLAN = "plan.json"
 

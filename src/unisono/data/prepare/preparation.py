@@ -31,7 +31,6 @@ from unisono.data.prepare.shards import (
     Shards,
     Units,
     Writer,
-    file_hash,
     read_json,
     read_manifest,
     write_json,
@@ -39,7 +38,7 @@ from unisono.data.prepare.shards import (
 from unisono.data.sources import derived
 from unisono.runtime.communicator import cores
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import sync, whole
+from unisono.runtime.files import file_hash, sync, whole
 
 SHARD_MB = 64.0  # of the source, per shard
 WHOLE = Share()

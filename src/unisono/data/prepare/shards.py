@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from unisono.data.sources.storage import File, reading
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import write_whole
+from unisono.runtime.files import file_hash, write_whole
 from unisono.runtime.rng import key
 
 FORMAT = 1  # of the folder; a change makes old folders unknown
@@ -367,12 +367,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file; of no file, an empty text."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def is_finished(folder: Path) -> bool:
+    """Whether a folder of shards is finished, and all its files are there."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    return all((folder / shard["file"]).is_file() for shard in read_manifest(folder)["shards"])
 
 
 def damaged(path: Path, why: str) -> DataError:

@@ -15,17 +15,32 @@ from unisono.runtime.errors import DataError
 
 ENDINGS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
-    ".arrow": "arrow", ".feather": "arrow", ".npy": "npy",
+    ".arrow": "arrow", ".feather": "arrow", ".npy": "npy", ".csv": "csv", ".tsv": "tsv",
 }  # fmt: skip
 Place = str | PathLike[str]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Files in order, and the names of those that were passed over."""
+    """Files in order, and the names of those that were passed over; none of them is opened.
+
+    Attributes:
+        files: in order.
+        ignored: names.
+    """
 
     files: tuple[File, ...]
     ignored: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def stamp(self) -> list[list[Any]]:
+        """Of each file its name, format, size and time of the last change, as JSON: changes when one is written again."""
+        return [[file.name, file.format, file.size, file.stamp] for file in self.files]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from unisono.data.sources import arrow, index, lines, npy, parquet
+from unisono.data.sources import arrow, delimited, index, lines, npy, parquet
 from unisono.data.sources.cache import Cache
 from unisono.data.sources.change_detection import what_changed
 from unisono.data.sources.column_schema import Type, Wanted, alike, is_list, is_number, plain
@@ -77,6 +77,8 @@ _READERS: dict[str, Callable[[File, Wanted], Reader]] = {
     "jsonl": lines.Reader,
     "text": lambda file, wanted: lines.Reader(file, wanted) if wanted.separator else lines.Whole(file, wanted),
     "npy": npy.Reader,
+    "csv": delimited.Reader,
+    "tsv": delimited.Reader,
 }
 
 
@@ -210,6 +212,14 @@ class Files:
         if not 0 <= block < len(self.blocks):
             raise IndexError(f"block {block} of {len(self.blocks)}")
         return [self._given(record) for record in self._block(block)]
+
+    def read(self, first: int, last: int) -> Iterator[Any]:
+        """The records `first..last-1`, in order, read block by block."""
+        for block in range(int(self._ends.searchsorted(first, side="right")), len(self.blocks)):
+            begin = int(self._ends[block] - self.blocks[block])
+            if begin >= last:
+                return
+            yield from self.read_block(block)[max(0, first - begin) : last - begin]
 
     def keep_blocks(self, count: int) -> None:
         """Keep so many blocks at least, whatever their size: those among which rows are shuffled."""

@@ -12,6 +12,16 @@ from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key
 
 
+def count_parameters(build: Callable[[], nn.Module]) -> int:
+    """How many parameters a model has, without giving it memory.
+
+    Args:
+        build: makes the model; every tensor that it creates is on the device `meta`.
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
 def built(build: Callable[[], Any], seed: int) -> nn.Module:
     """The model, on the CPU, in the dtype that its code gives it.
 

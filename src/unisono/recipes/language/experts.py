@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.runtime.errors import ConfigError
+from unisono import ConfigError
 
 GROUPED = "unisono_grouped"  # its name among the kernels of transformers
 _ON = ("cpu", "cuda")  # devices on which torch 2.11 and newer multiply by groups, forward and backward

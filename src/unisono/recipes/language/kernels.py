@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
+from unisono import KernelError, choose_kernel
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import ModelGroup
-from unisono.runtime.errors import KernelError
 
 _LEAST_FOR_FLEX = 16  # features of a head; torch's templates multiply blocks no narrower
 _DROPOUTS = ("attention_dropout", "attn_pdrop")
@@ -51,7 +49,7 @@ class Kernels:
             model.set_experts_implementation(experts.GROUPED)
 
 
-def choose(config: ModelGroup, model: nn.Module, device: str, precision: str) -> Kernels:
+def choose(config: ModelGroup, model: Any, device: str, precision: str) -> Kernels:
     """The kernels of a model.
 
     Args:
@@ -63,24 +61,20 @@ def choose(config: ModelGroup, model: nn.Module, device: str, precision: str) ->
     Raises:
         KernelError: naming key, reason and remedy.
     """
-    attention, why_attention = _attention(config.attention, model, device, precision)
-    how, why_experts = _experts(config.experts, model, device, precision)
+    order = ("flash", "sdpa", "flex", "eager")
+    against = {kernel: "; ".join(_against(kernel, model, device, precision)) for kernel in order}
+    attention, why_attention = choose_kernel("model.attention", config.attention, against, expected="sdpa")
+    how = why_experts = ""
+    if experts.has_experts(model):
+        of_experts = {"grouped": experts.against_grouped(model, device, precision), "loop": ""}
+        how, why_experts = choose_kernel("model.experts", config.experts, of_experts, expected="grouped")
+    elif config.experts != "auto":
+        raise KernelError(
+            f"model.experts={config.experts}: transformers' {model.config.get_text_config().model_type} has no stacked "
+            "experts to choose a kernel for; leave it at auto"
+        )
     reasons = {"attention": why_attention, "experts": why_experts}
     return Kernels(attention, how, tuple((name, why) for name, why in reasons.items() if why))
-
-
-def _attention(asked: str, model: nn.Module, device: str, precision: str) -> tuple[str, str]:
-    order = ("flash", "sdpa", "flex", "eager")
-    reasons = {kernel: "; ".join(_against(kernel, model, device, precision)) for kernel in order}
-    if asked == "auto":
-        chosen = next(kernel for kernel in order if not reasons[kernel])
-        return chosen, f"sdpa: {reasons['sdpa']}" if chosen in ("flex", "eager") else ""
-    if reasons[asked]:
-        rest = [kernel for kernel in order if not reasons[kernel]]
-        raise KernelError(
-            f"model.attention={asked} cannot be used: {reasons[asked]}; set model.attention={rest[0]}, or auto"
-        )
-    return asked, ""
 
 
 def _against(kernel: str, model: Any, device: str, precision: str) -> Iterator[str]:
@@ -124,23 +118,3 @@ def _installed_flash() -> str:
     if is_flash_attn_2_available():
         return "flash_attention_2"
     return "flash_attention_3" if is_flash_attn_3_available() else ""
-
-
-def _experts(asked: str, model: nn.Module, device: str, precision: str) -> tuple[str, str]:
-    if not experts.has_experts(model):
-        if asked != "auto":
-            raise KernelError(
-                f"model.experts={asked}: transformers' {_name(model)} has no stacked experts to choose a kernel for; "
-                "leave it at auto"
-            )
-        return "", ""
-    why = experts.against_grouped(model, device, precision)
-    if asked == "grouped" and why:
-        raise KernelError(f"model.experts=grouped cannot be used: {why}; set model.experts=loop, or auto")
-    if asked == "auto":
-        return ("loop", why) if why else ("grouped", "")
-    return asked, ""
-
-
-def _name(model: Any) -> str:
-    return str(model.config.get_text_config().model_type)

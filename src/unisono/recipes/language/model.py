@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono import ConfigError, UnisonoError, file_inside, nearest, pickle_hint
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
-from unisono.runtime.errors import CheckpointError, ConfigError, nearest
-from unisono.runtime.files import inside, of_pickles
 
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-def check(config: ModelGroup, vocab_size: int) -> Any:
+def check(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> Any:
     """The transformers configuration of a model, with every setting known.
 
     Args:
         config: the `model` group.
         vocab_size: of the tokenizer.
+        saved: assets of a run, whose configuration stands in for that of a pretrained model which is gone.
 
     Raises:
         ConfigError: for an unknown architecture or setting, a missing directory, a vocabulary that is too small, or too
             few experts.
     """
     if isinstance(config, Pretrained):
-        found = _from_directory(config.path)
+        found = _read_config(saved) if saved and not config.path.is_dir() else _from_directory(config.path)
     else:
         assert isinstance(config, FromConfig)
         found = _from_settings(config, vocab_size)
@@ -46,14 +46,17 @@ def check(config: ModelGroup, vocab_size: int) -> Any:
     return found
 
 
-def build(config: ModelGroup, vocab_size: int) -> nn.Module:
+def build(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
     """A model in fp32 on the CPU, with plain kernels: random weights from torch's generator, or those of the directory.
+
+    Arguments as of `check`; a pretrained model that is gone has random weights, in place of which a run's are read.
 
     Raises:
         ConfigError: for what `check` and `untrained` refuse, weights that cannot be read or do not fit, and a model
             that is not causal.
     """
-    model = _pretrained(config, vocab_size) if isinstance(config, Pretrained) else untrained(config, vocab_size)
+    there = isinstance(config, Pretrained) and not (saved and not config.path.is_dir())
+    model = _pretrained(config, vocab_size) if there else untrained(config, vocab_size, saved)
     _refuse_foresight(model)
     if config.balance_weight or config.router_z_weight:
         experts.check_router(model)
@@ -61,17 +64,19 @@ def build(config: ModelGroup, vocab_size: int) -> nn.Module:
     return model
 
 
-def untrained(config: ModelGroup, vocab_size: int) -> nn.Module:
+def untrained(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
     """The model with the weights that torch's generator gives it, on the current default device, with plain kernels.
+
+    Arguments as of `check`.
 
     Raises:
         ConfigError: for what `check` refuses, and settings that the architecture itself refuses.
     """
     from transformers import AutoModelForCausalLM
 
-    settings = check(config, vocab_size)
+    settings = check(config, vocab_size, saved)
     try:
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **_PLAIN)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **_PLAIN, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way
         raise ConfigError(f"a {settings.model_type} model cannot be made with these model.settings: {error}") from error
     assert isinstance(model, nn.Module)
@@ -171,7 +176,7 @@ def _asking(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def _pretrained(config: Pretrained, vocab_size: int) -> nn.Module:
+def _pretrained(config: Any, vocab_size: int) -> nn.Module:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -183,6 +188,7 @@ def _pretrained(config: Pretrained, vocab_size: int) -> nn.Module:
             dtype=torch.float32,
             **_PLAIN,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -240,28 +246,32 @@ def _check_index(path: Path) -> None:
             raise ConfigError(f"model.path: {file} cannot be read as an index of tensors: {error!r}") from error
         for name in {str(name) for name in names}:
             try:
-                inside(path, name)
-            except CheckpointError as error:
+                file_inside(path, name)
+            except UnisonoError as error:
                 raise ConfigError(f"model.path: {file.name} in {error}") from error
 
 
 def _from_directory(path: Path) -> Any:
-    from transformers import AutoConfig
-
     if not path.is_dir():
         raise ConfigError(
             f"model.path: {path} is not a directory; a local model with config.json and safetensors is needed"
-            + of_pickles(path)
+            + pickle_hint(path)
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path: {path} has no config.json")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path: {path} has no *.safetensors; other formats are not read, since they can run code"
-            + of_pickles(path)
+            + pickle_hint(path)
         )
     _check_index(path)
+    return _read_config(path)
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way
         raise ConfigError(f"model.path: {path / 'config.json'} cannot be read: {error}") from error

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unisono.runtime.errors import ConfigError
+from unisono import ConfigError
 
 _BORDERS = "unisono_borders"  # our attention by borders, among the kernels of transformers
 _HEEDED = 1e-2  # of what documents change in each other where nothing keeps them apart: far above rounding

@@ -6,10 +6,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
-from unisono.config.schema.base import NonNegative, Settings
-from unisono.config.schema.data import Data
+from unisono import Data, Settings
 
 
 class LanguageConfig(Settings):
@@ -33,13 +32,13 @@ class ModelGroup(Settings):
     experts: Literal["auto", "grouped", "loop"] = Field(
         "auto", description="how experts are multiplied with; auto: grouped where torch has it for device and precision"
     )
-    balance_weight: NonNegative = Field(
+    balance_weight: NonNegativeFloat = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts (Fedus et al., 2022); 0: none"
     )
     balance_over: Literal["global_batch", "row"] = Field(
         "global_batch", description="rows over which experts are to be balanced; global_batch takes a forward pass more"
     )
-    router_z_weight: NonNegative = Field(
+    router_z_weight: NonNegativeFloat = Field(
         0.0, description="weight of the router z-loss of a mixture of experts (Zoph et al., 2022); 0: none"
     )
 
@@ -64,12 +63,29 @@ class Pretrained(ModelGroup):
 Model = Annotated[FromConfig | Pretrained, Field(discriminator="kind")]
 
 
-class Documents(Data):
-    """What all documents have."""
+class AllDocuments(Data):
+    """What all documents have, however they come to be tokens."""
 
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the documents kept for evaluation, of each source"
     )
+    verify: Literal["content", "sizes"] = Field(
+        "content", description="of tokenised documents, before a start; content: every byte, sizes: only how many"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Any:
+        path, sources = getattr(self, "path", None) is not None, getattr(self, "sources", None)
+        if sources is not None and path == bool(sources):
+            raise ValueError("set data.path, or data.sources for several by name" + (", not both" if path else ""))
+        if sources and "" in sources:
+            raise ValueError("data.sources: a source needs a name")
+        return self
+
+
+class Documents(AllDocuments):
+    """Documents that are tokenised here."""
+
     tokenizer: Path | None = Field(
         None,
         description="a tokenizer's directory or file; null: the pretrained model's, or one trained on the documents",
@@ -83,9 +99,6 @@ class Documents(Data):
         description="tokenise=on_the_fly: of documents longer than task.sequence; cut: only their beginning is used",
     )
     cache: Path | None = Field(None, description="for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono")
-    verify: Literal["content", "sizes"] = Field(
-        "content", description="of tokenised documents, before a start; content: every byte, sizes: only how many"
-    )
 
 
 class Embedded(Documents):
@@ -97,10 +110,9 @@ class Embedded(Documents):
 Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
 
 
-class Files(Settings):
-    """Where documents are."""
+class Reading(Settings):
+    """How files become documents."""
 
-    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
     pattern: str = Field("*", description="glob that file names must match")
     column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
     split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
@@ -109,7 +121,13 @@ class Files(Settings):
     )
 
 
-class Corpus(Documents):
+class Files(Reading):
+    """Where documents are."""
+
+    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
+
+
+class Corpus(Documents, Reading):
     """Documents from files; several corpora in `sources`."""
 
     kind: Literal["corpus"]
@@ -117,17 +135,6 @@ class Corpus(Documents):
     sources: dict[str, Files] = Field(
         {}, description="several corpora by name, in place of path; data.mixture weighs them"
     )
-    pattern: str = Field("*", description="glob that file names must match")
-    column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
-    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
-    separator: str | None = Field(
-        None, description="text files: what separates documents, e.g. two line ends; null: a file is a document"
-    )
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Corpus:
-        _check_places(self.path is not None, self.sources)
-        return self
 
     @property
     def files(self) -> dict[str, Files]:
@@ -144,23 +151,12 @@ class Ready(Settings):
     path: Path = Field(description="folder that `unisono data prepare` has made")
 
 
-class Prepared(Data):
+class Prepared(AllDocuments):
     """Documents that `unisono data prepare` has tokenised, here or elsewhere."""
 
     kind: Literal["prepared"]
     path: Path | None = Field(None, description="folder that `unisono data prepare` has made")
     sources: dict[str, Ready] = Field({}, description="several by name, in place of path; data.mixture weighs them")
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the documents kept for evaluation, of each source"
-    )
-    verify: Literal["content", "sizes"] = Field(
-        "content", description="before a start; content: every byte, sizes: only how many"
-    )
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Prepared:
-        _check_places(self.path is not None, self.sources)
-        return self
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -169,13 +165,6 @@ class Prepared(Data):
             return {name: ready.path for name, ready in self.sources.items()}
         assert self.path is not None
         return {"": self.path}
-
-
-def _check_places(path: bool, sources: dict[str, Any]) -> None:
-    if path == bool(sources):
-        raise ValueError("set data.path, or data.sources for several by name" + (", not both" if path else ""))
-    if "" in sources:
-        raise ValueError("data.sources: a source needs a name")
 
 
 LanguageData = Annotated[Embedded | Corpus | Prepared, Field(discriminator="kind")]

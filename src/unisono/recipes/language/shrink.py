@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+from unisono import ConfigError, count_parameters
 from unisono.recipes.language import experts
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import FromConfig, ModelGroup
-from unisono.runtime.errors import ConfigError
 
 _LAYERS = 2
 _EXPERTS = 8
@@ -77,9 +75,8 @@ def _from(settings: dict[str, Any], config: ModelGroup, architecture: str) -> Fr
 
 
 def _parameters(config: FromConfig, vocab_size: int) -> int | None:
-    """Of a model that is given no memory; None if its architecture refuses the settings."""
+    """Of a model; None if its architecture refuses the settings."""
     try:
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in models.untrained(config, vocab_size).parameters())
+        return count_parameters(lambda: models.untrained(config, vocab_size))
     except ConfigError:
         return None

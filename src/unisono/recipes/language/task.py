@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.order.mixture import Joined
+from unisono import Batch, Context, Joined, Loss, SampleContext, Source, Task
 from unisono.recipes.language import library, settings
 from unisono.recipes.language.library import Library
-from unisono.recipes.language.tokenise import Tokenizer
-from unisono.task import Batch, Context, Loss, SampleContext, Source, Task
+from unisono.recipes.language.tokenizer import FILE, Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from unisono.data.prepare.preparation import Preparation
     from unisono.recipes.language.kernels import Kernels
     from unisono.recipes.language.packed import PackedRow
+    from unisono.recipes.language.tokens import Ahead
 
 IGNORED = -100
 BESIDE = (
@@ -45,6 +43,7 @@ class Language(Task):
     config: settings.LanguageConfig
     model_config: settings.FromConfig | settings.Pretrained
     data_config: settings.Documents | settings.Prepared
+    _assets: Path | None = None  # of the run that is used
 
     # data -------------------------------------------------------------------------------------------------------
 
@@ -64,9 +63,12 @@ class Language(Task):
 
     def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64]:
         """A row as tokens: it is them already, unless documents are tokenised on the fly."""
-        return self.library.sample(record) if isinstance(record, library.Document) else np.asarray(record)
+        if isinstance(record, library.Document):
+            assert isinstance(self.data_config, settings.Documents)
+            return library.sample(record, self.library, self.data_config.too_long)
+        return np.asarray(record)
 
-    def preparation(self) -> dict[str, tuple[Preparation, Path]]:
+    def preparation(self) -> dict[str, tuple[Ahead, Path]]:
         """The corpora, to be tokenised ahead."""
         return library.preparations(self.data_config, self._tokenizer_of_model)
 
@@ -126,7 +128,7 @@ class Language(Task):
         from unisono.recipes.language import model as models
         from unisono.recipes.language import packed
 
-        model = models.build(self.model_config, self.tokenizer.size)
+        model = models.build(self.model_config, self.tokenizer.size, saved=self._assets)
         if self._packs:
             packed.check_apart(model, flash=self._kernels.attention == "flash")
         self._chunked = models.head_is_linear(model)
@@ -164,21 +166,36 @@ class Language(Task):
 
     def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
         """Summed cross-entropy; in evaluation also the share of tokens that the model would have chosen itself."""
-        from unisono.recipes.language import linear_loss
-
         targets = batch["targets"].reshape(-1)
-        if "logits" in outputs:
-            total, right = linear_loss.summed_from_logits(outputs["logits"], targets)
-        else:
-            hidden = outputs["hidden"].reshape(len(targets), -1)
-            total, right = linear_loss.summed_cross_entropy(
-                hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk
-            )
+        total, right = self._summed(outputs, targets)
         if not context.training:
             return Loss({"next_token": total}, metrics={"accuracy": (right, (targets != IGNORED).sum())})
         if not self._router_weights:
             return Loss({"next_token": total})
         return self._guided(total, outputs["router"], batch["targets"] != IGNORED, context)
+
+    def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
+        """Of each row its targets, the nats of each, and the share that the model would have chosen itself."""
+        import torch
+
+        columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
+        made = next(name for name in ("hidden", "logits") if name in outputs)
+        for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):
+            total, right = self._summed({**outputs, made: outputs[made][row : row + 1]}, targets)
+            count = int((targets != IGNORED).sum())
+            columns["targets"].append(count)
+            columns["nats_per_target"].append(float(total) / max(1, count))
+            columns["accuracy"].append(float(right) / max(1, count))
+        return columns
+
+    def _summed(self, outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy in nats over targets (tokens,), and how many the model would have chosen itself."""
+        from unisono import linear_cross_entropy, logits_cross_entropy
+
+        if "logits" in outputs:
+            return logits_cross_entropy(outputs["logits"], targets)
+        hidden = outputs["hidden"].reshape(len(targets), -1)
+        return linear_cross_entropy(hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk)
 
     @property
     def needs_totals(self) -> bool:
@@ -252,17 +269,20 @@ class Language(Task):
         """The tokenizer and the model's configuration, so that the run can be used without its corpus."""
         from unisono.recipes.language import model as models
 
-        shutil.copyfile(self.tokenizer.path, directory / "tokenizer.json")
+        self.tokenizer.save(directory)
         given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
         beside = [] if given is None else [(given if given.is_dir() else given.parent) / name for name in BESIDE]
+        beside.append(self.tokenizer.path)  # as it is written, where `save` writes its rules
         if isinstance(self.model_config, settings.Pretrained):
             beside.append(self.model_config.path / "generation_config.json")
         for path in beside:  # for those who export the run
             if path.is_file():
-                shutil.copyfile(path, directory / path.name)
-        special = {"first": self.tokenizer.first, "last": self.tokenizer.last}
-        (directory / "special_tokens.json").write_text(json.dumps(special), encoding="utf-8")
+                shutil.copyfile(path, directory / (FILE if path == self.tokenizer.path else path.name))
         models.check(self.model_config, self.tokenizer.size).save_pretrained(directory)
+
+    def load_assets(self, directory: Path) -> None:
+        """The tokenizer, and the configuration of a model whose directory may be gone."""
+        self.tokenizer, self._assets = Tokenizer.saved(directory), directory
 
     def shrunk(self, limit: int) -> Language | None:
         """The same documents, read by the same tokenizer, and a small model of the same architecture."""
@@ -281,9 +301,9 @@ class Language(Task):
         """The documents."""
         return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model)
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the documents."""
+        """The tokenizer of the documents; of a run, the one that lies among its assets."""
         return self.library.tokenizer
 
     @cached_property
@@ -301,7 +321,7 @@ class Language(Task):
         from unisono.recipes.language import model as models
 
         with torch.device("meta"):
-            return models.untrained(self.model_config, self.tokenizer.size)
+            return models.untrained(self.model_config, self.tokenizer.size, self._assets)
 
     @cached_property
     def _kernels(self) -> Kernels:
@@ -315,7 +335,7 @@ class Language(Task):
         """Whether the head can be applied chunk by chunk; `build` has asked its model already."""
         from unisono.recipes.language import model as models
 
-        return models.head_is_linear(models.untrained(self.model_config, self.tokenizer.size))
+        return models.head_is_linear(models.untrained(self.model_config, self.tokenizer.size, self._assets))
 
     @property
     def _tokenizer_of_model(self) -> Path | None:

@@ -1,28 +1,30 @@
-"""The documents of a corpus by number: what is tokenised, in one fixed order that no file system decides."""
+"""The documents of a corpus by number: text, JSONL, Parquet, Arrow and saved data sets, in one fixed order.
+
+`unisono.sources` finds and reads the files, on this host or behind a URL. What makes their rows documents is one column,
+of text, where a null is an empty document.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from unisono.data import sources
-from unisono.data.sources import Found, Wanted
-from unisono.recipes.language import documents
+from unisono import DataError, sources
 from unisono.recipes.language.settings import Files
 
+_FORMATS = ("text", "jsonl", "parquet", "arrow")
 _CACHE_MB = 64.0  # of blocks that were read last
+_NOT_DOCUMENTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents as text; `texts[number]` is one of them. What the files hold is looked at when it is first asked for.
+    """Documents as text. What the files hold is looked at when it is first asked for.
 
     Attributes:
         found: their files.
@@ -30,7 +32,7 @@ class Texts:
         separator: between the documents of a text file; None where a file is one document.
     """
 
-    found: Found
+    found: sources.Found
     column: str = "text"
     separator: str | None = None
 
@@ -42,77 +44,72 @@ class Texts:
             DataError: for a path that does not exist, or where nothing can be read.
         """
         if files is None:
-            return cls(documents.standard_library())
+            return cls(standard_library())
         paths = files.path if isinstance(files.path, list) else [files.path]
-        return cls(documents.find(paths, files.pattern, files.split), files.column, files.separator)
+        return cls(find(paths, files.pattern, files.split), files.column, files.separator)
 
     def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> str:
-        return self._rows[number] or ""
-
-    @property
-    def blocks(self) -> NDArray[np.int64]:
-        """Documents that are read together, (blocks,)."""
-        return self._rows.blocks
+        return len(self.rows)
 
     def read(self, first: int, last: int) -> Iterator[str]:
         """The documents `first..last-1`, in order, read block by block."""
-        ends = np.cumsum(self.blocks)
-        block = int(np.searchsorted(ends, first, side="right"))
-        while block < len(ends) and int(ends[block] - self.blocks[block]) < last:
-            begin = int(ends[block] - self.blocks[block])
-            for text in self._rows.read_block(block)[max(0, first - begin) : last - begin]:
-                yield text or ""
-            block += 1
+        return (text or "" for text in self.rows.read(first, last))
 
     def all(self) -> Iterator[str]:
         """Every document; unlike `read`, without an index of where they begin."""
         for file in self.found.files:
-            yield from documents.read(file, self.column, self.separator)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum(file.size for file in self.found.files)
-
-    @property
-    def ignored(self) -> list[str]:
-        """Names of files that were passed over."""
-        return list(self._rows.ignored)
+            yield from read(file, self.column, self.separator)
 
     @cached_property
     def fingerprint(self) -> str:
         """What the files hold and how they are read, wherever they lie."""
-        return digest([self._rows.fingerprint, self.column, self.separator])
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The files, with rows and digests of each; see `unisono.data.sources`."""
-        return self._rows.manifest
-
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since they were opened; see `unisono.data.sources`."""
-        self._rows.check_files(share, shares)
+        return digest([self.rows.fingerprint, self.column, self.separator])
 
     @cached_property
     def stamp(self) -> str:
         """Changes whenever a file is written again; nothing is opened for it."""
-        files = [[file.name, file.format, file.size, file.stamp] for file in self.found.files]
-        return digest([files, self.column, self.separator])
-
-    @property
-    def seen(self) -> list[dict[str, Any]]:
-        """The files as they are seen without opening one: name, size, time of the last change."""
-        return [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in self.found.files]
+        return digest([self.found.stamp, self.column, self.separator])
 
     @cached_property
-    def _rows(self) -> sources.Files:
-        wanted = Wanted.of([self.column], {self.column: "text?"}, self.separator, hint="data.column")
-        return sources.Files(self.found, wanted, bare=True, cache_mb=_CACHE_MB)
+    def rows(self) -> sources.Files:
+        """The rows of the files, each of which is a document or null."""
+        return sources.Files(self.found, _wanted(self.column, self.separator), bare=True, cache_mb=_CACHE_MB)
+
+
+def standard_library() -> sources.Found:
+    """The modules of this interpreter's standard library, tests and site-packages left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in sorted(root.rglob("*.py")) if _NOT_DOCUMENTS.isdisjoint(path.relative_to(root).parts)]
+    if not paths:
+        raise DataError(f"{root} holds no Python source, which data=embedded needs. Use data=corpus data.path=DIR")
+    named = (sources.File.of(path, "text", path.relative_to(root).as_posix()) for path in paths)
+    return sources.Found(tuple(named))
+
+
+def find(paths: Sequence[str | Path], pattern: str = "*", split: str | None = None) -> sources.Found:
+    """The files of a corpus.
+
+    Args:
+        paths: files, directories, globs and URLs; a directory is searched to any depth.
+        pattern: glob that file names must match. With one that is not `*`, files of unknown endings are read as text.
+        split: which split of a saved `DatasetDict`.
+
+    Raises:
+        DataError: for a path that does not exist, a file that is there twice, or where there are no documents.
+    """
+    return sources.find(paths, pattern, split, formats=_FORMATS)
+
+
+def read(file: sources.File, column: str = "text", separator: str | None = None) -> Iterator[str]:
+    """The documents of a file, in order; errors name file and row."""
+    for record in sources.records(file, _wanted(column, separator)):
+        yield record[column] or ""
 
 
 def digest(value: object) -> str:
     """A hash of JSON, in hex."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
+
+def _wanted(column: str, separator: str | None) -> sources.Wanted:
+    return sources.Wanted.of([column], {column: "text?"}, separator, hint="data.column")

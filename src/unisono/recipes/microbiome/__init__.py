@@ -1,1 +1,11 @@
-"""What microbial communities have in common and what can be told from them, learnt from sequences and their counts."""
+"""Microbial communities: distances, diversity and targets of samples, from the sequences in them."""
+
+from unisono import Recipe
+
+RECIPE = Recipe(
+    tasks={"torch": "unisono.recipes.microbiome.task:Microbiome"},
+    verbs={
+        "predict": ("unisono.recipes.microbiome.predict:predict", "predict samples, as a table with intervals"),
+        "look": ("unisono.recipes.microbiome.plots:look", "plot a run, and say which taxa matter to it"),
+    },
+)

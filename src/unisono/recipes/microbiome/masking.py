@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.microbiome.modelling import Masking
 from unisono.recipes.microbiome.nucleotides import BASES
+from unisono.recipes.microbiome.settings import Masking
 
 _SPAN = (3, 6)  # nucleotides beside each other: 3 to 5
 

@@ -8,6 +8,7 @@ nucleotides themselves are a table in the model; a batch names taxa by their num
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unisono.recipes.microbiome.modelling import Model
 from unisono.recipes.microbiome.nucleotides import MASK, PAD, VOCABULARY
+from unisono.recipes.microbiome.settings import Model
 
 _EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the data say of a model's sizes, kept with a run so that the model can be made again without them.
+
+    Attributes:
+        taxa: how many there are.
+        longest: taxa that a sample can have.
+        length: tokens of a sequence; 0 without DNA.
+        outputs: numbers that the target head gives; 0 without.
+    """
+
+    taxa: int
+    longest: int
+    length: int
+    outputs: int
 
 
 class Attention(nn.Module):
@@ -98,7 +116,7 @@ class SequenceEncoder(nn.Module):
     Args:
         config: the group `model`.
         tokens: of every taxon, (taxa, length).
-        nucleotides: whether masked nucleotides are told.
+        nucleotides: whether masked nucleotides are predicted.
     """
 
     tokens: Tensor
@@ -127,10 +145,12 @@ class SequenceEncoder(nn.Module):
         made: Tensor = torch.cat([self._part(self._vectors, part) for part in taxa.split(self._chunk)])
         return made
 
-    def told(self, taxa: Tensor, masked: Tensor) -> Tensor:  # (sequences,), (sequences, length) -> (sequences, 2)
-        """Of each sequence with these nucleotides hidden: their cross-entropy in nats, and how many were told right."""
+    def reconstruct(
+        self, taxa: Tensor, masked: Tensor
+    ) -> Tensor:  # (sequences,), (sequences, length) -> (sequences, 2)
+        """Of each sequence with these nucleotides hidden: their cross-entropy in nats, and how many were right."""
         parts = zip(taxa.split(self._chunk), masked.split(self._chunk), strict=True)
-        return torch.cat([self._part(self._told, *part) for part in parts])
+        return torch.cat([self._part(self._masked, *part) for part in parts])
 
     def _part(self, act: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
         if not (self._recompute and torch.is_grad_enabled()):
@@ -143,7 +163,7 @@ class SequenceEncoder(nn.Module):
         made: Tensor = self.pool(self._hidden(tokens), tokens != PAD)
         return made
 
-    def _told(self, taxa: Tensor, masked: Tensor) -> Tensor:
+    def _masked(self, taxa: Tensor, masked: Tensor) -> Tensor:
         assert self.nucleotides is not None
         tokens = self.tokens[taxa].long()
         logits = self.nucleotides(self._hidden(tokens.masked_fill(masked, MASK)))  # (sequences, length, vocabulary)
@@ -253,19 +273,19 @@ class Network(nn.Module):
 
     Args:
         config: the group `model`.
-        body: all but the heads.
-        faith_pd: whether there is a head of Faith's phylogenetic diversity.
-        outputs: numbers that the target head gives; 0 without.
+        wanted: the losses that have a weight.
+        shape: its sizes.
+        tokens: the DNA of every taxon, (taxa, length) integers; None without.
     """
 
-    def __init__(self, config: Model, body: Body, faith_pd: bool, outputs: int) -> None:
+    def __init__(self, config: Model, wanted: frozenset[str], shape: Shape, tokens: Tensor | None) -> None:
         super().__init__()
-        self.body = body
-        self.faith_pd = nn.Linear(config.features, 1) if faith_pd else None
-        self.target = nn.Linear(config.features, outputs) if outputs else None
+        self.body = Body(config, shape.taxa, shape.longest, tokens, wanted)
+        self.faith_pd = nn.Linear(config.features, 1) if "faith_pd" in wanted else None
+        self.target = nn.Linear(config.features, shape.outputs) if shape.outputs else None
         self._frozen = config.freeze
         if self._frozen:
-            body.requires_grad_(False)
+            self.body.requires_grad_(False)
 
     def train(self, mode: bool = True) -> Network:
         """Training or not; what is frozen has no dropout either way."""
@@ -292,8 +312,8 @@ class Network(nn.Module):
             chosen = batch["masked_taxa"] >= 0
             encoder = self.body.encoder
             assert isinstance(encoder, SequenceEncoder)
-            told = encoder.told(batch["masked_taxa"][chosen], batch["masked"][chosen])
-            made["told"] = told.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], told).sum(1)
+            found = encoder.reconstruct(batch["masked_taxa"][chosen], batch["masked"][chosen])
+            made["masked"] = found.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], found).sum(1)
         return made
 
 

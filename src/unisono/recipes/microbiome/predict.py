@@ -1,47 +1,27 @@
-"""What a trained run says of samples: several rarefactions of each, averaged, as a table with intervals."""
+"""The verb `predict`: what a trained run says of samples, several rarefactions of each averaged, with intervals."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
-from unisono.config.schema.base import Settings
-from unisono.config.schema.run import RunConfig
-from unisono.launch.load import load_model
-from unisono.recipes.microbiome import building
-from unisono.recipes.microbiome.library import Library, Rows
-from unisono.recipes.microbiome.modelling import MicrobiomeConfig, Model
-from unisono.recipes.microbiome.settings import MicrobiomeData, Samples
-from unisono.recipes.microbiome.shape import Shape, assets
-from unisono.recipes.microbiome.task import Microbiome, Seen, together
-from unisono.recipes.microbiome.told import examples
-from unisono.recipes.microbiome.transform import Transform
-from unisono.runtime.errors import ConfigError, DataError
-from unisono.runtime.rng import generator
+from unisono import ConfigError, DataError, Run, Scaling, format_examples, generator, write_table
+from unisono.recipes.microbiome import scoring
+from unisono.recipes.microbiome.study.library import Library
+from unisono.recipes.microbiome.task import Microbiome, together
 
 if TYPE_CHECKING:
     import torch
 
 Array = NDArray[np.float64]
-
-
-class Prediction(Settings):
-    """What is predicted of whom; all other words of the command are settings of data."""
-
-    out: Path | None = Field(None, description="tab-separated table to write; null: RUN/predictions.tsv")
-    rows: Literal["held_out", "training", "all"] = Field("held_out", description="which samples of the data")
-    draws: PositiveInt = Field(5, description="rarefactions that are averaged; 1 where nothing is drawn")
-    micro_batch: PositiveInt = Field(8, description="samples that are computed at the same time")
-    seed: int = Field(0, description="of the draws")
-    baseline: bool = Field(False, description="random forests of what the model sees, and of the number of reads alone")
+Rows = Literal["held_out", "training", "all"]
+_OVER_DRAWS = "95 % of rarefactions, by their standard deviation; the error of the model is no part of it"
 
 
 @dataclass(frozen=True)
@@ -86,43 +66,65 @@ class Predicted:
     faith_pd: tuple[Array, Array] | None
 
 
-class Loaded:
-    """A run's model beside data it is to look at.
+@dataclass
+class Predictor:
+    """A run's model beside data it is to look at: its own, or those of settings that were replaced.
 
-    Args:
-        folder: of the run.
-        changes: settings of data that replace the run's, by dotted key without `data.`.
-
-    Raises:
-        UnisonoError: where there is no such run, or the data do not fit it.
+    Attributes:
+        run: it.
+        draws: rarefactions that are averaged.
+        micro_batch: samples that are computed at the same time.
+        seed: of the draws.
     """
 
-    def __init__(self, folder: Path, changes: Mapping[str, Any] | None = None) -> None:
-        self.folder, self.assets = folder, assets(folder)
-        self.shape = Shape.of_run(folder)
-        made: dict[str, Any] = {}
+    run: Run
+    draws: int = 5
+    micro_batch: int = 8
+    seed: int = 0
 
-        def build(run: RunConfig) -> Any:
-            assert isinstance(run.task, MicrobiomeConfig) and isinstance(run.model, Model)
-            task, model = run.task, run.model.model_copy(update={"from_run": None, "freeze": False})
-            data = _changed(run.data.model_dump(), changes or {}, self.assets)
-            made["task"] = Microbiome(task, model=model, data=data)
-            made["task"].shape = self.shape
-            return building.of_run(run, self.shape, made["task"]._tokens)
+    @property
+    def task(self) -> Microbiome:
+        """Of the run."""
+        assert isinstance(self.run.task, Microbiome)
+        return self.run.task
 
-        self.model: Any = load_model(folder, build=build)
-        self.task: Microbiome = made["task"]
-        self.library = self.task.library
-        self._known = None if self.task.model_config.encoder != "taxon" else self._numbers()
+    @property
+    def library(self) -> Library:
+        """Of the samples that can be predicted."""
+        return self.task.library
 
-    def batch(self, numbers: Sequence[int], draw: int, seed: int) -> dict[str, torch.Tensor]:
+    @cached_property
+    def model(self) -> Any:
+        """With the newest weights."""
+        return self.run.load_model()
+
+    def numbers(self, rows: Rows) -> NDArray[np.int64]:
+        """Which samples of the library are meant.
+
+        Raises:
+            DataError: where there is none.
+        """
+        numbers = np.arange(len(self.library))
+        if rows != "all":
+            numbers = (self.library.held_out if rows == "held_out" else self.library.training)().rows
+        if not len(numbers):
+            raise DataError(f"no sample is left for rows={rows}; set rows=all, or another data.held_out")
+        return numbers
+
+    def batches(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Samples in micro-batches, as often as they are drawn, with the number of the draw."""
+        drawn = self.task.data_config.rarefy is not None or self.task.data_config.keep == "random"
+        for draw in range(self.draws if drawn else 1):
+            for first in range(0, len(numbers), self.micro_batch):
+                yield draw, self.batch(numbers[first : first + self.micro_batch].tolist(), draw)
+
+    def batch(self, numbers: Sequence[int], draw: int) -> dict[str, torch.Tensor]:
         """Samples, each rarefied by its own key, as a batch on the model's device."""
         import torch
 
-        rows = Rows(self.library, np.arange(len(self.library.samples)))
-        seen = [self.task.seen(rows[number], generator(seed, "predict", draw, number)) for number in numbers]
-        if self._known is not None:
-            seen = [self._of_training(*one) for one in seen]
+        seen = [self.task.seen(self.library[n], generator(self.seed, "predict", draw, n)) for n in numbers]
+        if (known := self._known) is not None:
+            seen = [(known[taxa][known[taxa] >= 0], reads[known[taxa] >= 0]) for taxa, reads in seen]
         like = next(self.model.parameters())
         made = {name: torch.as_tensor(value, device=like.device) for name, value in together(seen).items()}
         return made | {"counts": made["counts"].to(like.dtype)}
@@ -131,139 +133,106 @@ class Loaded:
         """The numbers in the library of taxa as the model numbers them."""
         if self._known is None:
             return taxa
-        places = np.full(self.shape.taxa, -1, dtype=np.int64)
+        places = np.full(self.task.shape.taxa, -1, dtype=np.int64)
         places[self._known[self._known >= 0]] = np.flatnonzero(self._known >= 0)
         return places[taxa]
 
-    def _numbers(self) -> NDArray[np.int64]:
-        """The number that each taxon had in the training, -1 for others."""
-        numbers = {name: number for number, name in enumerate(self.assets["taxa"])}
+    @cached_property
+    def _known(self) -> NDArray[np.int64] | None:
+        """The number that each taxon had in the training, -1 for others; None where the model reads DNA."""
+        if self.task.model_config.encoder != "taxon":
+            return None
+        numbers = {name: number for number, name in enumerate(self.task.assets["taxa"])}
         found = np.array([numbers.get(name, -1) for name in self.library.taxa], dtype=np.int64)
         if (found < 0).all():
             raise DataError(
-                f"{self.folder} has learnt a vector for each taxon, and knows none of these {len(found)} "
-                f"({examples(self.library.taxa)}); ids have to be those of its own table"
+                f"{self.run.folder} has learnt a vector for each taxon, and knows none of these {len(found)} "
+                f"({format_examples(self.library.taxa)}); ids have to be those of its own table"
             )
         return found
 
-    def _of_training(self, taxa: NDArray[np.int64], reads: NDArray[np.int64]) -> Seen:
-        assert self._known is not None
-        taxa = self._known[taxa]
-        return taxa[taxa >= 0], reads[taxa >= 0]
 
-
-def words(given: Sequence[str]) -> tuple[Prediction, dict[str, Any]]:
-    """The words of a command: what is predicted, and settings of data.
-
-    Raises:
-        ConfigError: for a word that is neither.
-    """
-    own: dict[str, Any] = {}
-    data: dict[str, Any] = {}
-    for word in given:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ConfigError(f"'{word}' is not an override: write key=value, e.g. data.table=FILE or out=FILE")
-        value = yaml.safe_load(text)
-        if key == "data":
-            data["kind"] = value
-        elif key.startswith("data."):
-            data[key.removeprefix("data.")] = value
-        else:
-            own[key] = value
-    try:
-        return Prediction.model_validate(own), data
-    except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        keys = ", ".join(Prediction.model_fields)
-        raise ConfigError(f"{told}; there are {keys}, and the settings of data (data.table=FILE, …)") from error
-
-
-def predict(folder: Path, prediction: Prediction | None = None, changes: Mapping[str, Any] | None = None) -> Predicted:
-    """What a run's newest checkpoint says of samples.
+def predict(
+    run: Run,
+    out: Path | None = None,
+    rows: Rows = "held_out",
+    draws: int = 5,
+    micro_batch: int = 8,
+    seed: int = 0,
+    baseline: bool = False,
+) -> Iterator[str]:
+    """Predict samples by a run's newest checkpoint: a table with intervals, their distances, and how well both fit.
 
     Args:
-        folder: of the run.
-        prediction: of whom, and how.
-        changes: settings of data that replace the run's.
-
-    Raises:
-        UnisonoError: where there is no such run, or the data do not fit it.
+        run: its folder; settings of data may be replaced, e.g. data.table=FILE data.target=null.
+        out: table to write; by default RUN/predictions.tsv.
+        rows: which samples of the data; held_out, training or all.
+        draws: rarefactions that are averaged.
+        micro_batch: samples that are computed at the same time.
+        seed: of the draws.
+        baseline: random forests of what the model sees, and of the number of reads alone.
     """
-    prediction = prediction or Prediction()
-    return of_loaded(Loaded(folder, changes), prediction)
+    predicted = predict_samples(Predictor(run, draws, micro_batch, seed), rows)
+    yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
+    if predicted.target is not None:
+        yield f"intervals of {predicted.target.column}: {predicted.target.covers}"
+    for name, value in scores(predicted, baseline, seed).items():
+        yield f"{name}: {value:.4f}"
 
 
-def of_loaded(run: Loaded, prediction: Prediction) -> Predicted:
-    """What a loaded run says; see `predict`."""
+def predict_samples(predictor: Predictor, rows: Rows) -> Predicted:
+    """What a run says of samples."""
     import torch
 
     from unisono.recipes.microbiome import losses
 
-    library = run.library
-    numbers = np.arange(len(library.samples))
-    if prediction.rows != "all":
-        numbers = (library.held_out if prediction.rows == "held_out" else library.training)().numbers
-    if not len(numbers):
-        raise DataError(f"no sample is left for rows={prediction.rows}; set rows=all, or another data.held_out")
-    drawn = run.task.data_config.rarefy is not None or run.task.data_config.keep == "random"
-    made: dict[str, list[Array]] = {}
-    for draw in range(prediction.draws if drawn else 1):
-        parts: dict[str, list[torch.Tensor]] = {}
-        for first in range(0, len(numbers), prediction.micro_batch):
-            batch = run.batch(numbers[first : first + prediction.micro_batch].tolist(), draw, prediction.seed)
-            with torch.no_grad():
-                outputs = run.model(batch)
-            for name in ("embedding", "target", "faith_pd"):
-                if name in outputs:
-                    parts.setdefault(name, []).append(outputs[name].double())
-        whole = {name: torch.cat(part) for name, part in parts.items()}
-        if "embedding" not in whole:
-            raise ConfigError(f"{run.folder} was trained without vectors of samples, so it can predict nothing of them")
-        if "distance" in run.task.wanted:
-            whole["distance"] = losses.distances(whole["embedding"], whole["embedding"]).fill_diagonal_(0)
-        if "target" in whole and run.assets["target"]["classes"] is not None:
-            whole["target"] = whole["target"].softmax(1)
-        for name, value in whole.items():
-            made.setdefault(name, []).append(value.cpu().numpy())
-    stacked = {name: np.stack(values) for name, values in made.items()}
-    faith = None
-    if "faith_pd" in stacked:
-        values = Transform(**run.assets["faith_pd"]).back(stacked["faith_pd"][..., 0])
-        faith = (values.mean(0), values.std(0))
-    return Predicted(
-        library,
-        numbers,
-        stacked["embedding"].mean(0),
-        stacked["distance"].mean(0) if "distance" in stacked else None,
-        _target(run, stacked["target"]) if "target" in stacked else None,
-        faith,
-    )
+    task, numbers = predictor.task, predictor.numbers(rows)
+    parts: dict[str, dict[int, list[torch.Tensor]]] = {}
+    for draw, batch in predictor.batches(numbers):
+        with torch.no_grad():
+            outputs = predictor.model(batch)
+        for name in ("embedding", "target", "faith_pd"):
+            if name in outputs:
+                parts.setdefault(name, {}).setdefault(draw, []).append(outputs[name].double())
+    if "embedding" not in parts:
+        raise ConfigError(
+            f"{predictor.run.folder} was trained without vectors of samples, so it can predict nothing of them"
+        )
+    drawn = {name: torch.stack([torch.cat(part) for part in draws.values()]) for name, draws in parts.items()}
+    distances = faith_pd = target = None
+    if "distance" in task.wanted:
+        each = [losses.distances(one, one).fill_diagonal_(0) for one in drawn["embedding"]]
+        distances = torch.stack(each).mean(0).cpu().numpy()
+    if "faith_pd" in drawn:
+        values = Scaling(**task.assets["faith_pd"]).inverse(drawn["faith_pd"][..., 0].cpu().numpy())
+        faith_pd = (values.mean(0), values.std(0))
+    if "target" in drawn:
+        is_class = task.assets["target"]["classes"] is not None
+        target = _target(task, (drawn["target"].softmax(-1) if is_class else drawn["target"]).cpu().numpy())
+    embedding = drawn["embedding"].mean(0).cpu().numpy()
+    return Predicted(predictor.library, numbers, embedding, distances, target, faith_pd)
 
 
 def write(predicted: Predicted, path: Path) -> list[Path]:
     """The table, one line per sample, and beside it the distances where there are any; returns what was written."""
     names = [predicted.library.samples[number] for number in predicted.numbers]
-    columns: dict[str, Sequence[Any]] = {"sample": names}
+    columns: dict[str, Any] = {"sample": names}
     if (target := predicted.target) is not None:
-        name = target.column
+        ends = (("", target.mean), ("_low", target.low), ("_high", target.high))
         if target.classes is None:
-            columns |= {name: list(target.mean), f"{name}_low": list(target.low), f"{name}_high": list(target.high)}
+            columns |= {f"{target.column}{end}": list(values) for end, values in ends}
         else:
-            columns[name] = [target.classes[number] for number in target.mean.argmax(1)]
+            columns[target.column] = [target.classes[number] for number in target.mean.argmax(1)]
             for number, label in enumerate(target.classes):
-                for end, values in (("", target.mean), ("_low", target.low), ("_high", target.high)):
-                    columns[f"p({label}){end}"] = list(values[:, number])
+                columns |= {f"p({label}){end}": list(values[:, number]) for end, values in ends}
     if predicted.faith_pd is not None:
         mean, sd = predicted.faith_pd
-        for end, values in (("", mean), ("_low", mean - 1.96 * sd), ("_high", mean + 1.96 * sd)):
-            columns[f"faith_pd{end}"] = list(values)
-    _table(path, list(columns), zip(*columns.values(), strict=True))
-    if predicted.distances is None:
-        return [path]
-    beside = path.with_suffix(".distances.tsv")
-    _table(beside, ["", *names], ([name, *row] for name, row in zip(names, predicted.distances, strict=True)))
-    return [path, beside]
+        columns |= {"faith_pd": mean, "faith_pd_low": mean - 1.96 * sd, "faith_pd_high": mean + 1.96 * sd}
+    written = [write_table(path, columns)]
+    if predicted.distances is not None:
+        between = dict(zip(names, predicted.distances.T, strict=True))
+        written.append(write_table(path.with_suffix(f".distances{path.suffix}"), {"": names, **between}))
+    return written
 
 
 def scores(predicted: Predicted, baseline: bool = False, seed: int = 0) -> dict[str, float]:
@@ -275,78 +244,46 @@ def scores(predicted: Predicted, baseline: bool = False, seed: int = 0) -> dict[
             number of its reads alone.
         seed: of the forests.
     """
-    from unisono.recipes.microbiome import scoring
-
     library, numbers = predicted.library, predicted.numbers
-    training = library.training().numbers
-    told: dict[str, float] = {}
+    training = library.training().rows
+    found: dict[str, float] = {}
     if predicted.distances is not None and len(numbers) > 1 and (truth := true_distances(library)) is not None:
         upper = np.triu_indices(len(numbers), 1)
         mean = float(truth[np.ix_(training, training)][np.triu_indices(len(training), 1)].mean())
-        told |= scoring.regression("distance", predicted.distances[upper], truth[np.ix_(numbers, numbers)][upper], mean)
+        true = truth[np.ix_(numbers, numbers)][upper]
+        found |= scoring.regression("distance", predicted.distances[upper], true, mean)
     if predicted.target is not None and library.target is not None:
-        made = {"target": predicted.target.mean}
+        made, values = {"target": predicted.target.mean}, library.target.values
         if baseline:
             made["forest"] = scoring.forest(library, scoring.shares(library), numbers, seed)
             made["number of reads"] = scoring.forest(library, scoring.depths(library), numbers, seed)
-        values = library.target.values
-        for name, found in made.items():
+        for name, one in made.items():
             if library.target.classes is None:
-                told |= scoring.regression(name, found, values[numbers].astype(float), float(values[training].mean()))
+                found |= scoring.regression(name, one, values[numbers].astype(float), float(values[training].mean()))
             else:
-                told |= scoring.classification(name, found, values[numbers], values[training])
-    return told
+                found |= scoring.classification(name, one, values[numbers], values[training])
+    return found
 
 
 def true_distances(library: Library) -> Array | None:
     """Between all samples, (samples, samples); None where there is nothing to have them from."""
     config = library.config
-    if config.metric == "faith_pd" or (
-        config.distances is None and config.tree is None and config.metric.endswith("unifrac")
-    ):
-        return None
-    return library.distances()
+    without = config.distances is None and config.tree is None and config.metric.endswith("unifrac")
+    return None if config.metric == "faith_pd" or without else library.distances()
 
 
-def _target(run: Loaded, made: Array) -> Target:
+def _target(task: Microbiome, drawn: Array) -> Target:
     """The target over the draws, (draws, n, outputs)."""
-    told = run.assets["target"]
-    column, classes = told["column"], told["classes"]
-    over = "95 % of rarefactions, by their standard deviation; the error of the model is no part of it"
+    known, config = task.assets["target"], task.config.target
+    column, classes = known["column"], known["classes"]
     if classes is not None:
-        mean, sd = made.mean(0), made.std(0)
-        return Target(column, classes, mean, np.clip(mean - 1.96 * sd, 0, 1), np.clip(mean + 1.96 * sd, 0, 1), over)
-    values = Transform(**told["transform"]).back(made)
-    config = run.task.config.target
+        mean, sd = drawn.mean(0), drawn.std(0)
+        low, high = np.clip(mean - 1.96 * sd, 0, 1), np.clip(mean + 1.96 * sd, 0, 1)
+        return Target(column, classes, mean, low, high, _OVER_DRAWS)
+    values = Scaling(**known["transform"]).inverse(drawn)
     if config.loss == "quantile":
         mean, levels = np.sort(values.mean(0), axis=1), config.quantiles
         covers = f"quantiles {levels[0]:g} to {levels[-1]:g}"
         return Target(column, None, mean[:, len(levels) // 2], mean[:, 0], mean[:, -1], covers)
     mean, sd = values.mean(0)[:, 0], values.std(0)[:, 0]
-    return Target(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, over)
-
-
-def _changed(of_run: dict[str, Any], changes: Mapping[str, Any], kept: dict[str, Any]) -> Samples:
-    """The run's settings of data with changes; of another kind of data, only what all kinds have stays."""
-    kind = changes.get("kind", "study" if "table" in changes else of_run["kind"])
-    if kind != of_run["kind"]:
-        of_run = {name: value for name, value in of_run.items() if name in Samples.model_fields}
-    values = {**of_run, **changes, "kind": kind}
-    if kept["target"] is not None and kept["target"]["classes"] is not None and "target" not in changes:
-        values["classes"] = kept["target"]["classes"]
-        values["target_kind"] = "classification"
-    try:
-        made: Samples = TypeAdapter[Samples](MicrobiomeData).validate_python(values)
-    except ValidationError as error:
-        told = "; ".join(f"data.{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(told) from error
-    return made
-
-
-def _table(path: Path, header: Sequence[str], rows: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        writer.writerow(header)
-        for row in rows:
-            writer.writerow([f"{value:.6g}" if isinstance(value, float | np.floating) else value for value in row])
+    return Target(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, _OVER_DRAWS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono import DataError
 from unisono.recipes.microbiome.settings import Keep
-from unisono.runtime.errors import DataError
 
 Numbers = NDArray[np.int64]
 

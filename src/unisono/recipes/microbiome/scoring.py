@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.microbiome.library import Library
+from unisono.recipes.microbiome.study.library import Library
 
 Array = NDArray[np.float64]
 
@@ -43,14 +43,14 @@ def classification(name: str, made: Array, true: NDArray[Any], training: NDArray
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
     often = np.bincount(training).argmax()
-    told = {
+    scores = {
         f"{name}/accuracy": float((made.argmax(1) == true).mean()),
         f"{name}/accuracy of the most frequent": float((true == often).mean()),
         f"{name}/balanced accuracy": float(balanced_accuracy_score(true, made.argmax(1))),
     }
     if made.shape[1] == 2 and len(np.unique(true)) == 2:
-        told[f"{name}/auc"] = float(roc_auc_score(true, made[:, 1]))
-    return told
+        scores[f"{name}/auc"] = float(roc_auc_score(true, made[:, 1]))
+    return scores
 
 
 def shares(library: Library) -> Array:
@@ -82,7 +82,7 @@ def forest(library: Library, seen: Array, numbers: NDArray[np.int64], seed: int,
     """
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-    training, target = library.training().numbers, library.target
+    training, target = library.training().rows, library.target
     assert target is not None
     if target.classes is None:
         made = RandomForestRegressor(trees, random_state=seed, max_features="sqrt")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,21 +13,35 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.microbiome import masking, modelling, nucleotides, rarefy, settings
-from unisono.recipes.microbiome.library import Library, Rows, open_library
-from unisono.recipes.microbiome.library import Sample as Record
-from unisono.recipes.microbiome.shape import Shape
-from unisono.recipes.microbiome.summary import summary
-from unisono.recipes.microbiome.transform import Transform
-from unisono.runtime.errors import ConfigError, DataError
-from unisono.task import Batch, Context, Loss, SampleContext, Source, Task
+from unisono import (
+    Batch,
+    ConfigError,
+    Context,
+    DataError,
+    Loss,
+    SampleContext,
+    Scaling,
+    Source,
+    Subset,
+    Task,
+    count_parameters,
+    moments,
+    open_run,
+    read_asset,
+    summarise_moments,
+)
+from unisono.recipes.microbiome import masking, nucleotides, rarefy, settings
+from unisono.recipes.microbiome.study.library import Library, open_library
+from unisono.recipes.microbiome.study.library import Sample as Record
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from unisono.recipes.microbiome.model import Network
+    from unisono.recipes.microbiome.model import Network, Shape
 
+log = logging.getLogger(__name__)
+ASSETS = "microbiome.json"
 Seen = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 
@@ -58,12 +73,12 @@ class Microbiome(Task):
     (rows).
     """
 
-    Config = modelling.MicrobiomeConfig
-    Model = modelling.Model
+    Config = settings.MicrobiomeConfig
+    Model = settings.Model
     Data = settings.MicrobiomeData
 
-    config: modelling.MicrobiomeConfig
-    model_config: modelling.Model
+    config: settings.MicrobiomeConfig
+    model_config: settings.Model
     data_config: settings.Samples
 
     draws_in_evaluation = True  # reads and masks are drawn of every sample
@@ -74,7 +89,7 @@ class Microbiome(Task):
         """Read and compute what samples share."""
         _ = self._tokens, self._faith, self._targets
 
-    def data(self) -> Rows:
+    def data(self) -> Subset:
         """The samples to train on."""
         return self.library.training()
 
@@ -126,7 +141,8 @@ class Microbiome(Task):
         if "nucleotides" in self._weights:
             counted["nucleotides"] = float(batch["masked"].sum())
         if "target" in self._weights:
-            counted["target"] = float(_known(batch["target"]).sum())
+            target = batch["target"]
+            counted["target"] = float((~np.isnan(target) if target.dtype.kind == "f" else target >= 0).sum())
         return {name: counted[name] for name in self._weights}
 
     def work(self, batch: Batch) -> dict[str, float]:
@@ -137,12 +153,61 @@ class Microbiome(Task):
 
     def build(self) -> Network:
         """The model, with the encoder of another run where one is named."""
-        from unisono.recipes.microbiome import building
-
-        made = building.network(self.model_config, self.wanted, self.shape, self._tokens)
+        network = self._network(self.model_config)
         if self.model_config.from_run is not None:
-            building.take_over(made, self.model_config, self.shape, self.library.taxa)
-        return made
+            self._take_over(network, self.model_config.from_run)
+        return network
+
+    def _network(self, config: settings.Model) -> Network:
+        """A model with random weights."""
+        import torch
+
+        from unisono.recipes.microbiome.model import Network
+
+        tokens = None if self._tokens is None else torch.tensor(self._tokens, device=torch.get_default_device())
+        return Network(config, self.wanted, self.shape, tokens)
+
+    def _take_over(self, network: Network, folder: Path) -> None:
+        """Give a model the body of a run, as far as that has one: heads, and layers it did not need, stay new.
+
+        Raises:
+            ConfigError: where the two do not fit.
+            RunError: where there is no such run.
+        """
+        run, config, shape = open_run(folder), self.model_config, self.shape
+        other = run.task
+        if not isinstance(other, Microbiome):
+            raise ConfigError(f"model.from_run={folder} is a run of another recipe, {run.config.recipe}")
+        for name, value in config.body.items():
+            theirs = other.model_config.body[name]
+            if theirs != value:
+                raise ConfigError(
+                    f"model.from_run={folder}: its model.{name} is {theirs}, and model.{name}={value} here; set "
+                    f"model.{name}={theirs}"
+                )
+        if config.encoder == "taxon" and other.assets["taxa"] != self.library.taxa:
+            raise ConfigError(
+                f"model.from_run={folder}: it has learnt a vector for each of its {other.shape.taxa} taxa, and these data "
+                f"have others ({len(self.library.taxa)}); use the same table, or encoders of DNA"
+            )
+        if config.positions == "learned" and other.shape.longest != shape.longest:
+            raise ConfigError(
+                f"model.from_run={folder}: its samples have up to {other.shape.longest} taxa, these up to {shape.longest}, "
+                f"and each place has a learnt vector; set data.max_taxa={other.shape.longest}"
+            )
+        if config.encoder != "taxon":
+            other._tokens = np.zeros((1, other.shape.length), dtype=np.uint8)  # those of its data are not needed
+        theirs_ = run.load_model().get_submodule("body").state_dict()
+        mine = network.body.state_dict()
+        new = sorted({name.split(".")[0] for name in mine.keys() - theirs_.keys()})
+        if new and config.freeze:
+            raise ConfigError(
+                f"model.freeze=true: {folder} has not learnt {', '.join(new)}, so they would stay random; set "
+                "model.freeze=false, or train that run with task.weights.distance above 0"
+            )
+        taken = {name: value for name, value in theirs_.items() if name in mine}
+        network.body.load_state_dict(taken, strict=False)
+        log.info("%d tensors are taken from %s; new: %s", len(taken), folder, ", ".join(new) or "nothing")
 
     @property
     def cross_sample(self) -> Literal["rows"] | None:
@@ -170,25 +235,22 @@ class Microbiome(Task):
 
         sums: dict[str, Tensor] = {}
         metrics: dict[str, tuple[Any, Any]] = {}
-        rows = len(batch["sample"])
         if "nucleotides" in self._weights:
-            sums["nucleotides"], right = outputs["told"].sum(0).unbind()
+            sums["nucleotides"], right = outputs["masked"].sum(0).unbind()
             metrics["nucleotides/accuracy"] = (right, batch["masked"].sum())
         if "counts" in self._weights:
             sums["counts"] = outputs["counts"].sum()
         if "distance" in self._weights:
-            everyone = context.global_batch
-            assert everyone is not None
-            truth = self._truth(batch["sample"].device)[batch["sample"][:, None], everyone.batch["sample"]]
-            sums["distance"], told = losses.pairs(
-                outputs["embedding"], everyone.outputs["embedding"], truth, everyone.first
-            )
-            metrics |= {f"distance/{name}": (value, rows) for name, value in told.items()}
+            whole = context.global_batch
+            assert whole is not None
+            truth = self._truth(batch["sample"].device)[batch["sample"][:, None], whole.batch["sample"]]
+            sums["distance"], found = losses.pairs(outputs["embedding"], whole.outputs["embedding"], truth, whole.first)
+            metrics |= found
         if "faith_pd" in self._weights:
             made = outputs["faith_pd"][:, 0]
             sums["faith_pd"] = (made - batch["faith_pd"].to(made.dtype)).square().sum()
             transform = self._faith[1]
-            metrics |= _regression("faith_pd", transform.back(made.detach()), transform.back(batch["faith_pd"]))
+            metrics |= _moments("faith_pd", transform.inverse(made.detach()), transform.inverse(batch["faith_pd"]))
         if "target" in self._weights:
             made, truth = outputs["target"], batch["target"]
             sums["target"] = losses.target(made, truth, self.config.target)
@@ -197,15 +259,15 @@ class Microbiome(Task):
             else:
                 assert self._targets[1] is not None
                 middle = self.shape.outputs // 2
-                back = self._targets[1].back
-                metrics |= _regression("target", back(made.detach()[:, middle]), back(truth))
-        if context.training:  # the moments are for what is told of held-out rows
+                back = self._targets[1].inverse
+                metrics |= _moments("target", back(made.detach()[:, middle]), back(truth))
+        if context.training:  # the moments are for the summary of held-out rows
             metrics = {name: pair for name, pair in metrics.items() if name.endswith(("error", "accuracy"))}
         return Loss(sums, self._weights, metrics=metrics)
 
     def summary(self, values: Mapping[str, float]) -> dict[str, float]:
         """Correlations, ratios of standard deviations and R², in place of the moments they are made of."""
-        return summary(values)
+        return summarise_moments(values)
 
     # around the run ---------------------------------------------------------------------------------------------
 
@@ -231,28 +293,39 @@ class Microbiome(Task):
 
     def facts(self) -> dict[str, Any]:
         """Sizes, and how targets are transformed."""
-        told: dict[str, Any] = dict(self.library.facts())
+        facts = self.library.facts()
         if "target" in self._weights and self._targets[1] is not None:
-            told["target_transform"] = self._targets[1].plain()
-        return told
+            facts["target_transform"] = asdict(self._targets[1])
+        return facts
 
     def save_assets(self, directory: Path) -> None:
         """What a reader needs besides the weights: sizes, transforms and classes, and the taxa of the training."""
-        target = self.library.target
-        told = {
-            "shape": self.shape.plain(),
+        target, transform = self.library.target, self._targets[1]
+        assets = {
+            "shape": asdict(self.shape),
             "taxa": self.library.taxa,
-            "faith_pd": self._faith[1].plain() if "faith_pd" in self._weights else None,
+            "faith_pd": asdict(self._faith[1]) if "faith_pd" in self._weights else None,
             "target": None,
         }
         if "target" in self._weights and target is not None:
-            transform = self._targets[1]
-            told["target"] = {
+            assets["target"] = {
                 "column": self.data_config.target,
                 "classes": target.classes,
-                "transform": None if transform is None else transform.plain(),
+                "transform": None if transform is None else asdict(transform),
             }
-        (directory / "microbiome.json").write_text(json.dumps(told), encoding="utf-8")
+        (directory / ASSETS).write_text(json.dumps(assets), encoding="utf-8")
+
+    def load_assets(self, directory: Path) -> None:
+        """The sizes of the run's model, which has all its weights, and the numbers of its classes."""
+        from unisono.recipes.microbiome.model import Shape
+
+        self.assets: dict[str, Any] = read_asset(directory, ASSETS)
+        self.shape = Shape(**self.assets["shape"])
+        self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
+        target = self.assets["target"]
+        if target is not None and target["classes"] is not None and self.data_config.target == target["column"]:
+            known = {"classes": target["classes"], "target_kind": "classification"}
+            self.data_config = self.data_config.model_copy(update=known)
 
     def shrunk(self, limit: int) -> Microbiome | None:
         """The same data and losses, and a model of fewer layers and features, with random weights."""
@@ -261,18 +334,9 @@ class Microbiome(Task):
         fewer: dict[str, Any] = {name: min(2, getattr(config, name)) for name in layers}
         fewer |= {"features": min(config.features, _LEAST_WIDTH * config.heads), "from_run": None, "freeze": False}
         small = config.model_copy(update=fewer)
-        if self._parameters(config) <= limit or small.body == config.body:
+        if small.body == config.body or count_parameters(lambda: self._network(config)) <= limit:
             return None
         return Microbiome(self.config, model=small, data=self.data_config)
-
-    def _parameters(self, config: modelling.Model) -> int:
-        import torch
-
-        from unisono.recipes.microbiome import building
-
-        with torch.device("meta"):
-            made = building.network(config, self.wanted, self.shape, self._tokens)
-        return sum(parameter.numel() for parameter in made.parameters())
 
     @cached_property
     def library(self) -> Library:
@@ -287,11 +351,13 @@ class Microbiome(Task):
     @cached_property
     def shape(self) -> Shape:
         """What the data say of the model's sizes."""
+        from unisono.recipes.microbiome.model import Shape
+
         library, encoder = self.library, self.model_config.encoder
         longest = int(np.diff(library.counts.indptr).max())
         length = 0 if encoder == "taxon" else 1 + max(map(len, library.dna()))
         if self.model_config.from_run is not None:
-            length = Shape.of_run(self.model_config.from_run).length
+            length = read_asset(self.model_config.from_run / "assets", ASSETS)["shape"]["length"]
         outputs = 0
         if "target" in self._weights:
             assert library.target is not None
@@ -312,16 +378,16 @@ class Microbiome(Task):
         return nucleotides.encode(self.library.dna(), self.shape.length)
 
     @cached_property
-    def _faith(self) -> tuple[NDArray[np.float64], Transform]:
+    def _faith(self) -> tuple[NDArray[np.float64], Scaling]:
         """Faith's diversity of every sample, standardised, (samples,), and how."""
         if "faith_pd" not in self._weights:
-            return np.zeros(0), Transform("none")
+            return np.zeros(0), Scaling("none")
         values = self.library.faith_pd()
-        transform = Transform.fitted("zscore", values[self.library.training().numbers], "Faith's PD")
+        transform = Scaling.fit("zscore", values[self.library.training().rows], "Faith's PD")
         return transform(values), transform
 
     @cached_property
-    def _targets(self) -> tuple[NDArray[Any], Transform | None]:
+    def _targets(self) -> tuple[NDArray[Any], Scaling | None]:
         """The target of every sample, (samples,): transformed, NaN for none, or a class, -1 for none; and how."""
         target = self.library.target
         if target is None or "target" not in self._weights:
@@ -329,7 +395,8 @@ class Microbiome(Task):
         if target.classes is not None:
             return np.asarray(target.values, dtype=np.int64), None
         values, name = np.asarray(target.values, dtype=np.float64), f"'{self.data_config.target}'"
-        transform = Transform.fitted(self.config.target.transform, values[self.library.training().numbers], name)
+        hint = "; set task.target.transform=zscore"
+        transform = Scaling.fit(self.config.target.transform, values[self.library.training().rows], name, hint)
         made = transform(values)
         if (bad := np.flatnonzero(~np.isfinite(made) & ~np.isnan(values))).size:
             sample = self.library.samples[bad[0]]
@@ -361,22 +428,7 @@ def together(rows: Sequence[Seen]) -> Batch:
     return {"taxa": taxa, "counts": counts}
 
 
-def _known(target: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows have a target."""
-    known: NDArray[np.bool_] = ~np.isnan(target) if target.dtype.kind == "f" else target >= 0
-    return known
-
-
-def _regression(name: str, made: Tensor, truth: Tensor) -> dict[str, tuple[Any, Any]]:
-    """The absolute error and the moments of predicted and true values, over the rows that have one."""
+def _moments(name: str, predicted: Tensor, truth: Tensor) -> dict[str, tuple[Any, Any]]:
+    """Metrics over the rows that have a true value."""
     known = ~truth.isnan()
-    made, truth = made * known, truth.nan_to_num().to(made.dtype)
-    named = {
-        "error": (made - truth).abs(),
-        "predicted": made,
-        "true": truth,
-        "predicted²": made.square(),
-        "true²": truth.square(),
-        "product": made * truth,
-    }
-    return {f"{name}/{what}": (value.sum(), known.sum()) for what, value in named.items()}
+    return moments(name, predicted * known, truth.nan_to_num().to(predicted.dtype), known)

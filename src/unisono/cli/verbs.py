@@ -1,0 +1,207 @@
+"""Verbs of recipes and of users' files: plain functions whose arguments are the words of the command.
+
+    unisono VERB RUN [WORD …] [key=value …]
+
+What stands after the verb is a run, or the task of none (a recipe, or `path/to/file.py:Class`); it says whose verb is
+meant. A recipe lists its verbs in its `RECIPE`, a user's file in `VERBS = {"listen": listen}`. A function's parameters
+are the words: those without a default in their order, the others as `key=value`, each of the type that it is annotated
+with. A parameter called `run` is given the opened run; then `key=value` words that are none of the function's replace
+settings of the run. What a function returns or yields is printed, line by line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.runtime.errors import ConfigError, nearest
+
+DEFAULTS = {"predict": ("unisono.launch.predict:predict", "predict rows by a trained model, as a table")}
+_HELP = ("-h", "--help")
+
+
+def listing() -> str:
+    """What recipes bring, for `unisono --help`; none of their tasks is imported."""
+    from unisono.config import recipes
+
+    lines = ["recipes and their verbs (unisono VERB RUN --help says more):"]
+    lines += [f"  {verb:<10} {'every task':<12} {text}" for verb, (_, text) in DEFAULTS.items()]
+    found = recipes.all_recipes()
+    for name in recipes.names():
+        if name not in found:
+            lines.append(f"  {'':<10} {name:<12} cannot be imported")
+        elif not found[name].verbs:
+            lines.append(f"  {'':<10} {name}")
+        for verb, (_, text) in found[name].verbs.items() if name in found else ():
+            lines.append(f"  {verb:<10} {name:<12} {text}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
+    """Run a verb that is not one of the core's; returns the exit code.
+
+    Args:
+        argv: the words of the command.
+        core: names of the core's verbs, for errors.
+
+    Raises:
+        ConfigError: for an unknown verb, or words that do not fit it.
+    """
+    verb, *words = argv
+    asked = [word for word in words if word not in _HELP]
+    if not asked:
+        print("\n\n".join(f"{_help(verb, 'RUN', found)}\n\nfor: {name}" for name, found in _all(verb, core)))
+        if len(asked) < len(words):
+            return 0
+        raise ConfigError(f"unisono {verb} needs to know of what: unisono {verb} RUN")
+    reference = _reference(asked[0])
+    function = _find(verb, reference, core)
+    if len(asked) < len(words):
+        print(_help(verb, asked[0], function))
+        return 0
+    _print(_call(verb, function, asked[0], asked[1:]))
+    return 0
+
+
+def _reference(target: str) -> str:
+    """The task that a command is about: that of a run, or the one that it names."""
+    from unisono.config import recipes, safe_yaml
+
+    if (Path(target) / "config.yaml").is_file():
+        return str(safe_yaml.read(Path(target) / "config.yaml").get("recipe"))
+    if ":" in target or target in recipes.names():
+        return target
+    raise ConfigError(f"{target} is neither a run (no {target}/config.yaml) nor a task; {recipes.suggestion(target)}")
+
+
+def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any]:
+    """The function of a verb for a task."""
+    verbs = {**DEFAULTS, **_verbs_of(reference)}
+    if verb not in verbs:
+        raise ConfigError(f"'{verb}' is no verb of {reference}, {_suggestion(verb, [*verbs], core)}")
+    found = verbs[verb]
+    return _imported(found[0]) if isinstance(found, tuple) else found
+
+
+def _verbs_of(reference: str) -> Mapping[str, Any]:
+    from unisono.config import recipes, resolve
+
+    name = reference if reference in recipes.names() else recipes.name_of(reference)
+    if name is not None:
+        return recipes.find(name).verbs
+    module = resolve.module_of(reference, reference.rpartition(":")[0])
+    verbs = getattr(module, "VERBS", {})
+    if not isinstance(verbs, Mapping) or not all(callable(function) for function in verbs.values()):
+        raise ConfigError(f"{reference}: VERBS has to be a dictionary of functions by the names of their verbs")
+    return verbs
+
+
+def _all(verb: str, core: Collection[str]) -> list[tuple[str, Callable[..., Any]]]:
+    """A verb as every recipe has it."""
+    from unisono.config import recipes
+
+    known = {name: recipe.verbs for name, recipe in recipes.all_recipes().items()}
+    having = [(name, _imported(verbs[verb][0])) for name, verbs in known.items() if verb in verbs]
+    if verb in DEFAULTS:
+        having.insert(0, ("every other task", _imported(DEFAULTS[verb][0])))
+    if not having:
+        names = [*DEFAULTS, *(verb for verbs in known.values() for verb in verbs)]
+        raise ConfigError(f"unknown verb '{verb}', {_suggestion(verb, names, core)}")
+    return having
+
+
+def _suggestion(verb: str, own: Collection[str], core: Collection[str]) -> str:
+    """The nearest verb of all; where none is near, those of the task, as the core's are listed by the help."""
+    hint = nearest(verb, [*own, *core])
+    return hint if hint.startswith("did you mean") else f"{nearest(verb, own)}; unisono --help lists those of the core"
+
+
+def _imported(reference: str) -> Callable[..., Any]:
+    from importlib import import_module
+
+    module, _, name = reference.rpartition(":")
+    try:
+        function: Callable[..., Any] = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name and (module + ".").startswith(error.name + "."):
+            raise
+        extra = module.removeprefix("unisono.recipes.").split(".")[0]
+        raise ConfigError(f"this verb needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+    return function
+
+
+def _call(verb: str, function: Callable[..., Any], target: str, words: list[str]) -> Any:
+    """Call a function with the words of a command."""
+    from unisono.launch.run import open_run
+
+    parameters = dict(inspect.signature(function).parameters)
+    has_run = parameters.pop("run", None) is not None
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    if len(words) < len(needed):
+        raise ConfigError(f"{verb} needs {' '.join(name.upper() for name in needed)}: {_usage(verb, target, function)}")
+    given: dict[str, Any] = dict(zip(needed, words, strict=False))
+    overrides: list[str] = []
+    for word in words[len(needed) :]:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"'{word}': write key=value. {_usage(verb, target, function)}")
+        if name in parameters:
+            given[name] = text
+        elif has_run and ("." in name or name in ("data", "task", "model")):
+            overrides.append(word)
+        else:
+            raise ConfigError(f"unknown word '{word}', {nearest(name, parameters)}")
+    values = {name: _value(function, name, parameters[name], text) for name, text in given.items()}
+    if has_run and not Path(target).is_dir():
+        raise ConfigError(f"{verb} is about a run: {_usage(verb, 'RUN', function)}")
+    return function(**({"run": open_run(target, overrides)} if has_run else {}), **values)
+
+
+def _value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:
+    """A word as its parameter's type has it."""
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
+
+    kind = parameter.annotation
+    if isinstance(kind, str):
+        kind = eval(kind, {**vars(typing), **getattr(function, "__globals__", {})})
+    for value in (text, None if text == "null" else yaml.safe_load(text)):
+        try:
+            return TypeAdapter(Any if kind is parameter.empty else kind).validate_python(value)
+        except ValidationError as error:
+            fault = error.errors()[0]["msg"]
+    raise ConfigError(f"{name}={text}: {fault[0].lower()}{fault[1:]}")
+
+
+def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:
+    parameters = [p for name, p in inspect.signature(function).parameters.items() if name != "run"]
+    needed = [p.name.upper() for p in parameters if p.default is p.empty]
+    defaults = {p.name: "…" if p.default is None else p.default for p in parameters if p.default is not p.empty}
+    optional = [
+        f"[{name}={str(value).lower() if value in (True, False) else value}]" for name, value in defaults.items()
+    ]
+    return " ".join(["unisono", verb, target, *needed, *optional])
+
+
+def _help(verb: str, target: str, function: Callable[..., Any]) -> str:
+    """Usage, and what the function's docstring says of itself and of its arguments."""
+    text = inspect.getdoc(function) or ""
+    described, _, rest = text.partition("\nArgs:\n")
+    arguments = re.split(r"\n\S", rest)[0]
+    lines = [line for line in arguments.splitlines() if not line.strip().startswith("run:")]
+    shown = "\n".join(f"  {line.strip()}" if line.startswith("    ") else line for line in lines)
+    parts = (f"usage: {_usage(verb, target, function)}", described.strip(), shown)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _print(result: Any) -> None:
+    if result is None:
+        return
+    if isinstance(result, Mapping):
+        result = [f"{name}: {value}" for name, value in result.items()]
+    for line in [result] if isinstance(result, str | Path) or not isinstance(result, Iterable) else result:
+        print(line, flush=True)

@@ -1,0 +1,130 @@
+"""Recipes: installed packages that bring tasks, YAML groups and verbs of their own, found by their entry points.
+
+A package declares a recipe in its `pyproject.toml`, and everything else follows from the object that it names:
+
+    [project.entry-points."unisono.recipes"]
+    puzzles = "puzzles:RECIPE"
+
+That object lies in a module that imports nothing heavy: every `unisono --help` looks at it. A recipe whose module cannot
+be imported is left out of lists, and is an error where somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.runtime.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "unisono.recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe brings.
+
+    Attributes:
+        tasks: `package.module:Class` by engine; the first is trained where nobody chooses another engine.
+        config: folder of the YAML groups, beside the module that holds this object. `NAME.yaml` in it is the recipe's own
+            configuration, NAME being that of the entry point.
+        verbs: `package.module:function` by verb, each with a line that says what it does; see `unisono.cli.verbs`.
+    """
+
+    tasks: Mapping[str, str]
+    config: str = "config"
+    verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def task(self, engine: str | None = None) -> str:
+        """The reference of the task for an engine; None for the recipe's first.
+
+        Raises:
+            ConfigError: for an engine that the recipe has no task for.
+        """
+        if engine is None:
+            return next(iter(self.tasks.values()))
+        if engine not in self.tasks:
+            raise ConfigError(f"layout.engine={engine}: this recipe has no task for it, {nearest(engine, self.tasks)}")
+        return self.tasks[engine]
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in sorted(entry_points(group=GROUP))}
+
+
+def names() -> list[str]:
+    """Of all recipes that are installed; none of them is imported."""
+    return list(_entry_points())
+
+
+@cache
+def find(name: str) -> Recipe:
+    """A recipe by its name.
+
+    Raises:
+        ConfigError: where there is none, or its package cannot be imported.
+    """
+    entry = _entry_points().get(name)
+    if entry is None:
+        raise ConfigError(f"unknown recipe '{name}', {suggestion(name)}")
+    try:
+        found = entry.load()
+    except Exception as error:  # whatever a package raises while it is imported
+        raise ConfigError(f"recipe '{name}' ({entry.value}) cannot be imported: {error}") from error
+    if not isinstance(found, Recipe):
+        raise ConfigError(f"recipe '{name}': {entry.value} is a {type(found).__name__}, not a unisono.Recipe")
+    return found
+
+
+def all_recipes() -> dict[str, Recipe]:
+    """Every recipe that can be imported, by name."""
+    found = {}
+    for name in names():
+        try:
+            found[name] = find(name)
+        except ConfigError:
+            continue
+    return found
+
+
+def folder(name: str) -> Path:
+    """Where a recipe's YAML groups lie; errors as of `find`."""
+    recipe, module = find(name), _entry_points()[name].module
+    file = sys.modules[module].__file__
+    assert file is not None
+    return Path(file).parent / recipe.config
+
+
+def folders() -> dict[str, Path]:
+    """Where the YAML groups of every recipe lie that has a configuration, by name."""
+    found = {name: folder(name) for name in all_recipes()}
+    return {name: path for name, path in found.items() if (path / f"{name}.yaml").is_file()}
+
+
+def name_of(reference: str) -> str | None:
+    """The recipe that a task belongs to; None for a task of nobody's recipe.
+
+    Args:
+        reference: `package.module:Class`.
+    """
+    return next((name for name, recipe in all_recipes().items() if reference in recipe.tasks.values()), None)
+
+
+def suggestion(name: str) -> str:
+    """The end of an error about a name that is no recipe."""
+    known = names()
+    if known:
+        return f"{nearest(name, known)} (or a task of your own: path/to/file.py:Class)"
+    return (
+        "and none is installed: the metadata of this installation is older than its source. Install it again "
+        "(pip install -e .), or train a task of your own: path/to/file.py:Class"
+    )

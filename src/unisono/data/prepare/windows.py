@@ -1,0 +1,90 @@
+"""Long rows cut into windows: documents into stretches of tokens, recordings into seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.prepare.shards import Shards
+
+
+class Store(Protocol):
+    """Rows that can be read in part."""
+
+    shards: Shards
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Units of each row, (rows,)."""
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """That the rows were made of, as JSON."""
+
+    def slice(self, row: int, first: int, last: int) -> Any:
+        """The units `first..last-1` of a row, fewer at its end."""
+
+
+class Windows:
+    """Rows cut into windows, none of which crosses two rows; rows too short for one are left out.
+
+    Args:
+        store: the rows.
+        chosen: which of them, in order.
+        size: units by which neighbouring windows of a row are apart; None for one window of each row.
+        overlap: units that a window shares with the next one, and that it has besides `size`.
+    """
+
+    def __init__(self, store: Store, chosen: NDArray[np.int64], size: int | None, overlap: int = 0) -> None:
+        units = np.maximum(store.lengths[chosen] - overlap, 0)
+        self._store, self._size, self._overlap = store, size or int(units.max(initial=1)), overlap
+        self._chosen, self._units = chosen[units > 0], units[units > 0]
+        self._pieces = -(-self._units // self._size)
+        self._last: NDArray[np.int64] = np.cumsum(self._pieces)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Units of each window, those of the overlap not counted, (windows,)."""
+        lengths = np.full(len(self), self._size, dtype=np.int64)
+        lengths[self._last - 1] = (self._units - 1) % self._size + 1
+        return lengths
+
+    def __len__(self) -> int:
+        return int(self._last[-1]) if len(self._last) else 0
+
+    def __getitem__(self, row: int) -> Any:
+        """Up to `size + overlap` units."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        which = int(np.searchsorted(self._last, row, side="right"))
+        first = (row - (int(self._last[which - 1]) if which else 0)) * self._size
+        return self._store.slice(int(self._chosen[which]), first, first + self._size + self._overlap)
+
+    @cached_property
+    def blocks(self) -> NDArray[np.int64]:
+        """Windows per record batch of the shards, in order, (blocks,); those without one are left out."""
+        batch = np.searchsorted(np.cumsum(self._store.shards.blocks), self._chosen, side="right")
+        windows = np.bincount(batch, weights=self._pieces).astype(np.int64)
+        return windows[windows > 0]
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files that the rows come from; see `unisono.open_source`."""
+        return {"fingerprint": self._store.shards.fingerprint, "files": self._store.files}
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse shards that have changed since they were opened; see `unisono.open_source`."""
+        self._store.shards.check_files(share, shares)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the windows are, in hex."""
+        chosen = hashlib.sha256(self._chosen.astype("<i8").tobytes()).hexdigest()
+        cut = self._size if self._overlap == 1 else [self._size, self._overlap]  # as runs know it since there is one
+        told = [self._store.shards.fingerprint, chosen, cut]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]

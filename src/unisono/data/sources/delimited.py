@@ -1,0 +1,104 @@
+"""CSV and TSV: a line is a row, values between commas or tabs. Read whole, as files of this kind are small.
+
+A column is of integers or of floats if all its values are, and of text otherwise; `expect` says it where this would be
+wrong (`{"id": "text"}` keeps the zeros of "007"). An empty value is null, and an empty text where text is expected.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from unisono.data.sources import tables
+from unisono.data.sources.column_schema import Type, Wanted
+from unisono.data.sources.storage import File, reading
+from unisono.runtime.errors import DataError, find_duplicates, format_examples
+
+_ROWS = 4096  # of a block
+_INFERRED = (pa.int64(), pa.float64())
+
+
+class Reader:
+    """A file of delimited values."""
+
+    def __init__(self, file: File, wanted: Wanted) -> None:
+        self._file, self._wanted = file, wanted
+        with reading(file), file.stream() as stream:
+            content = stream.read()
+        if file.compressed:
+            content = gzip.decompress(content)
+        types = dict(wanted.types)
+        columns = _columns(file, content)
+        self.schema = pa.schema([])
+        if columns:
+            table = pa.table({name: _typed(file, name, values, types.get(name)) for name, values in columns.items()})
+            wanted.check(file.path, table.schema)
+            self._table = table.select(wanted.columns) if wanted.columns is not None else table
+            self.schema = table.schema
+        rows = len(next(iter(columns.values()), []))
+        self.rows: NDArray[np.int64] = np.diff([*range(0, rows, _ROWS), rows]) if rows else np.zeros(0, dtype=np.int64)
+        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self.weight = len(content)
+
+    def block(self, number: int) -> tables.TableBlock:
+        """Some thousand rows that stand together."""
+        first = number * _ROWS
+        part = self._table.slice(first, _ROWS)
+        return tables.TableBlock(part, self._file.path, first, self._wanted, part.nbytes)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (record for number in range(len(self.rows)) for record in self.block(number))
+
+    def lengths(self, column: str) -> NDArray[np.int64]:
+        """What a column of integers says, (rows,)."""
+        found: NDArray[np.int64] = tables.lengths(self._table.column(column))
+        return found
+
+
+def _columns(file: File, content: bytes) -> dict[str, list[str]]:
+    """Values of each column as text; none where there is no row."""
+    delimiter = "," if file.format == "csv" else "\t"
+    try:
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
+        lines = [(reader.line_num, line) for line in reader if any(line)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
+    if len(lines) < 2:
+        return {}
+    header = lines[0][1]
+    if doubles := find_duplicates(header):
+        raise DataError(f"{file.path} has columns of the same name: {format_examples(doubles)}; rename them")
+    for number, line in lines[1:]:
+        if len(line) != len(header):
+            raise DataError(
+                f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value may "
+                "hold a separator that is not quoted"
+            )
+    values = zip(*(line for _, line in lines[1:]), strict=True)
+    return {name: list(column) for name, column in zip(header, values, strict=True)}
+
+
+def _typed(file: File, name: str, values: list[str], kind: Type | None) -> Any:
+    """A column of the type that is expected, or of the narrowest that holds all its values."""
+    if kind is not None and kind.word == "text":
+        return pa.array([value or None for value in values] if kind.nulls else values, pa.string())
+    filled = pa.array([value.strip() or None for value in values], pa.string())
+    if kind is not None:
+        try:
+            return filled.cast(pa.type_for_alias(kind.dtype))
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise DataError(f"{file.path}: column '{name}' is not {kind}: {error}") from error
+    for narrow in _INFERRED if filled.null_count < len(filled) else ():
+        try:
+            return filled.cast(narrow)
+        except pa.ArrowInvalid:
+            continue
+    return pa.array([value or None for value in values], pa.string())

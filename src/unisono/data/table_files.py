@@ -1,0 +1,137 @@
+"""Tables of a few columns in files: strict text tables in, and tables of predictions out."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.runtime.errors import ConfigError, DataError, find_duplicates, format_examples, format_share
+from unisono.runtime.files import whole
+
+WRITTEN = (".csv", ".tsv", ".jsonl", ".parquet")
+
+
+def read_table(
+    path: Path,
+    *,
+    key: str = "data.path",
+    delimiter: str | None = None,
+    comment: str | None = None,
+    headers: Collection[str] = (),
+    strip: bool = False,
+    strip_key: str = "",
+) -> dict[str, list[str]]:
+    """A text table as columns of strings by name, in the order of the file; blank lines are left out.
+
+    Values that a short line lacks at its end are empty; a line that is too long is an error.
+
+    Args:
+        path: of a file whose first line names the columns.
+        key: the setting that names the file, for errors.
+        delimiter: between values; None: a comma for files that end in .csv, a tab for others.
+        comment: lines that begin with it are left out.
+        headers: first names of a header that may begin with `comment`, in lower case.
+        strip: take white space around names and values away; else it is refused around names.
+        strip_key: the setting that would do so, for errors, e.g. `data.white_space=strip`.
+
+    Raises:
+        DataError: for a file that is no such table, naming file and line.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} ({key}) does not exist; give a table of text")
+    if delimiter is None:
+        delimiter = "," if path.name.lower().endswith(".csv") else "\t"
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)  # or an open quote would swallow lines
+            lines = [(reader.line_num, line) for line in reader if any(line)]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} ({key}) is not UTF-8 ({error}); save it as UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path} ({key}) cannot be read as a table: {error}; is a quote left open?") from error
+    if comment is not None:
+        head = next((line for line in lines if line[1][0].strip().lower() in headers), None)
+        lines = [line for line in lines if line is head or not line[1][0].startswith(comment)]
+    if not lines:
+        raise DataError(f"{path} ({key}) is empty; its first line should name the columns")
+    header = [name.strip() for name in lines[0][1]] if strip else lines[0][1]
+    _check_header(path, key, header, strip_key)
+    columns: dict[str, list[str]] = {name: [] for name in header}
+    for number, line in lines[1:]:
+        if any(line[len(header) :]):
+            raise DataError(
+                f"{path} ({key}), line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
+                "may hold a separator, or a column lack its name"
+            )
+        padded = [*line[: len(header)], *[""] * (len(header) - len(line))]
+        for name, value in zip(header, padded, strict=True):
+            columns[name].append(value.strip() if strip else value)
+    return columns
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
+    """Write columns of equal length as .csv, .tsv, .jsonl or .parquet, by the ending of the path, whole or not at all.
+
+    Args:
+        path: of the file.
+        columns: lists or arrays by name. Numbers are written with six digits in text. In .jsonl and .parquet a value may be a
+            list; in text it is written as JSON.
+
+    Raises:
+        ConfigError: for another ending.
+    """
+    check_written(path)
+    values = {name: _plain(column) for name, column in columns.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = zip(*values.values(), strict=True)
+    with whole(path) as temporary:
+        if path.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.table(values), temporary)
+        elif path.suffix == ".jsonl":
+            lines = (json.dumps(dict(zip(values, row, strict=True)), ensure_ascii=False) for row in rows)
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        else:
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t", lineterminator="\n")
+                writer.writerow(values)
+                writer.writerows([_text(value) for value in row] for row in rows)
+    return path
+
+
+def check_written(path: Path) -> None:
+    """Refuse a path whose ending is none of those that `write_table` writes."""
+    if path.suffix not in WRITTEN:
+        raise ConfigError(f"{path}: tables are written as {', '.join(WRITTEN)}; choose one of these endings")
+
+
+def _check_header(path: Path, key: str, header: list[str], strip_key: str) -> None:
+    if padded := [name for name in header if name != name.strip()]:
+        raise DataError(
+            f"{path} ({key}): white space around the names of {format_share(padded, len(header), 'columns')}; take it "
+            "away" + (f", or set {strip_key}" if strip_key else "")
+        )
+    if doubles := find_duplicates(header):
+        raise DataError(f"{path} ({key}) has columns of the same name: {format_examples(doubles)}; rename them")
+    if not all(header):
+        raise DataError(f"{path} ({key}): column {header.index('') + 1} of {len(header)} has no name; give it one")
+
+
+def _plain(column: Any) -> list[Any]:
+    """A column as Python has it; of an array with several axes, lists."""
+    if hasattr(column, "detach"):
+        column = column.detach().cpu().numpy()
+    return list(np.asarray(column).tolist()) if hasattr(column, "dtype") else list(column)
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, list):
+        return json.dumps(value)
+    return f"{value:.6g}" if isinstance(value, float) else value

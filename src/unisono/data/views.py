@@ -1,0 +1,117 @@
+"""Sources made of another source: some of its rows, or its rows as something else. What it knows of itself is passed on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.task import Source
+
+
+class _View:
+    """What all views pass on.
+
+    Attributes:
+        source: that is looked at.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source: Any = source
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """The files of the source; None where it does not say."""
+        found: dict[str, Any] | None = getattr(self.source, "manifest", None)
+        return found
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened; see `unisono.open_source`."""
+        if hasattr(self.source, "check_files"):
+            self.source.check_files(share, shares)
+
+    def keep_blocks(self, count: int) -> None:
+        """Keep so many blocks of the source; see `unisono.open_source`."""
+        if hasattr(self.source, "keep_blocks"):
+            self.source.keep_blocks(count)
+
+    def _fingerprint(self, address: Any) -> str | None:
+        whole = getattr(self.source, "fingerprint", None)
+        return None if whole is None else hashlib.sha256(json.dumps([whole, address]).encode()).hexdigest()[:32]
+
+
+class Subset(_View):
+    """Some rows of a source, in a given order: what splits, filters and folds come to.
+
+    Args:
+        source: of all rows.
+        rows: numbers of those that are in it, (n,); ascending ones where blocks are read in order.
+    """
+
+    def __init__(self, source: Source, rows: NDArray[np.int64]) -> None:
+        super().__init__(source)
+        self.rows = np.asarray(rows, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return self.source[int(self.rows[row])]
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """What the rows are, in hex; None where the source does not say what its own are."""
+        return self._fingerprint(self.rows.tolist())
+
+    @property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Units of each row, (n,); None where they are not known."""
+        lengths: NDArray[np.int64] | None = getattr(self.source, "lengths", None)
+        return None if lengths is None else lengths[self.rows]
+
+    @cached_property
+    def blocks(self) -> NDArray[np.int64] | None:
+        """Rows per block of the source, in order, (blocks,), without those that have none; None where it has no blocks."""
+        blocks = getattr(self.source, "blocks", None)
+        if blocks is None:
+            return None
+        counts = np.bincount(np.searchsorted(np.cumsum(blocks), self.rows, side="right"))
+        return counts[counts > 0]
+
+
+class Mapped(_View):
+    """The rows of a source, each as something else.
+
+    Args:
+        source: of the rows.
+        change: makes of a row what this one has; it can be pickled where samples are made by worker processes.
+        address: all that decides what it makes, as JSON.
+    """
+
+    def __init__(self, source: Source, change: Callable[[Any], Any], address: Any) -> None:
+        super().__init__(source)
+        self._change, self._address = change, address
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._change(self.source[row])
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """What the rows are, in hex; None where the source does not say what its own are."""
+        return self._fingerprint(self._address)
+
+    @property
+    def blocks(self) -> NDArray[np.int64] | None:
+        """Rows per block of the source, (blocks,); None where it has no blocks."""
+        found: NDArray[np.int64] | None = getattr(self.source, "blocks", None)
+        return found

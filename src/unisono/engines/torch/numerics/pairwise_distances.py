@@ -1,0 +1,38 @@
+"""Euclidean distances of all pairs of rows, for losses across samples, in memory of the pairs both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LEAST = 1e-4  # below it there is no gradient, whose direction would be noise
+
+
+def pairwise_distances(rows: Tensor, others: Tensor) -> Tensor:  # (m, features), (n, features) -> (m, n)
+    """‖a − b‖ for all pairs, at least 1e-4, in fp32 or wider, since bf16 is too coarse for differences.
+
+    torch's own `cdist` has the forward pass; its backward pass takes m·n·features on accelerators, or, with the product
+    of matrices, loses the digits of small distances. The gradient is a product of matrices without that loss.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    found: Tensor = _Euclidean.apply(rows.to(wide), others.to(wide))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Euclidean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        found = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+        ctx.save_for_backward(a, b, found)
+        return found.clamp(min=_LEAST)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, found = ctx.saved_tensors
+        # ∂‖a − b‖/∂a = (a − b)/‖a − b‖; with the middle of all at zero the two parts are of the size of distances.
+        middle = b.mean(0)
+        a, b = a - middle, b - middle
+        pull = torch.where(found > _LEAST, gradients[0] / found, 0.0)
+        return pull.sum(1)[:, None] * a - pull @ b, pull.sum(0)[:, None] * b - pull.T @ a

@@ -1,0 +1,202 @@
+"""The verb `predict`, which every task has: rows in, a table out, with what is known of the rows beside it.
+
+A task says what the columns are by `predictions` (the protocol `Predictive`). Where it does not, they are the tensors
+that `outputs` returns, row by row, and the numbers of the batch, targets among them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from unisono import protocols
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.exchange.export import newest
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.order.mixture import Joined
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
+from unisono.data.table_files import check_written, write_table
+from unisono.launch.run import Run
+from unisono.optim import schedules
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError, DataError
+from unisono.task import Batch, Context, Loss, Source, Task, set_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rows = Literal["held_out", "training", "all"]
+_WIDE = 64  # numbers per row of an output that becomes a column without being asked for
+
+
+def predict(
+    run: Run,
+    rows: Rows = "held_out",
+    out: Path | None = None,
+    ema: bool = False,
+    step: int | None = None,
+    micro_batch: int = 32,
+    device: str = "auto",
+) -> Iterator[str]:
+    """Predict rows by a run's newest checkpoint: a table with a line per row, and what is known of it beside.
+
+    Args:
+        run: its folder; settings of `data` may be replaced, e.g. data.path=FILE.
+        rows: which rows of the data; held_out, training or all.
+        out: table to write, .csv, .tsv, .jsonl or .parquet; by default RUN/predictions.csv.
+        ema: use the moving average of the weights.
+        step: use the checkpoint after this step, in place of the newest.
+        micro_batch: rows that are computed at the same time.
+        device: cpu, cuda, …; auto takes an accelerator where there is one.
+    """
+    out = out or run.folder / "predictions.csv"
+    check_written(out)
+    parts = sources_of(run.task, rows)
+    columns, values = table(run, parts, ema=ema, step=step, micro_batch=micro_batch, device=device)
+    yield str(write_table(out, columns))
+    for name, value in values.items():
+        yield f"{name}: {value:.6f}"
+
+
+def sources_of(task: Task, rows: Rows) -> dict[str, Source]:
+    """The rows that are asked for, by where they come from: `held_out`, or the names of the sources to train on.
+
+    Raises:
+        DataError: where there is none.
+    """
+    set_up(task)
+    found: dict[str, Source] = {}
+    if rows in ("training", "all"):
+        data = task.data()
+        found |= dict(data) if isinstance(data, Mapping) else {"training": data}
+    if rows in ("held_out", "all") and (source := task.held_out()) is not None:
+        found["held_out"] = source
+    found = {name: source for name, source in found.items() if len(source)}
+    if not found:
+        raise DataError(f"rows={rows}: {type(task).__name__} has no such rows; choose rows=training or rows=all")
+    return found
+
+
+def table(
+    run: Run, parts: Mapping[str, Source], *, ema: bool, step: int | None, micro_batch: int, device: str
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """The predictions of rows as columns, and the loss and metrics of these rows; arguments as of `predict`."""
+    import torch
+
+    from unisono.engines.torch.devices import accelerators
+    from unisono.engines.torch.transfer import Transfer
+
+    kind = accelerators()[0] if device == "auto" else device
+    run.task.kernels(kind, "fp32")
+    model = run.load_model(ema=ema, step=step).to(kind)
+    checkpoint = commit.open_(newest(run.folder, step))
+    scalars = schedules.Scalars(run.config, int(checkpoint.state["total"]))(checkpoint.step)
+    context = Context(checkpoint.step, training=False, scalars=scalars)
+    joined, transfer, scores = Joined(parts), Transfer(torch.device(kind), "fp32"), _Scores(run.task)
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for micro in _batches(run, joined, micro_batch):
+        batch = transfer.now(micro.arrays)
+        carry = protocols.initial_carry(run.task, batch)
+        with torch.no_grad():
+            own = context if carry is None else Context(context.step, False, scalars=scalars, carry=carry)
+            outputs = run.task.outputs(model, batch, own)
+            scores.add(micro, outputs, batch, own)
+        names = [joined.name(int(row)) for row in micro.rows]
+        made: dict[str, Any] = {"row": [row for _, row in names], **_columns(run.task, outputs, micro.arrays)}
+        if len(parts) > 1:
+            made = {"source": [name for name, _ in names], **made}
+        for name, values in made.items():
+            columns[name] += _listed(values)
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"{type(run.task).__name__}.predictions gave columns of different lengths: {lengths}")
+    return dict(columns), scores.summary()
+
+
+def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
+    """All rows, in order, made as those of an evaluation are."""
+    size = min(micro_batch, len(source))
+    plan = StreamPlan(Order(len(source), seed=0, shuffle=False), size, len(source))
+    loader = Loader.of(run.task, source, plan, Split.of(size, 1, size), Place(), run.config, purpose="eval")
+    try:
+        for batches in loader.steps():
+            yield from batches
+    finally:
+        loader.close()
+
+
+def _columns(task: Task, outputs: Any, arrays: Batch) -> dict[str, Any]:
+    """What the task says of the rows of a micro-batch; else its outputs, and the numbers in the batch."""
+    if isinstance(task, protocols.Predictive):
+        return dict(task.predictions(outputs, arrays))
+    from unisono.engines.torch.transfer import leaves
+
+    rows = len(next(iter(arrays.values())))
+    made = {name or "output": value for name, value in leaves(outputs)}
+    shown = {name: value for name, value in made.items() if _is_by_row(value, rows, _WIDE)}
+    if not shown:
+        raise ConfigError(
+            f"{type(task).__name__}.outputs has nothing that fits a table (at most {_WIDE} numbers for each row): define "
+            "predictions(outputs, batch), which returns the columns"
+        )
+    known = {name: value for name, value in arrays.items() if _is_by_row(value, rows, 1)}
+    return {**shown, **{f"true_{name}" if name in shown else name: value for name, value in known.items()}}
+
+
+def _is_by_row(value: Any, rows: int, widest: int) -> bool:
+    shape = tuple(getattr(value, "shape", ()))
+    return bool(shape) and shape[0] == rows and int(np.prod(shape[1:], dtype=np.int64)) <= widest
+
+
+def _listed(values: Any) -> list[Any]:
+    """A column as a list: numbers, texts, or lists of numbers."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    values = np.asarray(values) if hasattr(values, "dtype") else values
+    if hasattr(values, "ndim") and values.ndim > 1 and values.shape[1:] == (1,):
+        values = values[:, 0]
+    return list(values.tolist()) if hasattr(values, "tolist") else list(values)
+
+
+class _Scores:
+    """Loss and metrics of all rows, as of an evaluation; none where a loss looks across rows."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._crosses = task, protocols.cross_sample(task) is not None
+        self._terms: dict[str, list[float]] = {}
+        self._metrics: dict[str, list[float]] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, micro: MicroBatch, outputs: Any, batch: Batch, context: Context) -> None:
+        """Add what the task makes of a micro-batch."""
+        if self._crosses:
+            return
+        loss: Loss = self._task.loss(outputs, batch, context)
+        self._weights |= dict(loss.weights)
+        for name, total in loss.sums.items():
+            _add(self._terms, name, total, micro.counts[name])
+        for name, (above, below) in loss.metrics.items():
+            _add(self._metrics, name, above, below)
+
+    def summary(self) -> dict[str, float]:
+        """Values by name, as `Task.summary` reports them."""
+        if not self._terms:
+            return {}
+        terms = {name: total / count if count else 0.0 for name, (total, count) in self._terms.items()}
+        values = {"loss": sum(self._weights.get(name, 1.0) * value for name, value in terms.items())}
+        if len(terms) > 1:
+            values |= {f"loss/{name}": value for name, value in terms.items()}
+        values |= {name: total / count if count else 0.0 for name, (total, count) in self._metrics.items()}
+        return self._task.summary(values)
+
+
+def _add(sums: dict[str, list[float]], name: str, total: Tensor | float, count: Tensor | float) -> None:
+    pair = sums.setdefault(name, [0.0, 0.0])
+    pair[0] += float(total)
+    pair[1] += float(count)

@@ -1,0 +1,1 @@
+"""A study as data: its table, and what is known of its samples and taxa, aligned to each other."""

@@ -1,0 +1,168 @@
+"""What is known of the samples: a table as QIIME 2 and Qiita write it, and a column of it that is to be predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import ConfigError, DataError, find_duplicates, format_examples, format_share, nearest, read_table
+
+_HEADERS = ("#sampleid", "#sample id", "#sample-id", "#otuid", "#otu id", "#otu-id", "#feature id")  # else a comment
+Kind = Literal["regression", "classification"]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A table of strings.
+
+    Attributes:
+        path: where it was read.
+        ids: of the rows.
+        columns: values per column, the ids' among them.
+    """
+
+    path: Path
+    ids: list[str]
+    columns: dict[str, list[str]]
+
+    def column(self, name: str, key: str) -> list[str]:
+        """The values of a column that a setting names.
+
+        Raises:
+            ConfigError: where there is none of this name.
+        """
+        if name not in self.columns:
+            raise ConfigError(f"{key}={name}: {self.path} has no such column, {nearest(name, self.columns)}")
+        return self.columns[name]
+
+    def aligned(self, samples: Sequence[str]) -> dict[str, list[str]]:
+        """The columns with a value for each of these samples, all of which must be there."""
+        row = {name: number for number, name in enumerate(self.ids)}
+        return {name: [values[row[sample]] for sample in samples] for name, values in self.columns.items()}
+
+
+def read(path: Path, key: str, id_column: str | None = None, strip: bool = False, used: Sequence[str] = ()) -> Metadata:
+    """A table of tab-separated values, or of comma-separated ones where its name ends in `.csv`.
+
+    Lines that begin with `#` are comments, unless they are the header (`#SampleID`).
+
+    Args:
+        path: of it.
+        key: the setting that names it, for errors.
+        id_column: column of the ids; None for the first.
+        strip: white space around names and values is taken away; else it is refused in names, ids and `used`.
+        used: columns whose values matter.
+
+    Raises:
+        ConfigError: for a column that does not exist.
+        DataError: for a file that is no such table, and for ids that occur twice.
+    """
+    columns = read_table(path, key=key, comment="#", headers=_HEADERS, strip=strip, strip_key="data.white_space=strip")
+    found = Metadata(path, [], columns)
+    ids_of = next(iter(columns)) if id_column is None else id_column
+    ids = found.column(ids_of, "data.id_column")
+    for name in dict.fromkeys([ids_of, *(name for name in used if name in columns)]):
+        if padded := [value for value in columns[name] if value != value.strip()]:
+            raise DataError(
+                f"{path} ({key}), column '{name}': white space around {format_share(padded, len(ids), 'values')}, which "
+                "makes others of them; take it away, or set data.white_space=strip"
+            )
+    if doubles := find_duplicates(ids):
+        raise DataError(
+            f"{path} ({key}), column '{ids_of}', has ids more than once: {format_share(doubles, len(ids), 'rows')}; keep "
+            "one row of each, or choose another data.id_column"
+        )
+    return Metadata(path, ids, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What is to be predicted of each sample.
+
+    Attributes:
+        name: of the column.
+        kind: `regression` or `classification`.
+        classes: in the order of their numbers; None in regression.
+        values: (samples,), float64, or int64 numbers of classes.
+    """
+
+    name: str
+    kind: Kind
+    classes: list[str] | None
+    values: NDArray[np.float64] | NDArray[np.int64]
+
+
+def target_of(
+    name: str,
+    values: Sequence[str],
+    samples: Sequence[str],
+    kind: Literal["auto"] | Kind = "auto",
+    classes: Sequence[str] | None = None,
+) -> Target:
+    """A column as what is to be predicted; none of its values may be missing.
+
+    Raises:
+        DataError: for values that are not numbers in a regression, not finite, all the same, or of no known class.
+    """
+    named = [f"{value} of {sample}" for value, sample in zip(values, samples, strict=True)]
+    numbers = [_number(value) for value in values]
+    if kind == "auto" and classes is not None:
+        kind = "classification"
+    elif kind == "auto":  # one typing error must not make classes of numbers, so a mixture is neither
+        words = [text for text, number in zip(named, numbers, strict=True) if number is None]
+        if 0 < len(words) < len(values):
+            raise DataError(
+                f"data.target={name}: {format_share(words, len(values), 'values')} are not numeric although the others "
+                "are: choose regression or classification by data.target_kind; values that mean none belong in "
+                "data.missing"
+            )
+        kind = "classification" if words else "regression"
+    known = None
+    if kind == "regression":
+        wrong = [t for t, number in zip(named, numbers, strict=True) if number is None or not math.isfinite(number)]
+        if wrong:
+            raise DataError(
+                f"data.target={name}: {format_share(wrong, len(values), 'values')} are not finite numbers. For classes "
+                "set data.target_kind=classification; values that mean none belong in data.missing, and "
+                "data.leave_out=[no_target] leaves their samples out"
+            )
+        found: NDArray[np.float64] | NDArray[np.int64] = np.array(numbers, dtype=np.float64)
+    else:
+        known = sorted(set(values)) if classes is None else list(classes)
+        number_of = {name: number for number, name in enumerate(known)}
+        if strange := [text for text, value in zip(named, values, strict=True) if value not in number_of]:
+            raise DataError(
+                f"data.target={name}: {format_share(strange, len(values), 'values')} are none of data.classes "
+                f"({format_examples(known)}); add them, or leave data.classes out"
+            )
+        if classes is None and len(known) == len(values) > 1:
+            raise DataError(
+                f"data.target={name}: the classes of all {len(values)} samples are different "
+                f"({format_examples(values)}); choose a column of classes"
+            )
+        found = np.array([number_of[value] for value in values], dtype=np.int64)
+    if len(np.unique(found)) < 2 and (classes is None or len(classes) < 2):
+        raise DataError(
+            f"data.target={name} is '{values[0]}' in all {len(values)} samples: there is nothing to predict; choose "
+            "another column"
+        )
+    return Target(name, kind, known, found)
+
+
+def missing(values: Sequence[str], markers: Sequence[str]) -> NDArray[np.bool_]:
+    """Which values mean none, (values,)."""
+    known = {marker.strip().lower() for marker in markers}
+    return np.array([value.strip().lower() in known for value in values], dtype=bool)
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None

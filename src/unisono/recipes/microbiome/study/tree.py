@@ -1,0 +1,113 @@
+"""The tree that the taxa stand in, read by scikit-bio and held against what UniFrac and Faith's PD ask of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from unisono import DataError, file_hash, find_duplicates, format_share, import_extra
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A rooted tree with branch lengths; it is read when it is first asked for.
+
+    Attributes:
+        path: of a Newick file.
+    """
+
+    path: Path
+
+    @cached_property
+    def digest(self) -> str:
+        """What the file holds, in hex.
+
+        Raises:
+            DataError: where it does not exist.
+        """
+        if not self.path.is_file():
+            raise DataError(f"{self.path} (data.tree) does not exist; give a tree in Newick format")
+        return file_hash(self.path)
+
+    @cached_property
+    def root(self) -> Any:
+        """The tree, a `skbio.TreeNode`.
+
+        Raises:
+            ConfigError: where scikit-bio is not installed.
+            DataError: for what is no Newick, and for a tree without root, branch lengths or unique tips.
+        """
+        _ = self.digest
+        nodes = import_extra("skbio", "microbiome", "data.tree").TreeNode
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a file that does not look like Newick; an error follows
+                root = nodes.read(str(self.path), format="newick", convert_underscores=False)
+        except Exception as error:  # whatever its parser raises
+            raise DataError(f"{self.path} (data.tree) is not a tree in Newick format: {error}") from error
+        self._refuse(root)
+        return root
+
+    def missing(self, taxa: Sequence[str]) -> list[str]:
+        """The taxa that are not among the tips."""
+        return [taxon for taxon in taxa if taxon not in self._tips]
+
+    def of(self, taxa: Sequence[str]) -> Any:
+        """The part of the tree that has these taxa, its root where it was.
+
+        Raises:
+            DataError: where some are not in it.
+        """
+        if absent := self.missing(taxa):
+            raise DataError(format_missing(self.path, absent, len(taxa)))
+        return self.root.shear(taxa, prune=False) if len(self._tips) > len(taxa) else self.root
+
+    @cached_property
+    def _tips(self) -> set[str]:
+        return {tip.name for tip in self.root.tips(include_self=True)}
+
+    def _refuse(self, root: Any) -> None:
+        nodes = list(root.traverse(include_self=False))
+        tips = [node for node in nodes if not node.children]
+        if doubles := find_duplicates(str(tip.name) for tip in tips):
+            raise DataError(f"{self.path} (data.tree): {format_share(doubles, len(tips), 'tips')} occur more than once")
+        without = [_described(node) for node in nodes if node.length is None]
+        if without:
+            whole = (
+                "no branch lengths"
+                if len(without) == len(nodes)
+                else "branches without a length: " + format_share(without, len(nodes), "branches")
+            )
+            raise DataError(
+                f"{self.path} (data.tree) has {whole}; UniFrac and Faith's PD are sums of lengths. Build the tree with "
+                "lengths, or read the distances by data.distances"
+            )
+        if negative := [f"{_described(node)}:{node.length:g}" for node in nodes if node.length < 0]:
+            raise DataError(
+                f"{self.path} (data.tree): {format_share(negative, len(nodes), 'branches')} have a length below 0; "
+                "set them to 0"
+            )
+        if not sum(node.length for node in nodes) > 0:
+            raise DataError(f"{self.path} (data.tree): all branches are of length 0, and so would all distances be")
+        if len(root.children) > 2:
+            raise DataError(
+                f"{self.path} (data.tree) has no root: {len(root.children)} branches meet at the top. Root it, e.g. by "
+                "`qiime phylogeny midpoint-root`"
+            )
+
+
+def format_missing(path: Path, absent: Sequence[str], taxa: int) -> str:
+    """Taxa that are not in the tree, as a sentence."""
+    return (
+        f"{format_share(absent, taxa, 'taxa')} of the table are not among the tips of {path} (data.tree): give the tree of "
+        "this table, or leave them out by data.leave_out=[not_in_tree]"
+    )
+
+
+def _described(node: Any) -> str:
+    tips = [tip.name for tip in node.tips()]
+    return str(node.name or (f"above {tips[0]}" if tips else "?"))
