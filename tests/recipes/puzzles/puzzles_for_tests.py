@@ -9,7 +9,7 @@ import numpy as np
 
 from unisono.recipes.puzzles.data.formats import Puzzles, sudoku_format
 from unisono.recipes.puzzles.data.generate import sudokus
-from unisono.recipes.puzzles.data.tables import decode
+from unisono.recipes.puzzles.data.tables import written
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
@@ -22,7 +22,7 @@ def write_csv(path: Path, puzzles: Puzzles, header: str = "source,q,a,rating") -
     """The puzzles as CSV; returns the lines."""
     lines = [header]
     for row in range(len(puzzles)):
-        question, answer = (decode(tokens[row], puzzles.format) for tokens in (puzzles.questions, puzzles.answers))
+        question, answer = (written(tokens[row], puzzles.format) for tokens in (puzzles.questions, puzzles.answers))
         lines.append(f"made,{question},{answer},{puzzles.ratings[row]:g}")
     path.write_text("\n".join(lines) + "\n")
     return lines
@@ -54,3 +54,21 @@ def write_mazes(path: Path) -> None:
 
 
 SUDOKU4 = sudoku_format(4)
+
+
+def write_published(folder: Path, puzzles: Puzzles, variants: int = 1, ignored: int = 0) -> None:
+    """The puzzles in the layout of the original repositories, each in rotations that stand for its augmentations."""
+    folder.mkdir(parents=True)
+    count = len(puzzles) * variants
+    for name, tokens in (("inputs", puzzles.questions), ("labels", puzzles.answers)):
+        rolled = [np.roll(tokens[row], turn) for row in range(len(puzzles)) for turn in range(variants)]
+        np.save(folder / f"all__{name}.npy", np.stack(rolled))
+    np.save(folder / "all__puzzle_identifiers.npy", np.zeros(count, dtype=np.int32))
+    np.save(folder / "all__puzzle_indices.npy", np.arange(count + 1, dtype=np.int32))
+    np.save(folder / "all__group_indices.npy", np.arange(0, count + 1, variants, dtype=np.int32))
+    meta = {
+        "pad_id": 0, "ignore_label_id": ignored, "blank_identifier_id": 0, "num_puzzle_identifiers": 1,
+        "vocab_size": puzzles.format.vocabulary, "seq_len": puzzles.format.length, "total_groups": len(puzzles),
+        "mean_puzzle_examples": 1.0, "total_puzzles": count, "sets": ["all"],
+    }  # fmt: skip
+    (folder / "dataset.json").write_text(json.dumps(meta))

@@ -9,12 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.recipes.puzzles.puzzles_for_tests import SHARED, small_sudokus, write_arc, write_csv, write_mazes
+from tests.recipes.puzzles.puzzles_for_tests import (
+    SHARED,
+    small_sudokus,
+    write_arc,
+    write_csv,
+    write_mazes,
+    write_published,
+)
+from unisono import prepare
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data import arc, arrays, augment, tables
 from unisono.recipes.puzzles.data.formats import ARC_FORMAT, Puzzles
 from unisono.recipes.puzzles.data.library import open_library
-from unisono.runtime.errors import DataError
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import generator
 
 
@@ -25,7 +33,12 @@ def solved_maze(grid: np.ndarray) -> bool:
     while queue:
         row, column = queue.popleft()
         for place in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
-            if 0 <= place[0] < len(grid) and 0 <= place[1] < len(grid[0]) and grid[place] in (4, 5) and place not in seen:
+            if (
+                0 <= place[0] < len(grid)
+                and 0 <= place[1] < len(grid[0])
+                and grid[place] in (4, 5)
+                and place not in seen
+            ):
                 seen.add(place)
                 queue.append(place)
     return tuple(goal) in seen
@@ -33,7 +46,7 @@ def solved_maze(grid: np.ndarray) -> bool:
 
 def test_mazes_are_read_and_stay_solved_under_all_symmetries(tmp_path: Path) -> None:
     write_mazes(tmp_path / "train.csv")
-    checked = tables.check_mazes(tables.read_table(tmp_path / "train.csv"))
+    checked = tables.check_mazes(tables.read_puzzles(tmp_path / "train.csv"))
     assert len(checked.puzzles) == 2 and not checked.improper
     puzzle, format_ = checked.puzzles[0], checked.puzzles.format
     seen = set()
@@ -50,7 +63,7 @@ def test_an_improper_maze_is_named_by_its_line(tmp_path: Path) -> None:
     lines = [first.replace("S", " ", 1), second, first.replace("G#", " #", 1), first.replace("#####", "####o", 1)]
     lines += [",".join(["made", first.split(",")[1], second.split(",")[2], "4"]), first.replace(",4", ",long")]
     (tmp_path / "bad.csv").write_text("\n".join(["source,question,answer,rating", *lines]))
-    improper = tables.check_mazes(tables.read_table(tmp_path / "bad.csv")).improper
+    improper = tables.check_mazes(tables.read_puzzles(tmp_path / "bad.csv")).improper
     assert sorted(improper) == [2, 4, 5, 6, 7]
     assert improper[2] == "has 0 cells with the start (S), not 1" and "another maze" in improper[6]
     assert improper[7] == "its rating 'long' is not a number"
@@ -118,38 +131,67 @@ def test_an_arc_augmentation_is_one_of_its_task_and_can_be_taken_back(tmp_path: 
     assert library.example(one, None).question.tolist() == one.question.tolist()
 
 
-def test_the_published_layout_is_read_as_it_is_written_and_one_variant_is_drawn(tmp_path: Path) -> None:
+def test_the_published_layout_is_read_as_it_is_and_one_variant_is_drawn(tmp_path: Path) -> None:
     made = small_sudokus(6)
-    writer = arrays.SplitWriter(tmp_path / "train", made.format, examples=18, embeddings=1)
-    for row in range(6):
-        for turn in range(3):
-            writer.add_variant(0, [(np.roll(made.questions[row], turn), np.roll(made.answers[row], turn))])
-        writer.end_task()
-    writer.close()
+    write_published(tmp_path / "train", made, variants=3)
     stored = arrays.read_split(tmp_path / "train")
     assert len(stored) == 6 and stored.format == made.format and isinstance(stored.questions, np.memmap)
     assert [stored[row].variant(2)[0].tolist() for row in range(6)] == np.roll(made.questions, 2, axis=1).tolist()
     library = open_library(settings.Arrays(kind="arrays", path=tmp_path))
     shown = {library.example(stored[0], generator(n)).question.tobytes() for n in range(40)}
     assert len(shown) == 3 and library.held_out is None
-    meta = json.loads((tmp_path / "train" / "dataset.json").read_text())
-    assert (meta["total_groups"], meta["total_puzzles"], meta["mean_puzzle_examples"]) == (6, 18, 1.0)
-    (tmp_path / "train" / "dataset.json").write_text(json.dumps({**meta, "seq_len": 15}))
+    file = tmp_path / "train" / "dataset.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "seq_len": 15}))
     with pytest.raises(DataError, match="inputs have 16 tokens, and seq_len is 15"):
         arrays.read_split(tmp_path / "train")
 
 
 def test_an_ignored_token_of_the_published_layout_is_not_counted(tmp_path: Path) -> None:
     made = small_sudokus(2)
-    writer = arrays.SplitWriter(tmp_path, made.format, examples=2, embeddings=1)
-    for row in range(2):
-        writer.add_variant(0, [(made.questions[row], made.answers[row])])
-        writer.end_task()
-    writer.close()
-    meta = json.loads((tmp_path / "dataset.json").read_text())
-    (tmp_path / "dataset.json").write_text(json.dumps({**meta, "ignore_label_id": 3}))
-    answer = arrays.read_split(tmp_path)[0].variant(0)[1]
+    write_published(tmp_path / "train", made, ignored=3)
+    answer = arrays.read_split(tmp_path / "train")[0].variant(0)[1]
     assert (answer == np.where(made.answers[0] == 3, 0, made.answers[0])).all()
+
+
+@pytest.mark.parametrize("kind", ["sudoku", "arc", "arrays"])
+def test_prepared_puzzles_are_those_that_are_augmented_on_the_fly(tmp_path: Path, kind: str) -> None:
+    made = small_sudokus(5)
+    if kind == "sudoku":
+        write_csv(tmp_path / "all.csv", made)
+        asked: settings.Part = settings.Sudoku(kind="sudoku", path=tmp_path / "all.csv", held_out=0.4, augmentations=3)
+    elif kind == "arc":
+        write_arc(tmp_path / "arc")
+        asked = settings.Arc(kind="arc", path=tmp_path / "arc", augmentations=3, translate=False)
+    else:
+        write_published(tmp_path / "published" / "train", made, variants=4)
+        asked = settings.Arrays(kind="arrays", path=tmp_path / "published")
+    library = open_library(asked)
+    for part, preparation in library.preparations().items():
+        assert prepare.prepare(preparation, tmp_path / "made" / part, shard_mb=0.001) is not None
+    found = open_library(settings.Prepared(kind="prepared", path=tmp_path / "made"))
+    assert found.format == library.format and found.embeddings == library.embeddings
+    assert len(found.training) == len(library.training)
+    seen = set()
+    for row in range(len(library.training)):
+        puzzle, stored = library.training[row], found.training[row]
+        for number in range(4):
+            want = puzzle.variant(number) if kind == "arrays" else library.variant(puzzle, number)[:3]
+            have = stored.variant(number)
+            assert (
+                all((one == other).all() for one, other in zip(have[:2], want[:2], strict=True)) and have[2] == want[2]
+            )
+            seen.add(have[0].tobytes())
+    assert len(seen) > len(library.training)
+    if kind == "sudoku":
+        assert found.held_out is not None and len(found.held_out) == len(library.held_out or ())
+        assert (found.held_out[0].variant(0)[0] == library.held_out[0].question).all()
+
+
+def test_augmentations_without_end_cannot_be_prepared(tmp_path: Path) -> None:
+    write_csv(tmp_path / "all.csv", small_sudokus(3))
+    library = open_library(settings.Sudoku(kind="sudoku", path=tmp_path / "all.csv", held_out=0))
+    with pytest.raises(ConfigError, match=r"data\.augmentations=1000"):
+        library.preparations()
 
 
 def test_held_out_puzzles_have_no_twin_in_the_training_and_subsets_are_drawn(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def with_torch(model: PuzzleModel, kind: str) -> list[tuple[float, dict[str, Any
         loss, carry = step(model, kind, carry, batch, torch.Tensor.detach)
         loss.backward()
         carry = {name: value.detach() for name, value in carry.items()}
-        gradients = {name: weight.grad.numpy().copy() for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients = {
+            name: weight.grad.numpy().copy() for name, weight in model.named_parameters() if weight.grad is not None
+        }
         found.append((loss.item(), gradients, {name: value.numpy() for name, value in carry.items()}))
     return found
 
@@ -97,14 +99,20 @@ def with_torch(model: PuzzleModel, kind: str) -> list[tuple[float, dict[str, Any
 def with_jax(model: Any, kind: str) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
     @eqx.filter_jit
     def both(model: Any, carry: Any, batch: Any) -> Any:
-        return eqx.filter_value_and_grad(lambda one: step(one, kind, carry, batch, jax.lax.stop_gradient), has_aux=True)(model)
+        return eqx.filter_value_and_grad(
+            lambda one: step(one, kind, carry, batch, jax.lax.stop_gradient), has_aux=True
+        )(model)
 
     found, carry = [], None
     for batch in batches(kind):
         shape = (ROWS, places(KINDS[kind], model.config), model.config.width)
-        carry = carry or act.first_carry(jax.tree.map(jax.numpy.asarray, batch), {n: np.zeros(shape) for n in act.STATES})
+        carry = carry or act.first_carry(
+            jax.tree.map(jax.numpy.asarray, batch), {n: np.zeros(shape) for n in act.STATES}
+        )
         (loss, carry), gradients = both(model, carry, jax.tree.map(jax.numpy.asarray, batch))
-        found.append((float(loss), names.arrays_of(gradients), {name: np.asarray(value) for name, value in carry.items()}))
+        found.append(
+            (float(loss), names.arrays_of(gradients), {name: np.asarray(value) for name, value in carry.items()})
+        )
     return found
 
 

@@ -16,7 +16,7 @@ from unisono.recipes.puzzles.data.augment import augment_sudoku
 from unisono.recipes.puzzles.data.formats import BLANK, sudoku_format
 from unisono.recipes.puzzles.data.generate import sudokus
 from unisono.recipes.puzzles.data.solver import solve, units
-from unisono.recipes.puzzles.data.twins import twin_groups
+from unisono.recipes.puzzles.data.twins import twin_names
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
 
@@ -72,15 +72,15 @@ def test_an_augmented_sudoku_is_a_sudoku_with_the_augmented_answer(seed: int, si
 def test_every_symmetry_of_a_small_sudoku_is_drawn() -> None:
     made = small_sudokus(1)
     seen = {augment_sudoku(SUDOKU4, made.answers[0], made.answers[0], generator(n))[0].tobytes() for n in range(4000)}
-    twins = set(twin_groups(SUDOKU4, np.array([np.frombuffer(one, dtype=np.uint8) for one in seen])).tolist())
+    twins = set(twin_names(SUDOKU4, np.array([np.frombuffer(one, dtype=np.uint8) for one in seen])))
     assert len(seen) in (96, 192) and len(twins) == 1  # the two kinds of 288 solutions
 
 
 def test_twins_are_found_and_others_told_apart() -> None:
     made = sudokus(9, 60, (60, 70), seed=2)
     twins = np.stack([augment_sudoku(made.format, one, one, generator(n))[0] for n, one in enumerate(made.answers)])
-    groups = twin_groups(made.format, np.concatenate([made.answers, twins]))
-    assert (groups[:60] == groups[60:]).all() and len(set(groups.tolist())) == 60
+    groups = twin_names(made.format, np.concatenate([made.answers, twins]))
+    assert groups[:60] == groups[60:] and len(set(groups)) == 60
 
 
 def test_what_is_improper_is_named_by_its_line(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_is_improper_is_named_by_its_line(tmp_path: Path) -> None:
     change(7, answer="1" * 16)
     change(8, question="." * 16)
     (tmp_path / "b.csv").write_text("\n".join(lines))
-    checked = tables.check_sudokus(tables.read_table(tmp_path / "b.csv"), unique=True)
+    checked = tables.check_sudokus(tables.read_puzzles(tmp_path / "b.csv"), unique=True)
     assert checked.improper == {
         3: "has 17 characters, not 16 (4×4)",
         4: "has the symbol 'x' in place 1; allowed are '.1234'",
@@ -108,7 +108,9 @@ def test_what_is_improper_is_named_by_its_line(tmp_path: Path) -> None:
         8: "its answer contradicts a clue",
         9: "has several solutions",
     }
-    with pytest.raises(DataError, match=r"6 of 9 puzzles are improper: line 3: has 17 characters.*and 1 more.*improper=skip"):
+    with pytest.raises(
+        DataError, match=r"6 of 9 puzzles are improper: line 3: has 17 characters.*and 1 more.*improper=skip"
+    ):
         checked.require(tmp_path / "b.csv", skip=False)
     kept = checked.require(tmp_path / "b.csv", skip=True)
     assert kept.numbers.tolist() == [0, 4, 8] and (kept.questions == made.questions[[0, 4, 8]]).all()
@@ -117,24 +119,24 @@ def test_what_is_improper_is_named_by_its_line(tmp_path: Path) -> None:
 def test_bare_lines_are_solved_and_those_without_one_solution_refused(tmp_path: Path) -> None:
     made = small_sudokus(5)
     file = tmp_path / "bare.txt"
-    bare = [tables.decode(one, SUDOKU4).replace(".", "0") for one in made.questions]
+    bare = [tables.written(one, SUDOKU4).replace(".", "0") for one in made.questions]
     file.write_text("# a comment\n" + "\n".join(bare) + "\n")
-    checked = tables.check_sudokus(tables.read_table(file))
+    checked = tables.check_sudokus(tables.read_puzzles(file))
     assert not checked.improper and (checked.puzzles.answers == made.answers).all()
     file.write_text("\n".join([*bare, "." * 16, "12" + "." * 6 + "21" + "." * 6, "1" + "." * 10 + "1" + "...."]) + "\n")
-    assert tables.check_sudokus(tables.read_table(file)).improper[6] == "has several solutions"
-    unanswered = tables.check_sudokus(tables.read_table(file), answers=False).puzzles
+    assert tables.check_sudokus(tables.read_puzzles(file)).improper[6] == "has several solutions"
+    unanswered = tables.check_sudokus(tables.read_puzzles(file), answers=False).puzzles
     assert len(unanswered) >= 6 and not unanswered.answers.any()
 
 
 @pytest.mark.skipif(not HARD.is_dir(), reason=f"{HARD} is not there")
 def test_the_hard_sudokus_are_proper_and_the_improper_ones_are_not() -> None:
-    table = tables.read_table(HARD / "test.csv")
+    table = tables.read_puzzles(HARD / "test.csv")
     checked = tables.check_sudokus(table)
     assert len(checked.puzzles) == 2903 and not checked.improper
     some = checked.puzzles.subset(np.arange(0, 2903, 40))
     found = solve(sudoku_format(9), some.questions)
     assert (found.counts == 1).all() and (found.answers == some.answers).all()
     assert checked.puzzles.ratings.max() > 200
-    improper = tables.check_sudokus(tables.read_table(HARD / "improper_multi_solution.txt"))
+    improper = tables.check_sudokus(tables.read_puzzles(HARD / "improper_multi_solution.txt"))
     assert len(improper.improper) == 1000 and set(improper.improper.values()) == {"has several solutions"}

@@ -101,7 +101,9 @@ def test_a_row_at_work_ignores_the_new_puzzle_and_one_that_halted_takes_it() -> 
         assert loss.carry is not None
         carry = loss.carry
         kept = fields_of(carry)
-        seen.append((kept["question"].numpy(), kept["halted"].tolist(), kept["learnt"].tolist(), kept["steps"].tolist()))
+        seen.append(
+            (kept["question"].numpy(), kept["halted"].tolist(), kept["learnt"].tolist(), kept["steps"].tolist())
+        )
     first, second, third = seen
     assert (first[0] == second[0]).all() and (second[0] != third[0]).any(axis=1).all()
     assert (third[0] == np.stack([row["question"] for row in rows[8:]])).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.order.mixture import Joined
+from unisono import (
+    Batch,
+    ConfigError,
+    DataError,
+    Joined,
+    SampleContext,
+    Source,
+    Task,
+    cache_dir,
+    read_asset,
+)
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle
-from unisono.recipes.puzzles.data.formats import Format, Puzzle
+from unisono.recipes.puzzles.data.formats import Puzzle, format_of, plain
 from unisono.recipes.puzzles.data.library import Library, open_libraries
+from unisono.recipes.puzzles.data.prepared import PuzzlePreparation
+from unisono.recipes.puzzles.data.tables import written, written_grid
 from unisono.recipes.puzzles.model import scores
 from unisono.recipes.puzzles.model.shape import Kind, inner_width, step_flops
-from unisono.runtime.errors import ConfigError, DataError
-from unisono.task import Batch, SampleContext, Source, Task
 
+_ASSET = "puzzles.json"
 _LEVELS = 4  # of ratings
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 Fields = dict[str, Any]
@@ -59,6 +71,7 @@ class PuzzlesBase(Task):
     config: settings.PuzzlesConfig
     model_config: settings.Model
     data_config: Any
+    _ask = False  # whether the puzzles are only to be solved
 
     # data -------------------------------------------------------------------------------------------------------
 
@@ -111,8 +124,9 @@ class PuzzlesBase(Task):
         return {f"{kinds[0]}/{name}": np.stack([sample[name] for sample in samples]) for name in names}
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        """Rows, for every term."""
-        return dict.fromkeys(scores.term_weights(self.config), float(_rows(batch)))
+        """Rows whose answer is known, for every term."""
+        answers = np.asarray(fields_of(batch)["answer"])
+        return dict.fromkeys(scores.term_weights(self.config), float((answers > 0).any(axis=1).sum()))
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Puzzles that are shown, and the FLOPs of a supervision step at the full depth."""
@@ -153,6 +167,40 @@ class PuzzlesBase(Task):
             for name, edges in self._edges.items()
         }
 
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Columns of a table: puzzles, solutions, whether they are right, how sure the model is, and its steps.
+
+        Answers that are not known leave `exact` and `cells` empty. ARC grids are written as JSON.
+        """
+        kind, fields = kind_of(batch), {name: np.asarray(value) for name, value in fields_of(batch).items()}
+        found = {name: np.asarray(outputs[name].tolist()) for name in ("solution", "q", "early_steps")}
+        format_, answers = self.kinds[kind].format, fields["answer"]
+        questions = fields["question"] if fields["question"].ndim == 2 else fields["question"][:, 0]
+        pairs = zip(found["solution"], answers, strict=True)
+        cells = [float((solved == true)[true > 0].mean()) if true.any() else None for solved, true in pairs]
+        columns: dict[str, Any] = {
+            "puzzle": [written(tokens, format_) for tokens in questions],
+            "solution": [written(tokens, format_) for tokens in found["solution"]],
+            "answer": [written(tokens, format_) if tokens.any() else "" for tokens in answers],
+            "exact": ["" if share is None else share == 1.0 for share in cells],
+            "cells": ["" if share is None else share for share in cells],
+            "confidence": 1 / (1 + np.exp(-found["q"][:, 0])),
+            "steps": found["early_steps"],
+        }
+        if "ranked" in outputs:
+            grids, votes = np.asarray(outputs["ranked"].tolist()), outputs["votes"].tolist()
+            columns["solution"] = [written_grid(best[0]) for best in grids]
+            for number in range(grids.shape[1]):
+                columns[f"guess_{number + 1}"] = [written_grid(best[number]) for best in grids]
+                columns[f"votes_{number + 1}"] = [int(counts[number]) for counts in votes]
+            del columns["exact"], columns["cells"]
+            for most in self.config.pass_at:
+                right = outputs[f"pass@{most}"].tolist()
+                columns[f"pass@{most}"] = [
+                    bool(won) if known.any() else "" for won, known in zip(right, answers, strict=True)
+                ]
+        return columns
+
     # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -174,26 +222,21 @@ class PuzzlesBase(Task):
 
     def save_assets(self, directory: Path) -> None:
         """The kinds of puzzles, so that the run can be used without its data."""
-        told = {
-            name: {
-                "format": {**vars(kind.format)},
-                "embeddings": kind.embeddings,
-                "tasks": list(self.libraries[name].tasks),
-            }
+        kinds = {
+            name: {"format": plain(kind.format), "embeddings": kind.embeddings, "levels": self._edges[name]}
             for name, kind in self.kinds.items()
         }
-        (directory / "puzzles.json").write_text(json.dumps(told), encoding="utf-8")
+        told = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
+        (directory / _ASSET).write_text(json.dumps(told), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
-        """Take over the kinds of a run."""
-        told = json.loads((directory / "puzzles.json").read_text(encoding="utf-8"))
+        """Take over the kinds of a run. Other data than the run's are to be solved: all of them, answered or not."""
+        told = read_asset(directory, _ASSET)
         vars(self)["kinds"] = {
-            name: Kind(
-                Format(**{**one["format"], "box": tuple(one["format"]["box"])}),
-                one["embeddings"],
-            )
-            for name, one in told.items()
+            name: Kind(format_of(one["format"]), one["embeddings"]) for name, one in told["kinds"].items()
         }
+        vars(self)["_edges"] = {name: one["levels"] for name, one in told["kinds"].items()}
+        self._ask = told["data"] != self.data_config.model_dump(mode="json")
 
     def shrunk(self, limit: int) -> PuzzlesBase | None:
         """The same puzzles, and a narrower model with fewer cycles."""
@@ -214,8 +257,20 @@ class PuzzlesBase(Task):
 
     @cached_property
     def libraries(self) -> dict[str, Library]:
-        """The puzzles, by kind."""
-        return open_libraries(self.data_config)
+        """The puzzles, by kind.
+
+        Raises:
+            DataError: where a run is asked to solve puzzles of a kind that it does not know.
+        """
+        found = open_libraries(self.data_config, self._ask)
+        for name, library in found.items() if self._ask else ():
+            known = self.kinds.get(name)
+            if known is None or known.format != library.format or known.embeddings < library.embeddings:
+                raise DataError(
+                    f"these puzzles ({name}, {library.facts()['kind']}) are not of a kind that the run was trained on "
+                    f"({', '.join(self.kinds)}), with as many puzzle embeddings"
+                )
+        return found
 
     @cached_property
     def _held_out_sizes(self) -> dict[str, Any]:
@@ -228,7 +283,9 @@ class PuzzlesBase(Task):
         for name, library in self.libraries.items():
             ratings = getattr(library.held_out, "ratings", np.zeros(0))
             ratings = ratings[np.isfinite(ratings)]
-            quantiles = np.quantile(ratings, np.arange(1, _LEVELS + 1) / _LEVELS, method="lower") if len(ratings) else []
+            quantiles = (
+                np.quantile(ratings, np.arange(1, _LEVELS + 1) / _LEVELS, method="lower") if len(ratings) else []
+            )
             found[name] = sorted({float(value) for value in quantiles})
         return found
 
@@ -243,6 +300,16 @@ class PuzzlesBase(Task):
             "symmetry": np.array([change.symmetry for change in changes], dtype=np.int32),
             "colours": np.stack([change.colours for change in changes]).astype(np.int32),
         }
+
+    def preparation(self) -> dict[str, tuple[PuzzlePreparation, Path]]:
+        """What `unisono data prepare` makes: the augmented training puzzles and the held-out ones."""
+        found: dict[str, tuple[PuzzlePreparation, Path]] = {}
+        for kind, library in self.libraries.items():
+            for part, made in library.preparations().items():
+                digest = hashlib.sha256(json.dumps(made.about, sort_keys=True).encode()).hexdigest()[:16]
+                name = part if len(self.libraries) == 1 else f"{kind}/{part}"
+                found[name] = (made, cache_dir() / "puzzles" / digest / name)
+        return found
 
     def _level(self, kind: str, rating: float) -> int:
         edges = self._edges[kind]

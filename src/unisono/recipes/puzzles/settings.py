@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from unisono.config.schema.base import Fraction, NonNegative, Positive, Settings
-from unisono.config.schema.data import Data
+from unisono import Data, Settings
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 # data -----------------------------------------------------------------------------------------------------------
@@ -24,6 +24,9 @@ class Augmented(Settings):
         None, description="symmetries of each puzzle there are, besides none; null: any, drawn anew each time"
     )
     seed: NonNegativeInt = Field(0, description="of generated puzzles, subsets and numbered augmentations")
+    cache: Path | None = Field(
+        None, description="for puzzles that were read and checked; null: $UNISONO_CACHE or ~/.cache/unisono"
+    )
 
 
 class Embedded(Augmented):
@@ -90,7 +93,14 @@ class Arrays(Settings):
     path: Path = Field(description="a folder with train/dataset.json and test/dataset.json")
 
 
-Part = Annotated[Embedded | Sudoku | Maze | Arc | Arrays, Field(discriminator="kind")]
+class Prepared(Settings):
+    """A folder made by `unisono data prepare puzzles`."""
+
+    kind: Literal["prepared"]
+    path: Path = Field(description="the folder, with train and test in it")
+
+
+Part = Annotated[Embedded | Sudoku | Maze | Arc | Arrays | Prepared, Field(discriminator="kind")]
 
 
 class EmbeddedData(Data, Embedded):
@@ -113,6 +123,10 @@ class ArraysData(Data, Arrays):
     """`data=arrays`."""
 
 
+class PreparedData(Data, Prepared):
+    """`data=prepared`."""
+
+
 class SeveralData(Data):
     """`data=several`: puzzles of several kinds; a micro-batch holds one kind, so that nothing is padded."""
 
@@ -130,7 +144,8 @@ class SeveralData(Data):
 
 
 PuzzlesData = Annotated[
-    EmbeddedData | SudokuData | MazeData | ArcData | ArraysData | SeveralData, Field(discriminator="kind")
+    EmbeddedData | SudokuData | MazeData | ArcData | ArraysData | PreparedData | SeveralData,
+    Field(discriminator="kind"),
 ]
 
 
@@ -143,7 +158,7 @@ class Model(Settings):
     width: PositiveInt = Field(512, description="features of a cell")
     heads: PositiveInt = Field(8, description="of attention; they share out the features")
     layers: PositiveInt = Field(2, description="of the network")
-    expansion: Positive = Field(4.0, description="of SwiGLU, whose inner width is 2/3 of it, rounded up")
+    expansion: PositiveFloat = Field(4.0, description="of SwiGLU, whose inner width is 2/3 of it, rounded up")
     inner_multiple: PositiveInt = Field(256, description="the inner width of SwiGLU is a multiple of it")
     mixer: Literal["attention", "mlp", "sparse"] = Field(
         "attention",
@@ -151,7 +166,9 @@ class Model(Settings):
         "same row, column and box alone",
     )
     positions: Literal["rope", "learned", "none"] = Field("rope", description="how a cell knows its place")
-    prefix: PositiveInt = Field(16, description="places before the first cell; the first one holds the puzzle embedding")
+    prefix: PositiveInt = Field(
+        16, description="places before the first cell; the first one holds the puzzle embedding"
+    )
     embedding: NonNegativeInt = Field(
         512, description="features of a puzzle embedding, up to prefix × width; 0: puzzles have none"
     )
@@ -188,13 +205,15 @@ class Model(Settings):
 class Weights(Settings):
     """How much each term of the loss counts."""
 
-    answer: Positive = Field(1.0, description="cross-entropy of the cells, the mean over those of a puzzle")
-    halt: NonNegative = Field(0.5, description="of the halting head, which tells whether the answer is right")
-    q_continue: NonNegative = Field(
-        0.0, description="of the value of going on, learnt by Q-learning, which halting then has to exceed (HRM); 0: none"
+    answer: PositiveFloat = Field(1.0, description="cross-entropy of the cells, the mean over those of a puzzle")
+    halt: NonNegativeFloat = Field(0.5, description="of the halting head, which tells whether the answer is right")
+    q_continue: NonNegativeFloat = Field(
+        0.0,
+        description="of the value of going on, learnt by Q-learning, which halting then has to exceed (HRM); 0: none",
     )
-    consistency: NonNegative = Field(
-        0.0, description="of the squared change of the answer state in its last cycle, so that it comes to rest; 0: none"
+    consistency: NonNegativeFloat = Field(
+        0.0,
+        description="of the squared change of the answer state in its last cycle, so that it comes to rest; 0: none",
     )
 
 

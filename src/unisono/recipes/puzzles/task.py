@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from unisono import Batch, Context, Loss
 from unisono.recipes.puzzles.base import PuzzlesBase, fields_of, kind_of, named
+from unisono.recipes.puzzles.data.formats import ARC_SIDE
 from unisono.recipes.puzzles.model import act, scores, votes
 from unisono.recipes.puzzles.model.shape import places
-from unisono.task import Batch, Context, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,9 +60,7 @@ class Puzzles(PuzzlesBase):
             pairs = scores.evaluation_metrics(outputs, fields, cells, exact, self.levels[kind])
             return Loss(sums, {name: weights[name] for name in sums}, self._metrics(kind, pairs, training=False))
         q = outputs["q"].detach()
-        halted = act.halt(
-            outputs, q, fields, self.exploration(context.scalars), self.config.halt_steps, self.competing
-        )
+        halted = act.halt(outputs, q, fields, self.exploration(context.scalars), self.config.halt_steps, self.competing)
         pairs = scores.training_metrics(halted, q, cells, exact, self.competing)
         kept = {name: outputs[name].detach() for name in (*act.PUZZLE, *act.STATES)}
         return Loss(sums, weights, self._metrics(kind, pairs, training=True), carry=named(kind, {**kept, **halted}))
@@ -82,20 +81,36 @@ class Puzzles(PuzzlesBase):
             early_steps = early_steps + (~done).to(early_steps.dtype)
             wants = act.wants_to_halt(thought.q, self.competing)
             done = done | wants
-        return {"logits": thought.logits, "q": thought.q, "early": early, "early_steps": early_steps, "told": wants}
+        return {
+            "logits": thought.logits,
+            "solution": thought.logits.argmax(-1),
+            "q": thought.q,
+            "early": early,
+            "early_steps": early_steps,
+            "told": wants,
+        }
 
     def votes_of(self, answers: Tensor, q: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whether the answers that most augmentations gave are right, (questions,) for each of `task.pass_at`."""
+        """The answers that most augmentations gave, how many did, and whether the right one is among the best.
+
+        Args:
+            answers: to all augmentations of all questions, (questions · augmentations, 900).
+            q: of the halting head, (questions · augmentations,).
+            fields: of the batch.
+        """
         import torch
 
         like = fields["identifier"]
-        index = torch.arange(votes.ARC_SIDE, dtype=torch.int32, device=like.device)
+        index = torch.arange(ARC_SIDE, dtype=torch.int32, device=like.device)
         symmetry, colours = fields["symmetry"], fields["colours"]
         grids = votes.restore(answers, symmetry.flatten(), colours.flatten(0, 1), index).unflatten(0, like.shape)
         salts = torch.as_tensor(votes.salts(), device=like.device)
-        score = votes.rank(grids, q.sigmoid().unflatten(0, like.shape), salts)[1]
+        count, score = votes.rank(grids, q.sigmoid().unflatten(0, like.shape), salts)
         truth = votes.restore(fields["answer"], symmetry[:, 0], colours[:, 0], index)
-        return {f"pass@{most}": votes.passes(grids, score, truth, most) for most in self.config.pass_at}
+        won = {f"pass@{most}": votes.passes(grids, score, truth, most) for most in self.config.pass_at}
+        best = score.topk(min(max(self.config.pass_at), like.shape[1]), dim=1).indices
+        ranked = grids.gather(1, best[..., None].expand(-1, -1, grids.shape[2]))
+        return {**won, "ranked": ranked, "votes": count.gather(1, best)}
 
     def _voted(self, model: Any, kind: str, fields: Mapping[str, Tensor], cycles: tuple[int, int]) -> dict[str, Tensor]:
         """What `solve` says of each row; of a question with augmentations, of the first, and how their votes came out."""
@@ -105,7 +120,7 @@ class Puzzles(PuzzlesBase):
         flat = {name: fields[name].flatten(0, 1) for name in ("question", "identifier")}
         flat["answer"] = fields["answer"].repeat_interleave(many, 0)
         solved = self.solve(model, kind, flat, cycles)
-        won = self.votes_of(solved["logits"].argmax(-1), solved["q"][:, 0], fields)
+        won = self.votes_of(solved["solution"], solved["q"][:, 0], fields)
         return {name: value.unflatten(0, (rows, many))[:, 0] for name, value in solved.items()} | won
 
     def _value(self, model: Any, kind: str, rows: Mapping[str, Tensor], cycles: tuple[int, int]) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from unisono import ConfigError, DataError, nearest
 from unisono.recipes.puzzles.data.augment import Grid, encode_grid
 from unisono.recipes.puzzles.data.formats import ARC_FORMAT, ARC_SIDE, Puzzles
-from unisono.runtime.errors import ConfigError, DataError, nearest
 
 Pair = tuple[Grid, Grid | None]
 _COMBINED = "_challenges.json"
@@ -65,12 +65,15 @@ def read_tasks(path: Path, sets: Sequence[str] | None = None) -> list[ArcTask]:
     return [task for task in tasks if sets is None or task.set in sets]
 
 
-def split_tasks(tasks: Sequence[ArcTask], evaluate: Sequence[str] | None) -> tuple[Puzzles, Puzzles]:
-    """Examples to train on, and those held out: what is asked in the evaluated sets, where the answer is known.
+def split_tasks(
+    tasks: Sequence[ArcTask], evaluate: Sequence[str] | None, answers: bool = True
+) -> tuple[Puzzles, Puzzles]:
+    """Examples to train on, and those held out: what is asked in the evaluated sets.
 
     Args:
         tasks: whose place in this list is the number of their group.
         evaluate: names of sets; None for those called `evaluation…`, else all.
+        answers: whether those held out need an answer.
     """
     sets = sorted({task.set for task in tasks})
     if evaluate is None:
@@ -82,7 +85,7 @@ def split_tasks(tasks: Sequence[ArcTask], evaluate: Sequence[str] | None) -> tup
     for number, task in enumerate(tasks):
         training += [(number, pair) for pair in task.demonstrations]
         tests = held_out if task.set in evaluate else training
-        tests += [(number, pair) for pair in task.tests if pair[1] is not None]
+        tests += [(number, pair) for pair in task.tests if pair[1] is not None or (tests is held_out and not answers)]
     return examples(training), examples(held_out)
 
 

@@ -18,7 +18,7 @@ Grid = NDArray[np.uint8]  # colours, (height, width)
 
 
 def augment_sudoku(
-    format: Format,  # noqa: A002
+    format: Format,
     question: Tokens,
     answer: Tokens,
     rng: np.random.Generator,
@@ -44,16 +44,14 @@ def _lines(side: int, group: int, rng: np.random.Generator) -> NDArray[np.int64]
 
 
 def augment_grid(
-    format: Format,  # noqa: A002
+    format: Format,
     question: Tokens,
     answer: Tokens,
     rng: np.random.Generator,
 ) -> tuple[Tokens, Tokens]:
     """One of the eight symmetries of a square; of other rectangles, one of the four that keep its shape."""
-    if format.height == format.width:
-        number = int(rng.integers(8))
-    else:
-        number = int(rng.choice([0, 2, 4, 5]))  # half turn and mirrors
+    square = format.height == format.width
+    number = int(rng.integers(8)) if square else int(rng.choice([0, 2, 4, 5]))  # half turn and mirrors
 
     def moved(board: Tokens) -> Tokens:
         return np.ascontiguousarray(dihedral(board.reshape(format.height, format.width), number)).reshape(-1)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.runtime.errors import ConfigError
+from unisono import ConfigError
 
 Tokens = NDArray[np.uint8]
 
@@ -48,6 +48,16 @@ class Format:
     def length(self) -> int:
         """Tokens of a puzzle."""
         return self.height * self.width
+
+
+def plain(format: Format) -> dict[str, Any]:
+    """A format as JSON."""
+    return {**vars(format), "box": list(format.box)}
+
+
+def format_of(told: dict[str, Any]) -> Format:
+    """The inverse of `plain`."""
+    return Format(**{**told, "box": tuple(told["box"])})
 
 
 def sudoku_format(side: int) -> Format:
@@ -125,7 +135,7 @@ class Puzzles:
     @classmethod
     def of(
         cls,
-        format: Format,  # noqa: A002 - the word of the field
+        format: Format,
         questions: Tokens,
         answers: Tokens,
         *,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono import generator
 from unisono.recipes.puzzles.data.formats import BLANK, Format, Puzzles, Tokens, sudoku_format
 from unisono.recipes.puzzles.data.solver import candidates_of, search, solve, units_of_cells
-from unisono.runtime.rng import generator
 
 
 def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int = 0) -> Puzzles:
@@ -40,7 +40,7 @@ def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int
     return Puzzles.of(format_, questions, answers, ratings=guesses.astype(np.float32), numbers=numbers)
 
 
-def full_grid(format: Format, rng: np.random.Generator) -> Tokens:  # noqa: A002
+def full_grid(format: Format, rng: np.random.Generator) -> Tokens:
     """A drawn solution, (cells,): always the cell with the fewest candidates, tried in a drawn order."""
     side = format.height
     rows, columns, boxes = (of.tolist() for of in units_of_cells(format).T)
@@ -74,7 +74,7 @@ def full_grid(format: Format, rng: np.random.Generator) -> Tokens:  # noqa: A002
 
 
 def _without_clues(
-    format: Format,  # noqa: A002
+    format: Format,
     answers: Tokens,
     order: NDArray[np.int64],
     wanted: NDArray[np.int64],

@@ -35,7 +35,7 @@ class Solved:
 
 
 @lru_cache(maxsize=8)
-def units(format: Format) -> NDArray[np.int64]:  # noqa: A002
+def units(format: Format) -> NDArray[np.int64]:
     """The cells of each row, column and box, (3·side, side)."""
     side, (tall, wide) = format.height, format.box
     cells = np.arange(side * side).reshape(side, side)
@@ -44,7 +44,7 @@ def units(format: Format) -> NDArray[np.int64]:  # noqa: A002
 
 
 @lru_cache(maxsize=8)
-def units_of_cells(format: Format) -> NDArray[np.int64]:  # noqa: A002
+def units_of_cells(format: Format) -> NDArray[np.int64]:
     """The row, column and box of each cell, (cells, 3)."""
     of_cell: list[list[int]] = [[] for _ in range(format.length)]
     for number, cells in enumerate(units(format).tolist()):
@@ -53,7 +53,7 @@ def units_of_cells(format: Format) -> NDArray[np.int64]:  # noqa: A002
     return np.array(of_cell)
 
 
-def solve(format: Format, questions: Tokens, limit: int = 2) -> Solved:  # noqa: A002
+def solve(format: Format, questions: Tokens, limit: int = 2) -> Solved:
     """Solve puzzles.
 
     Args:
@@ -64,13 +64,13 @@ def solve(format: Format, questions: Tokens, limit: int = 2) -> Solved:  # noqa:
     return search(format, candidates_of(format, questions), limit)
 
 
-def candidates_of(format: Format, questions: Tokens) -> Bits:  # noqa: A002
+def candidates_of(format: Format, questions: Tokens) -> Bits:
     """The digits that each cell may have by itself, as bits, (puzzles, cells): its clue, or all."""
     full = (1 << format.height) - 1
     return np.where(questions > BLANK, 1 << (questions.astype(np.int64) - 2).clip(0), full).astype(np.uint16)
 
 
-def search(format: Format, given: Bits, limit: int) -> Solved:  # noqa: A002
+def search(format: Format, given: Bits, limit: int) -> Solved:
     """Solve boards of candidates, (puzzles, cells); see `solve`."""
     count, cells = given.shape
     answers = np.zeros((count, cells), dtype=np.uint8)
@@ -108,7 +108,7 @@ def search(format: Format, given: Bits, limit: int) -> Solved:  # noqa: A002
     return Solved(answers, np.minimum(found, limit), guesses)
 
 
-def _narrowed(format: Format, candidates: Bits) -> tuple[NDArray[np.bool_], Bits]:  # noqa: A002
+def _narrowed(format: Format, candidates: Bits) -> tuple[NDArray[np.bool_], Bits]:
     """Candidates after all naked and hidden singles, and which boards are still possible, (boards,)."""
     candidates = candidates.copy()
     possible = np.ones(len(candidates), dtype=bool)
@@ -143,4 +143,4 @@ def _narrowed(format: Format, candidates: Bits) -> tuple[NDArray[np.bool_], Bits
 
 def _tokens(candidates: Bits) -> Tokens:
     """Boards with one candidate in each cell as tokens."""
-    return (np.bitwise_count(candidates - np.uint16(1)) + 2).astype(np.uint8)
+    return np.asarray(np.bitwise_count(candidates - np.uint16(1)) + 2, dtype=np.uint8)

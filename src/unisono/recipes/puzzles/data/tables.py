@@ -5,17 +5,19 @@ Every puzzle is checked before anything starts. What is improper is named by its
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 from numpy.typing import NDArray
 
+from unisono import DataError, read_table
+from unisono.recipes.puzzles.data.augment import decode_grid
 from unisono.recipes.puzzles.data.formats import (
+    ARC_SIDE,
     BLANK,
     MAZE_SYMBOLS,
     SUDOKU_BOXES,
@@ -26,7 +28,6 @@ from unisono.recipes.puzzles.data.formats import (
     sudoku_format,
 )
 from unisono.recipes.puzzles.data.solver import solve, units
-from unisono.runtime.errors import DataError
 
 _QUESTION = ("q", "question", "puzzle", "quizzes")
 _ANSWER = ("a", "answer", "solution", "solutions")
@@ -53,54 +54,40 @@ class Table:
     lines: list[int]
 
 
-def read_table(path: Path) -> Table:
+def read_puzzles(path: Path) -> Table:
     """A CSV file whose header names a question (`q`, `question`, …), or a file of one Sudoku per line.
 
     Raises:
         DataError: for a file that is not there, is empty, or has no such column.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path} (data.path) does not exist")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            first = file.readline().rstrip("\r\n")
-        if "," in first:
-            return _read_csv(path, [name.strip().strip('"') for name in first.split(",")])
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a text file in UTF-8: {error}") from error
-    rows = [(number, text.strip()) for number, text in enumerate(lines, start=1)]
-    rows = [(number, text) for number, text in rows if text and not text.startswith("#")]
-    if not rows:
+        raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
+    if "," in first:
+        columns = read_table(path, delimiter=",")
+        named = [
+            next((columns[name] for name in columns if name.lower() in words), None)
+            for words in (_QUESTION, _ANSWER, _RATING)
+        ]
+        questions, answers, ratings = named
+        if questions is None:
+            raise DataError(
+                f"{path} has no column of questions: its header is {', '.join(columns)}, and one of "
+                f"{', '.join(_QUESTION)} is needed. A file of one Sudoku per line needs no header"
+            )
+        table = Table(path, questions, answers, ratings, list(range(2, len(questions) + 2)))
+    else:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        rows = [(number, text.strip()) for number, text in enumerate(lines, start=1)]
+        rows = [(number, text) for number, text in rows if text and not text.startswith("#")]
+        table = Table(path, [text for _, text in rows], None, None, [number for number, _ in rows])
+    if not table.questions:
         raise DataError(f"{path} has no puzzle")
-    return Table(path, [text for _, text in rows], None, None, [number for number, _ in rows])
-
-
-def _read_csv(path: Path, names: Sequence[str]) -> Table:
-    found = [next((name for name in names if name.lower() in words), None) for words in (_QUESTION, _ANSWER, _RATING)]
-    question, answer, rating = found
-    if question is None:
-        raise DataError(
-            f"{path} has no column of questions: its header is {', '.join(names)}, and one of {', '.join(_QUESTION)} "
-            "is needed. A file of one Sudoku per line needs no header"
-        )
-    try:
-        table = pyarrow.csv.read_csv(
-            path,
-            parse_options=pyarrow.csv.ParseOptions(ignore_empty_lines=True),
-            convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=[name for name in found if name is not None],
-                column_types={name: pa.string() for name in names},
-                strings_can_be_null=False,
-            ),
-        )
-    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-        raise DataError(f"{path} cannot be read as CSV: {error}") from error
-    if not table.num_rows:
-        raise DataError(f"{path} has no puzzle")
-    columns = [None if name is None else table[name].to_pylist() for name in found]
-    assert columns[0] is not None
-    return Table(path, columns[0], columns[1], columns[2], list(range(2, table.num_rows + 2)))
+    return table
 
 
 @dataclass(frozen=True)
@@ -135,8 +122,8 @@ def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> C
 
     Args:
         table: questions use `.` or `0` for an empty cell; the size follows from the length of most of them.
-        unique: solve each to see that it has one solution; done in any case where the file has no answers.
-        answers: whether each needs an answer; without, puzzles without one have zeros.
+        unique: solve each to see that it has one solution; done in any case where an answer is missing and needed.
+        answers: whether each needs an answer; else those without one have zeros.
     """
     format_ = _sudoku_format(table)
     questions, wrong = _encode(table.questions, format_, "." + _digits(format_), {"0": "."})
@@ -167,17 +154,20 @@ def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> C
     return _checked(table, format_, questions, solutions, improper)
 
 
-def check_mazes(table: Table, size: tuple[int, int] | None = None) -> Checked:
+def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool = True) -> Checked:
     """The mazes of a table: walls `#`, floor, `S`, `G`; in answers `o` along the way.
 
     Args:
         table: a maze is its rows, one after the other.
         size: rows and columns; None for a square.
+        answers: whether each needs an answer; else those without one have zeros.
     """
     length = _common_length(table.questions)
     side = math.isqrt(length)
     if size is None and side * side != length:
-        raise DataError(f"{table.path}: mazes of {length} cells are not square; say their size: data.size=[rows,columns]")
+        raise DataError(
+            f"{table.path}: mazes of {length} cells are not square; say their size: data.size=[rows,columns]"
+        )
     height, width = size or (side, side)
     if height * width != length:
         raise DataError(f"{table.path}: mazes have {length} cells, not {height}×{width} (data.size)")
@@ -188,25 +178,35 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None) -> Checked:
     for token, name in ((start, "start (S)"), (goal, "goal (G)")):
         number = (questions == token).sum(axis=1)
         _add(improper, table, [f"has {n} cells with the {name}, not 1" if n != 1 else "" for n in number])
-    if table.answers is None:
+    if table.answers is None and answers:
         raise DataError(f"{table.path} has no column of answers; one of {', '.join(_ANSWER)} is needed")
-    answers, wrong = _encode(table.answers, format_, MAZE_SYMBOLS, {}, what="answer")
-    _add(improper, table, wrong)
-    walked = np.where(answers == path, MAZE_SYMBOLS.index(" ") + 1, answers)
-    differs = (walked != questions).any(axis=1)
-    _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
-    return _checked(table, format_, questions, answers, improper)
+    ways = np.zeros_like(questions)
+    if table.answers is not None:
+        ways, wrong = _encode(table.answers, format_, MAZE_SYMBOLS, {}, what="answer")
+        missing = np.array([not text and not answers for text in table.answers])
+        _add(improper, table, ["" if none else why for none, why in zip(missing, wrong, strict=True)])
+        walked = np.where(ways == path, MAZE_SYMBOLS.index(" ") + 1, ways)
+        differs = (walked != questions).any(axis=1) & ~missing
+        _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
+    return _checked(table, format_, questions, ways, improper)
 
 
-def encode_sudokus(texts: Sequence[str], format_: Format) -> Tokens:
-    """Sudokus as tokens, (puzzles, cells), of texts that are known to be proper."""
-    return _encode(texts, format_, "." + _digits(format_), {"0": "."})[0]
-
-
-def decode(tokens: Tokens, format_: Format) -> str:
-    """A Sudoku or maze as it is written in files; `?` for a token that stands for no symbol."""
+def written(tokens: Tokens, format_: Format) -> str:
+    """A puzzle as it is written in files, `?` for a token that stands for no symbol; of ARC and others, JSON."""
+    if format_.kind == "arc":
+        return json.dumps(decode_grid(tokens).tolist())
+    if format_.kind == "other":
+        return json.dumps(tokens.tolist())
     symbols = "." + _digits(format_) if format_.kind == "sudoku" else MAZE_SYMBOLS
     return "".join(symbols[token - 1] if 1 <= token <= len(symbols) else "?" for token in tokens.tolist())
+
+
+def written_grid(restored: NDArray[np.int64]) -> str:
+    """An ARC grid from `votes.restore`, (901,), as JSON."""
+    width = int(restored[-1])
+    rows = restored[:-1].reshape(ARC_SIDE, ARC_SIDE)
+    height = int((rows[:, 0] > 0).sum()) if width else 0
+    return json.dumps((rows[:height, :width] - 1).tolist())
 
 
 def _sudoku_format(table: Table) -> Format:
@@ -261,7 +261,7 @@ def _encode(
 
 
 def _contradicts(questions: Tokens, answers: Tokens) -> NDArray[np.bool_]:
-    return ((questions > BLANK) & (questions != answers)).any(axis=1)
+    return np.asarray(((questions > BLANK) & (questions != answers)).any(axis=1))
 
 
 def _is_complete(format_: Format, answers: Tokens) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ transposition exchanges the two.
 
 from __future__ import annotations
 
+import hashlib
 from itertools import combinations
 
 import numpy as np
@@ -16,15 +17,16 @@ from numpy.typing import NDArray
 from unisono.recipes.puzzles.data.formats import Format, Tokens
 
 
-def twin_groups(format: Format, answers: Tokens) -> NDArray[np.int64]:  # noqa: A002
-    """A number for each solution, (solutions,): twins have the same, and others seldom do."""
+def twin_names(format: Format, answers: Tokens) -> list[str]:
+    """A name for each solution: twins have the same, and others seldom do."""
     tall, wide = format.box
     grids = answers.reshape(-1, format.height, format.height).astype(np.int64) - 2
     rows, columns = _signature(grids, tall), _signature(grids.transpose(0, 2, 1), wide)
     if tall == wide:
         first = _lexicographic(rows, columns)
         rows, columns = np.where(first[:, None], rows, columns), np.where(first[:, None], columns, rows)
-    return np.unique(np.concatenate([rows, columns], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    signatures = np.ascontiguousarray(np.concatenate([rows, columns], axis=1))
+    return [hashlib.sha256(signature.tobytes()).hexdigest()[:24] for signature in signatures]
 
 
 def _signature(grids: NDArray[np.int64], group: int) -> NDArray[np.int64]:
@@ -38,8 +40,8 @@ def _signature(grids: NDArray[np.int64], group: int) -> NDArray[np.int64]:
         ]
         bands.append(np.sort(np.stack(pairs, axis=1), axis=1))
     stacked = np.stack(bands, axis=1)  # (grids, bands, pairs)
-    base = int(stacked.max()) + 1  # what overflows below stays a function of the band, and any such order will do
-    order = np.argsort((stacked * base ** np.arange(stacked.shape[2])).sum(axis=2), axis=1)
+    # What overflows below stays a function of the band, and any order that is one will do.
+    order = np.argsort((stacked * 1_000_003 ** np.arange(stacked.shape[2])).sum(axis=2), axis=1)
     return np.take_along_axis(stacked, order[:, :, None], axis=1).reshape(count, -1)
 
 

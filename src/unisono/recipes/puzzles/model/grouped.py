@@ -82,7 +82,7 @@ def _members(format_: Format, cut: str) -> NDArray[np.int64]:
     grid = np.arange(format_.length, dtype=np.float64)[None, None, :, None]
     groups = _grouped(grid, format_, cut)  # (1, 1, groups, size, 1)
     spread = np.broadcast_to(groups[..., 0][:, :, :, None], (*groups.shape[:4], groups.shape[3]))
-    return _flat(np.ascontiguousarray(spread), format_, cut)[0, 0].astype(np.int64)
+    return np.asarray(_flat(np.ascontiguousarray(spread), format_, cut)[0, 0], dtype=np.int64)
 
 
 def _turned(value: Any) -> Any:
@@ -116,4 +116,3 @@ def _flat(value: Any, format_: Format, cut: str) -> Any:
         split = xp.reshape(value, (rows, heads, height // tall, width // wide, tall, wide, features))
         value = xp.permute_dims(split, (0, 1, 2, 4, 3, 5, 6))
     return xp.reshape(value, (rows, heads, height * width, features))
-

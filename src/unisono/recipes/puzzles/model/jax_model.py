@@ -112,7 +112,9 @@ class PuzzleModel(eqx.Module):
             before = befores[-1]
         else:
             still = stop(shown)
-            states = jax.lax.fori_loop(0, h_cycles - 1, lambda _, s: cycle(s, still, frozen, None), jax.tree.map(stop, states))
+            states = jax.lax.fori_loop(
+                0, h_cycles - 1, lambda _, s: cycle(s, still, frozen, None), jax.tree.map(stop, states)
+            )
             answer, latent = jax.tree.map(stop, states)
             before = answer
             turns_without = l_cycles - 1 if config.gradient == "step" else 0
@@ -158,7 +160,7 @@ class KindParts(eqx.Module):
         shown = jnp.concatenate([front.reshape(-1, config.prefix, config.width), cells], axis=1)
         if self.places is not None:
             shown = (shown + self.places.weight) * 0.5**0.5
-        return shown * config.width**0.5
+        return jnp.asarray(shown * config.width**0.5)
 
     def turns(self) -> Turns:
         """Cosines and sines of RoPE, (places, half the features of a head); None where places are not turned."""
@@ -235,8 +237,9 @@ class Attention(eqx.Module):
         if self.config.mixer == "sparse":
             format_, prefix = dict(self.formats)[kind], self.config.prefix
             seen = jnp.asarray(grouped.counted_once(format_, prefix))
-            heads_first = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
-            mixed = jnp.swapaxes(grouped.attend(*heads_first, format_, prefix, seen, jax.nn.softmax), 1, 2)
+            query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
+            mixed = grouped.attend(query, key, value, format_, prefix, seen, jax.nn.softmax)
+            mixed = jnp.swapaxes(mixed, 1, 2)
         else:
             mixed = _attend(query, key, value)
         return self.out(mixed.reshape(rows, length, width))

@@ -38,9 +38,12 @@ def terms(
     xp = array_namespace(outputs["logits"])
     cells, exact = act.right(xp.argmax(outputs["logits"], axis=-1), answers)
     q = wide(outputs["q"])
-    found: PerRow = {"answer": act.cross_entropies(wide(outputs["logits"]), answers, config.cross_entropy == "stablemax")}
-    if "halt" in weights:
-        found["halt"] = act.halting_losses(q[:, 0], exact)
+    found: PerRow = {
+        "answer": act.cross_entropies(wide(outputs["logits"]), answers, config.cross_entropy == "stablemax")
+    }
+    if "halt" in weights:  # of a puzzle whose answer is not known, nothing can be said
+        known = xp.astype(xp.any(answers > 0, axis=-1), q.dtype)
+        found["halt"] = act.halting_losses(q[:, 0], exact) * known
     if training and "q_continue" in weights:
         found["q_continue"] = act.halting_losses(q[:, 1], outputs["value"])
     if training and "consistency" in weights:
@@ -67,7 +70,7 @@ def training_metrics(halted: Mapping[str, Any], q: Any, cells: Any, exact: Any, 
 def evaluation_metrics(
     outputs: Mapping[str, Any], batch: Mapping[str, Any], cells: Any, exact: Any, levels: Sequence[str]
 ) -> Pairs:
-    """Of every row: after all steps, and where it would have halted; and by rating.
+    """Of every row whose answer is known: after all steps, and where it would have halted; and by rating.
 
     Args:
         outputs: `early` (the answer where it would have halted), `early_steps`, `told` (whether it would halt in the
@@ -78,18 +81,21 @@ def evaluation_metrics(
         levels: names of the ratings' levels, by their number in `level`.
     """
     xp = array_namespace(cells)
-    one = xp.ones_like(cells)
+    one = xp.astype(xp.any(batch["answer"] > 0, axis=-1), cells.dtype)
     early_cells, early = act.right(outputs["early"], batch["answer"])
     told = xp.astype(outputs["told"], cells.dtype)
-    pairs = {
-        "exact": (exact, one),
-        "cells": (cells, one),
-        "halting/exact": (early, one),
-        "halting/cells": (early_cells, one),
-        "halting/steps": (xp.astype(outputs["early_steps"], cells.dtype), one),
-        "halt_accuracy": (xp.astype(told == exact, cells.dtype), one),
+    values = {
+        "exact": exact,
+        "cells": cells,
+        "halting/exact": early,
+        "halting/cells": early_cells,
+        "halting/steps": xp.astype(outputs["early_steps"], cells.dtype),
+        "halt_accuracy": xp.astype(told == exact, cells.dtype),
     }
-    pairs |= {name: (xp.astype(won, cells.dtype), one) for name, won in outputs.items() if name.startswith("pass@")}
+    pairs = {name: (value * one, one) for name, value in values.items()}
+    pairs |= {
+        name: (xp.astype(won, cells.dtype) * one, one) for name, won in outputs.items() if name.startswith("pass@")
+    }
     for number, name in enumerate(levels):
         inside = xp.astype(batch["level"] == number, cells.dtype)
         pairs[f"rating/{name}"] = (exact * inside, inside)

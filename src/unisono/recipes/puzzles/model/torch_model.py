@@ -70,6 +70,7 @@ class PuzzleModel(nn.Module):
             l_cycles: updates of the latent state in each.
         """
         parts, config = self.kinds[kind], self.config
+        assert isinstance(parts, KindParts)
         shown = parts.shown(rows["question"], rows["identifier"])
         turns = parts.turns()
         latent_net, answer_net = (partial(net, kind=kind, turns=turns) for net in (self.nets[0], self.nets[-1]))
@@ -115,7 +116,8 @@ class KindParts(nn.Module):
         shown = torch.cat([front.view(-1, config.prefix, config.width), cells], dim=1)
         if self.places is not None:
             shown = (shown + self.places.weight) * 0.5**0.5
-        return shown * config.width**0.5
+        scaled: Tensor = shown * config.width**0.5
+        return scaled
 
     def turns(self) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of RoPE, (places, half the features of a head); None where places are not turned."""
@@ -189,7 +191,8 @@ class Attention(nn.Module):
             mixed = grouped.attend(query, key, value, self.formats[kind], self.config.prefix, seen, softmax)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value)
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return attended
 
 
 class SwiGLU(nn.Module):
@@ -203,7 +206,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, features) -> the same."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        result: Tensor = self.down(F.silu(gate) * up)
+        return result
 
 
 def _norm(x: Tensor) -> Tensor:
