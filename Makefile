@@ -3,18 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Of the modules with slow tests a run takes one part of seven, another with another commit; SHARD=all takes them all.
-COMMIT := $(shell git rev-parse --short=4 HEAD 2>/dev/null || echo 0)
-SHARD ?= $(shell echo $$((0x$(COMMIT) % 7 + 1)))/7
+# Tests run in as many processes as there are cores, at most eight.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
+# Seconds of a worker for the slow tests: 45 minutes of all workers. If they need more, the date says which have to wait.
+BUDGET ?= $(shell echo $$((2700 * $(WORKERS))))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick lint types tests clean
+.PHONY: demo test test-all quick slow lint types measure native wheel fuzz clean
 
 # Train the embedded example on two processes for about a minute, evaluate it, and say where the run lies.
 demo: $(READY)
 	$(BIN)/unisono train language
 
-# Everything that has to hold: lint, types, tests; of the long matrices one part, or all with SHARD=all.
-test: lint types tests
+# What a developer runs all day: ten minutes on two cores.
+test: lint types quick
+
+# Everything that has to hold: an hour on two cores.
+test-all: test slow
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -23,14 +28,30 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --shard=$(SHARD)
-
-# The tests without the long matrices.
 quick: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
 
-$(READY): pyproject.toml constraints.txt
+# The long matrices alone; what today's budget has no room for is listed at the end, with its date.
+slow: $(READY)
+	$(PYTEST) -m slow --budget=$(BUDGET)
+
+# All tests, and what each module costs written down for the budget. To be run on a quiet machine.
+measure: $(READY)
+	$(PYTEST) --measure=tests/seconds.json
+
+# The native core of unisono.audio again, after a change of its sources; an error where it cannot be built.
+native: $(READY)
+	UNISONO_NATIVE=require $(BIN)/python setup.py --quiet build_ext --inplace
+
+# A manylinux wheel, installed into an empty environment, where it has to decode a recording.
+wheel: $(READY)
+	$(BIN)/python -m tests.audio.wheel
+
+# 20,000 mutated recordings of each format through the native core, under AddressSanitizer and UBSan.
+fuzz: $(READY)
+	$(BIN)/python -m tests.audio.fuzz --count 20000
+
+$(READY): pyproject.toml constraints.txt setup.py
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Unisono needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch

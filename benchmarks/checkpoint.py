@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return sharded_tensors.of_model(self.model) | sharded_tensors.of_optimizer(self.model, self.optimizer)
+        return sharded_tensors.model_tensors(self.model) | sharded_tensors.optimizer_tensors(self.model, self.optimizer)
 
 
 class Contender:
@@ -118,7 +118,7 @@ class Unisono(Contender):
         self.saver.prepare(self.shards)
 
     def save(self, made: int) -> None:
-        replicas.copies_agree(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
+        replicas.check_copies(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
         self.saver.save(made, self.shards, {"step": made})
 
     def over(self) -> bool:

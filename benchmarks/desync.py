@@ -33,8 +33,9 @@ from tests.runs import configuration
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of
+from unisono.engines.protocol import Job
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import fsdp_communication
 from unisono.runtime.collective_log import COMPARISON
 from unisono.runtime.communicator import Group, Place
@@ -77,7 +78,7 @@ def noted(place: Place, rounds: int) -> dict[str, list[float]]:
     groups = [dist.new_group([rank]) for rank in range(place.world_size)]
     own, tensor, out = groups[place.rank], torch.ones(4), torch.ones(4)
     rows, weight = torch.ones(ROWS // 2, WIDTH), torch.ones(WIDTH, WIDTH)
-    desync = Desync(place, 60.0, wanted=True)
+    desync = CollectiveComparison(place, 60.0, wanted=True)
     ours = fsdp_communication.Gather("FSDP unit 3", desync.note), fsdp_communication.Scatter("FSDP unit 3", desync.note)
     torchs = DefaultAllGather(), DefaultReduceScatter()
 
@@ -107,16 +108,16 @@ def noted(place: Place, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-class Timed(Desync):
+class Timed(CollectiveComparison):
     """A comparison whose time is taken: its beginning and its end, without what is computed in between."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.times: list[float] = []
 
-    def ask(self) -> None:
+    def begin_check(self) -> None:
         began = time.perf_counter()
-        super().ask()
+        super().begin_check()
         self.times.append(time.perf_counter() - began)
 
     def check(self, when: str) -> None:
@@ -132,11 +133,12 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
         layout={"strategy": strategy, "world_size": 2, "micro_batch": ROWS // 2},
         train={"steps": 10**6, "global_batch": ROWS, "guard_every": 10**6},
         optim={"kind": "sgd", "lr": 1e-4},
+        launch={"desync": False},  # it is observed by a comparison of our own
     )
     split = Split.of(ROWS, place.world_size, ROWS // 2)
     source = task.data()
     loader = Loader(task, source, plan_of(task, source, config, place.world_size), split, place.rank)
-    engine = TorchEngine(task, config, place, group, split)
+    engine = TorchEngine(Job(task, config, place, group, split))
     batches = next(iter(loader.steps()))
     engine.setup(batches, {"lr": 1e-4})
     number = 0
@@ -150,25 +152,33 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
             number += 1
         return (time.perf_counter() - began) / STEPS * 1e3
 
+    desync = Timed(place, 60.0, wanted=True, ddp=strategy == "ddp")
+    engine.observe(desync)
+    wrapped = engine.train_state.parallel.wrapped
+
+    def start() -> None:
+        desync.start()
+        desync.watch(wrapped)
+
+    start()
     block()
-    before = engine._desync._log.calls()[-1].number
+    before = desync._log.calls()[-1].number
     engine.step(batches, number, {"lr": 1e-4})
-    ring = [call.what for call in engine._desync._log.calls() if call.number > before]
+    ring = [call.what for call in desync._log.calls() if call.number > before]
     calls = [what.operation for what in ring if what.site != COMPARISON]  # whose time is taken as a whole
     counts = {kind: calls.count(name) for kind, name in KINDS.items()}
     assert sum(counts.values()) == len(calls)
-    engine._desync.close()
+    desync.close()
     found: dict[str, list[float]] = {"with": [], "without": [], "without, again": []}
     compared = []
     for _ in range(rounds):
         for name, times in found.items():
-            engine._desync = desync = Timed(place, 60.0, wanted=name == "with", ddp=strategy == "ddp")
-            desync.start()
-            for module in engine._wrapped.modules():
+            for module in wrapped.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(DefaultAllGather())
                     module.set_custom_reduce_scatter(DefaultReduceScatter())
-            desync.watch(engine._wrapped)
+            if name == "with":
+                start()
             engine.step(batches, number, {"lr": 1e-4})
             times.append(block())
             desync.close()

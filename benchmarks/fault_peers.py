@@ -70,7 +70,7 @@ class Contender:
     @property
     def named(self) -> dict[str, Tensor]:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return sharded_tensors.of_model(self.model) | sharded_tensors.of_optimizer(self.model, optimizer)
+        return sharded_tensors.model_tensors(self.model) | sharded_tensors.optimizer_tensors(self.model, optimizer)
 
     @torch.no_grad()
     def fill(self, step: int) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unisono.engines.torch.numerics.linear_cross_entropy import IGNORED, linear_cross_entropy
+from unisono.engines.torch.losses.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 CHUNK = 512
 

@@ -54,7 +54,7 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
-    from unisono.engines.torch.numerics.linear_cross_entropy import linear_cross_entropy
+    from unisono.engines.torch.losses.linear_cross_entropy import linear_cross_entropy
     from unisono.runtime.rng import key
 
     torch.manual_seed(key(seed, "init"))

@@ -34,9 +34,11 @@ from torch import Tensor, nn
 from benchmarks import page
 from tests import processes
 from tests.runs import configuration
+from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.torch.numerics.cross_sample import Crossing
-from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.engines.protocol import Job
+from unisono.engines.torch.numerics.cross_sample import CrossSample
+from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss, Task
 
@@ -93,25 +95,19 @@ class Crossed(Task):
 
 
 def ours(loss: Rows, place: Place, group: Group, passes: int) -> Way:
-    crossing = Crossing(
-        Crossed(loss),
-        configuration(),
-        place,
-        group,
-        Randomness(0, torch.device("cpu")),
-        lambda _, context: ({}, context),
-    )
+    job = Job(Crossed(loss), configuration(), place, group, Split.of(passes * place.world_size, place.world_size, 1))
+    across = CrossSample(job, RandomState(0, torch.device("cpu")), lambda _, context: ({}, context))
 
     def way(a: Tensor, b: Tensor) -> None:
         size = len(a) // passes
         parts = [{"a": x, "b": y} for x, y in zip(a.split(size), b.split(size), strict=True)]
         micros = [MicroBatch(place.rank * passes + k, np.arange(size), {}, {}, {}) for k in range(passes)]
         for micro, outputs in zip(micros, parts, strict=True):
-            crossing.take(micro, outputs, {})
+            across.add_outputs(micro, outputs, {})
         rows = len(a) * place.world_size
-        crossing.settle(Context(0, training=True), {"across": torch.tensor(place.world_size / rows)})
+        across.compute_loss(Context(0, training=True), {"across": torch.tensor(place.world_size / rows)})
         for micro, outputs in zip(micros, parts, strict=True):
-            crossing.driven(micro, outputs)[0].backward()
+            across.surrogate_loss(micro, outputs)[0].backward()
 
     return way
 

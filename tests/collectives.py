@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.runs import configuration
-from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import process_group
 from unisono.launch.rank_process import guarded
 from unisono.runtime import collective_log
@@ -156,22 +156,22 @@ def train(
     folder = folder / f"{wrong or 'clean'}-{strategy}-{number}"
     folder.mkdir(parents=True, exist_ok=True)
     group.barrier("the folder")
-    closed = Desync.close
+    closed = CollectiveComparison.close
 
-    def close(desync: Desync) -> None:
-        if desync._seen is not None:
-            members = desync._log.groups.values()
+    def close(comparison: CollectiveComparison) -> None:
+        if comparison._hooks is not None:
+            members = comparison._log.groups.values()
             outcome.digests = {m.name: (m.turn, m.digest) for m in members if len(m.ranks) > 1}
-            outcome.calls = desync._log.calls()
-        closed(desync)
+            outcome.calls = comparison._log.calls()
+        closed(comparison)
 
-    Desync.close = close  # type: ignore[method-assign]
+    CollectiveComparison.close = close  # type: ignore[method-assign]
     try:
         outcome.loss = loop.run(task, config_of(strategy, **layout), place, group, folder).loss
     except UnisonoError as error:
         outcome.kind, outcome.error, outcome.code = type(error).__name__, str(error), error.exit_code
     finally:
-        Desync.close = closed  # type: ignore[method-assign]
+        CollectiveComparison.close = closed  # type: ignore[method-assign]
     outcome.seen = task.seen
     now = [parameter.detach() for parameter in task.model.parameters()]
     if strategy == "ddp":

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.shards import pytest_addoption, pytest_collection_modifyitems, pytest_report_header  # noqa: F401
+from tests import fork_server
+from tests.budget import pytest_addoption, pytest_configure  # noqa: F401
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
     os.environ.pop(name, None)
@@ -18,6 +19,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # A machine with other work to do is slow at times, which says nothing of a test.
 settings.register_profile("unisono", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unisono")
+fork_server.install()
 torch.set_num_threads(1)  # the number of threads is part of the order of sums
 
 
@@ -27,6 +29,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cache")
     os.environ["UNISONO_CACHE"] = str(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def real_processes() -> Iterator[None]:
+    """Processes that a module's tests start begin as a user's do, imports and all."""
+    with fork_server.real():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of
+from unisono.engines.observers import ModelView, Observer
+from unisono.engines.protocol import Job
 from unisono.engines.torch.engine import TorchEngine
 from unisono.optim.schedules import Scalars
 from unisono.runtime.communicator import Group, Place
@@ -75,19 +77,32 @@ def interrupted(before: int | None) -> Iterator[None]:
                 yield
 
 
-class Recording(TorchEngine):
-    """An engine that keeps the raw gradients of its first step."""
+class FirstGradients(Observer):
+    """Keeps the raw gradients of the first step."""
 
-    raw: dict[str, np.ndarray] | None = None
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.raw: dict[str, np.ndarray] | None = None
 
-    def _accumulate(self, *args: Any) -> Any:
-        sums = super()._accumulate(*args)
+    def on_gradients(self) -> None:
         if self.raw is None:
-            self.raw = {name: whole(p.grad) for name, p in self._step.model.named_parameters() if p.grad is not None}
-        return sums
+            parameters = self.view.module.named_parameters()
+            self.raw = {name: whole(p.grad) for name, p in parameters if p.grad is not None}
 
-    def parameters(self) -> dict[str, np.ndarray]:
-        return {name: whole(p) for name, p in self._step.model.named_parameters()}
+
+def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: Split) -> TorchEngine:
+    """An engine, not set up."""
+    return TorchEngine(Job(task, config, place, group, split))
+
+
+def parameters(engine: TorchEngine) -> dict[str, np.ndarray]:
+    """Whole parameters, on every rank."""
+    return {name: whole(p) for name, p in engine.view.module.named_parameters()}
+
+
+def averages(engine: TorchEngine) -> dict[str, np.ndarray]:
+    """Whole moving averages, on every rank."""
+    return {name: whole(value) for name, value in engine.train_state.average.tensors.items()}
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
@@ -102,11 +117,13 @@ def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
     scalars = Scalars(config, plan.steps)
-    engine = Recording(task, config, place, group, split)
+    engine = engine_of(task, config, place, group, split)
     result = Trace()
     try:
         engine.setup(next(iter(loader.steps())), scalars(0))
-        result.before = engine.parameters()
+        first = FirstGradients(engine.view)
+        engine.observe(first)
+        result.before = parameters(engine)
         for step, batches in enumerate(loader.steps()):
             consumed = [[m.number, m.rows.tolist()] for m in batches if not m.idle]
             everyone = sorted(pair for part in group.gather(consumed, "rows") for pair in part)
@@ -115,9 +132,9 @@ def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.metrics.append({**done.terms, **done.metrics, **done.work})
-        result.gradients = engine.raw or {}
-        result.parameters = engine.parameters()
-        result.average = {name: whole(value) for name, value in engine._average.tensors.items()}
+        result.gradients = first.raw or {}
+        result.parameters = parameters(engine)
+        result.average = averages(engine)
         held_out = task.held_out()
         if held_out is not None:
             from unisono.evaluation.held_out import HeldOut

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -198,17 +199,17 @@ def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
 def test_audit_prints_its_report_and_fails_where_it_does(
     data: Command, monkeypatch: pytest.MonkeyPatch, passed: bool, code: int
 ):
-    asked: list[Path] = []
+    asked: list[tuple[Path, dict[str, Any]]] = []
 
     class Report(SimpleNamespace):
         def __str__(self) -> str:
             return "the report"
 
     module = ModuleType("unisono.data.audit")
-    module.audit = lambda folder: asked.append(folder) or Report(passed=passed)  # type: ignore[attr-defined]
+    module.audit = lambda folder, **given: asked.append((folder, given)) or Report(passed=passed)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unisono.data.audit", module)
-    assert data("audit", "runs/a") == (code, "the report\n", "")
-    assert asked == [Path("runs/a")]
+    assert data("audit", "runs/a", "--task", "mine.py:Mine") == (code, "the report\n", "")
+    assert asked == [(Path("runs/a"), {"task": "mine.py:Mine", "trust": False})]
 
 
 def test_preview_asks_for_the_position_and_the_layout(data: Command, monkeypatch: pytest.MonkeyPatch):

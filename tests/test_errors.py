@@ -22,6 +22,7 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
         (errors.ConfigError, 2),
         (errors.KernelError, 2),
         (errors.DataError, 2),
+        (errors.BadSamplesError, 2),
         (errors.RunError, 2),
         (errors.CheckpointError, 2),
         (errors.NonFiniteError, 3),
@@ -47,7 +48,7 @@ def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
         "DeadlineError", "DesyncError", "KernelError", "SpikeError", "MemoryExhaustedError", "SaveError", "UploadError",
-        "LostError", "StuckError", "FormatError", "Preempted", "RecordError",
+        "LostError", "StuckError", "FormatError", "Preempted", "RecordError", "BadSamplesError",
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
-    ("task", "protocols", "optim", "config"),
+    ("task", "protocols", "optim", "config", "audio"),
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -227,7 +227,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
     weights: dict[str, torch.Tensor] = {}
     with loop.Training(TransformerTask(), config, Place(), Alone(), folder) as training:
         for _ in training.steps():
-            model = training._engine._step.model  # type: ignore[attr-defined]
+            model = training._engine.view.module  # type: ignore[attr-defined]
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     (folder / "config.yaml").write_text("recipe: test\n")
     return folder, weights

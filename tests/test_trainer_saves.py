@@ -19,6 +19,7 @@ from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import RunConfig
 from unisono.engines.state import Shard
 from unisono.engines.torch.engine import TorchEngine
+from unisono.engines.torch.train_state import TrainState
 from unisono.observe import events
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import ConfigError, DataError, NonFiniteError, SaveError
@@ -175,15 +176,15 @@ def test_a_run_that_goes_on_without_a_checkpoint_says_so_in_every_line(
 def test_a_state_that_is_not_finite_is_never_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_at_once: None
 ) -> None:
-    update = TorchEngine._update
+    update = TrainState.update
 
-    def spoiling(engine: Any, step: int, scalars: Any) -> None:
-        update(engine, step, scalars)
+    def spoiling(state: Any, step: int, scalars: Any) -> None:
+        update(state, step, scalars)
         if step == 3:
             with torch.no_grad():
-                next(iter(engine._optimizer.state.values()))["momentum_buffer"].view(-1)[1] = float("inf")
+                next(iter(state.optimizer.state.values()))["momentum_buffer"].view(-1)[1] = float("inf")
 
-    monkeypatch.setattr(TorchEngine, "_update", spoiling)
+    monkeypatch.setattr(TrainState, "update", spoiling)
     with pytest.raises(NonFiniteError, match=r"after step 4 .*'optimizer/embedding.weight/momentum_buffer' \(1 of"):
         run(tmp_path, config(6, checkpoint={"every": 2}))
     assert checkpoints(tmp_path) == [2]

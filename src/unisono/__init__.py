@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
+    from unisono.checkpoint.exchange import hf_config
     from unisono.config.recipes import Recipe
     from unisono.config.schema.base import Settings
     from unisono.config.schema.data import Data
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     from unisono.data.holding_out import hold_out
     from unisono.data.order.mixture import Joined
     from unisono.data.order.order import Order
+    from unisono.data.recordings import Recordings, cut_windows, open_recordings
     from unisono.data.scaling import Scaling
     from unisono.data.sources import open_source
     from unisono.data.table_files import read_table, write_table
     from unisono.data.views import Mapped, Subset
     from unisono.engines.kernel_choice import choose_kernel
-    from unisono.engines.torch.init_model import count_parameters
-    from unisono.engines.torch.numerics.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
-    from unisono.engines.torch.numerics.pairwise_distances import pairwise_distances
+    from unisono.engines.torch.losses.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
+    from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
+    from unisono.engines.torch.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
     from unisono.launch.load import load_model, load_weights
     from unisono.launch.run import Run, open_run, read_asset
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
     from unisono.proof.scripts.script_comparison import compare
     from unisono.proof.scripts.script_recorder import World
     from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals
+    from unisono.runtime import safe_paths
     from unisono.runtime.errors import (
+        BadSamplesError,
         ConfigError,
         DataError,
         KernelError,
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
     )
     from unisono.runtime.extras import import_extra
     from unisono.runtime.files import cache_dir, file_hash, write_whole
-    from unisono.runtime.files import inside as file_inside
     from unisono.runtime.files import of_pickles as pickle_hint
     from unisono.runtime.files import whole as whole_file
     from unisono.runtime.rng import generator, key
@@ -81,14 +84,14 @@ _HOME = {
     "World": "proof.scripts.script_recorder",
     "compare": "proof.scripts.script_comparison",
     "choose_kernel": "engines.kernel_choice",
-    "count_parameters": "engines.torch.init_model",
-    "linear_cross_entropy": "engines.torch.numerics.linear_cross_entropy",
+    "count_parameters": "engines.torch.train_state",
+    "linear_cross_entropy": "engines.torch.losses.linear_cross_entropy",
     "load_model": "launch.load",
     "load_weights": "launch.load",
-    "logits_cross_entropy": "engines.torch.numerics.linear_cross_entropy",
+    "logits_cross_entropy": "engines.torch.losses.linear_cross_entropy",
     "moments": "evaluation.moments",
     "open_run": "launch.run",
-    "pairwise_distances": "engines.torch.numerics.pairwise_distances",
+    "pairwise_distances": "engines.torch.losses.pairwise_distances",
     "prove": "proof.prove:prove_task",
     "read_asset": "launch.run",
     "summarise_moments": "evaluation.moments",
@@ -97,17 +100,21 @@ _HOME = {
     "Joined": "data.order.mixture",
     "Mapped": "data.views",
     "Order": "data.order.order",
+    "Recordings": "data.recordings",
     "Scaling": "data.scaling",
     "Subset": "data.views",
     "compute_array_once": "data.compute_once",
     "compute_once": "data.compute_once",
+    "cut_windows": "data.recordings",
     "hold_out": "data.holding_out",
+    "open_recordings": "data.recordings",
     "open_source": "data.sources",
     "prepare": "data.prepare:",
     "sources": "data.sources:",
     "read_table": "data.table_files",
     "write_table": "data.table_files",
     # randomness by address, files, errors
+    "BadSamplesError": "runtime.errors",
     "ConfigError": "runtime.errors",
     "DataError": "runtime.errors",
     "KernelError": "runtime.errors",
@@ -115,20 +122,22 @@ _HOME = {
     "UnisonoError": "runtime.errors",
     "cache_dir": "runtime.files",
     "file_hash": "runtime.files",
-    "file_inside": "runtime.files:inside",
     "find_duplicates": "runtime.errors",
     "format_examples": "runtime.errors",
     "format_share": "runtime.errors",
     "generator": "runtime.rng",
+    "hf_config": "checkpoint.exchange.hf_config:",
     "import_extra": "runtime.extras",
     "key": "runtime.rng",
     "nearest": "runtime.errors",
     "pickle_hint": "runtime.files:of_pickles",
+    "safe_paths": "runtime.safe_paths:",
     "whole_file": "runtime.files:whole",
     "write_whole": "runtime.files",
 }
 
 __all__ = [
+    "BadSamplesError",
     "Batch",
     "ConfigError",
     "Context",
@@ -145,6 +154,7 @@ __all__ = [
     "Predictive",
     "Prepared",
     "Recipe",
+    "Recordings",
     "Recurrent",
     "Run",
     "RunConfig",
@@ -165,12 +175,13 @@ __all__ = [
     "compute_array_once",
     "compute_once",
     "count_parameters",
+    "cut_windows",
     "file_hash",
-    "file_inside",
     "find_duplicates",
     "format_examples",
     "format_share",
     "generator",
+    "hf_config",
     "hold_out",
     "import_extra",
     "key",
@@ -180,6 +191,7 @@ __all__ = [
     "logits_cross_entropy",
     "moments",
     "nearest",
+    "open_recordings",
     "open_run",
     "open_source",
     "pairwise_distances",
@@ -188,6 +200,7 @@ __all__ = [
     "prove",
     "read_asset",
     "read_table",
+    "safe_paths",
     "sources",
     "summarise_moments",
     "train",

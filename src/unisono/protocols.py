@@ -135,7 +135,7 @@ def needs_totals(task: Task) -> bool:
         ConfigError: where it says so, and does not define them.
     """
     asked = getattr(task, "needs_totals", None)
-    defined = hasattr(task, "totals")  # not isinstance: a proof wraps the task into one that passes attributes on
+    defined = isinstance(task, Totals)
     if asked and not defined:
         raise ConfigError(f"{type(task).__name__} has needs_totals = True, so it must define totals()")
     return defined and asked is not False
@@ -143,10 +143,7 @@ def needs_totals(task: Task) -> bool:
 
 def totals(task: Task, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
     """What these rows contribute to the task's totals; nothing where it needs none."""
-    if not needs_totals(task):
-        return {}
-    found: dict[str, Tensor] = task.totals(outputs, batch, context)  # type: ignore[attr-defined]
-    return found
+    return task.totals(outputs, batch, context) if needs_totals(task) and isinstance(task, Totals) else {}
 
 
 def cross_sample(task: Task) -> Crossing | None:

@@ -186,7 +186,8 @@ class Task(ABC):
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Samples to a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
 
-        The default stacks dicts of equally shaped arrays.
+        The default stacks dicts of equally shaped arrays. One that finds samples it cannot use, as a decoder does that makes
+        a whole batch in one call, raises `BadSamplesError` with the reason of each.
         """
         if not isinstance(samples[0], Mapping):
             raise DataError(

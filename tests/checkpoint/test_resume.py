@@ -14,7 +14,7 @@ import pytest
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono.checkpoint.core import commit, manifest, resume
+from unisono.checkpoint.core import commit, manifest, provenance, resume
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
@@ -224,7 +224,7 @@ def test_an_evaluation_takes_no_other_checkpoint_than_the_newest(cut: Path) -> N
 def together(place: Place, group: Group, folder: Path) -> list[str]:
     """Where one rank alone finds a checkpoint damaged: which one every rank takes."""
     how = config(layout={"world_size": 2, "strategy": "ddp"})
-    told = loop.about.of(how, {"rows": 27}, place)
+    told = provenance.of(how, {"rows": 27}, place)
     if place.rank == 1:
         commit.read = _short_sighted
     found = resume.choose(folder, how, told, 4, group)

@@ -21,7 +21,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.core.resume import Found
 from unisono.config.schema.run import RunConfig
-from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.evaluation.best import Best
 from unisono.observe import events
 from unisono.runtime.communicator import Group, Place
@@ -141,16 +141,16 @@ def _scaled(tensors: Any, factor: float) -> None:
 
 
 def _moments(engine: Any) -> list[torch.Tensor]:
-    return [state["exp_avg"] for state in engine._optimizer.state.values()]
+    return [state["exp_avg"] for state in engine.train_state.optimizer.state.values()]
 
 
 LOST: dict[str, tuple[Callable[[Any], None], set[str]]] = {
-    "parameters": (lambda engine: _scaled(engine._step.model.parameters(), 1.001), {"model", "optimizer", "ema"}),
+    "parameters": (lambda engine: _scaled(engine.view.module.parameters(), 1.001), {"model", "optimizer", "ema"}),
     "optimizer": (lambda engine: _scaled(_moments(engine), 0.0), {"model", "optimizer", "ema"}),
-    "average": (lambda engine: _scaled(engine._average.tensors.values(), 0.0), {"ema"}),
-    "carry": (lambda engine: engine._carry._kept.clear(), {"carry", "model"}),
-    "spikes": (lambda engine: [seen.clear() for seen in engine._spikes._seen.values()], {"spikes"}),
-    "seed": (lambda engine: setattr(engine._randomness, "_seed", 1), {"model", "drawn-0"}),
+    "average": (lambda engine: _scaled(engine.train_state.average.tensors.values(), 0.0), {"ema"}),
+    "carry": (lambda engine: engine._parts.recurrent._kept.clear(), {"carry", "model"}),
+    "spikes": (lambda engine: [seen.clear() for seen in engine._parts.spikes._history.values()], {"spikes"}),
+    "seed": (lambda engine: setattr(engine._parts.random_state, "_seed", 1), {"model", "drawn-0"}),
 }
 
 
@@ -220,10 +220,10 @@ def test_the_best_of_an_evaluation_is_kept_with_its_step_and_the_first_of_equals
 
 
 def test_randomness_is_of_an_address_and_no_state_of_a_process() -> None:
-    first, second = (Randomness(7, torch.device("cpu")) for _ in range(2))
+    first, second = (RandomState(7, torch.device("cpu")) for _ in range(2))
     torch.manual_seed(0)
-    first.begin("dropout", 3, 0)
+    first.seed("dropout", 3, 0)
     drawn = torch.rand(3)
     torch.manual_seed(1)
-    second.begin("dropout", 3, 0)
+    second.seed("dropout", 3, 0)
     assert torch.equal(torch.rand(3), drawn)

@@ -141,7 +141,7 @@ def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
 
     told = config("task.width=6", "optim.groups=[{match: '*.bias', lr_scale: 2}]", "schedules.x={kind: wsd, peak: 1}")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(told)), encoding="utf-8")
-    assert resolve.read(tmp_path / "config.yaml") == told
+    assert resolve.read(tmp_path / "config.yaml", told.recipe) == told
 
 
 # unknown keys ----------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_a_task_file_can_import_its_neighbours(tmp_path: Path):
 
 def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read as a configuration: .*No such file"):
-        resolve.read(tmp_path / "config.yaml")
+        resolve.read(tmp_path / "config.yaml", "tasks.py:Plain")
 
 
 @pytest.mark.parametrize(
@@ -451,21 +451,19 @@ def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path):
         ("a: [1", "cannot be read as a configuration"),
         ("- 1\n- 2\n", "holds a list, not keys and values"),
         ("", "holds a NoneType, not keys and values"),
-        ("run: {name: x}\n", "does not say its task"),
-        ("recipe: 3\n", "does not say its task"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str):
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
-        resolve.read(tmp_path / "config.yaml")
+        resolve.read(tmp_path / "config.yaml", "tasks.py:Plain")
 
 
 def test_a_mistake_in_a_run_s_configuration_is_told_with_the_file(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text("recipe: tasks.py:Plain\ntrain: {stesp: 3}\noptim: {kind: sgd}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        resolve.read(path)
+        resolve.read(path, "tasks.py:Plain")
     assert f"unknown key 'train.stesp' ({path}), did you mean 'train.steps'?" in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ CANARY = "canary5f0c9d1e7a"
 @pytest.mark.parametrize(
     "key",
     ["password", "db_password", "api_key", "apikey", "wandb_api_key", "aws_secret_access_key", "hf_token",
-     "access_token", "client_secret", "credentials", "private_key", "API_KEY", "data.password", "auth-token"],
+     "access_token", "client_secret", "credentials", "private_key", "API_KEY", "data.password", "auth-token",
+     "openai_key", "azure_storage_key", "db_pass", "slurm_jwt", "sas_token", "Authorization", "pgpassword"],
 )  # fmt: skip
 def test_names_of_secrets_are_known(key: str) -> None:
     assert secrets.names_secret(key)
@@ -30,7 +32,7 @@ def test_names_of_secrets_are_known(key: str) -> None:
 @pytest.mark.parametrize(
     "key",
     ["tokenizer", "max_tokens", "eos_token", "pad_token", "token", "keys", "key", "monkey", "secretary", "keypoints",
-     "passes", "author"],
+     "passes", "author", "sort_key", "primary_key", "pass", "bypass", "compass"],
 )  # fmt: skip
 def test_other_names_are_not(key: str) -> None:
     assert not secrets.names_secret(key)
@@ -42,7 +44,8 @@ def test_other_names_are_not(key: str) -> None:
     [f"https://me:{CANARY}@example.org/data", f"postgresql://me:{CANARY}@db:5432/x", f"https://{CANARY}@example.org",
      f"s3://me:{CANARY}@bucket/data.parquet", f"https://example.org/a?token={CANARY}&b=1",
      f"https://example.org/a?x=1&X-Amz-Signature={CANARY}", f"two: https://a.org and http://u:{CANARY}@b.org",
-     f"hf_{CANARY}{CANARY}", f"ghp_{CANARY}{CANARY}{CANARY}", "AKIAIOSFODNN7EXAMPLE", f"sk-{CANARY}{CANARY}"],
+     f"hf_{CANARY}{CANARY}", f"ghp_{CANARY}{CANARY}{CANARY}", "AKIAIOSFODNN7EXAMPLE", f"sk-{CANARY}{CANARY}",
+     f"sent with Authorization: Bearer {CANARY}", f"{{'authorization': 'Basic {CANARY}'}}"],
 )  # fmt: skip
 def test_secrets_are_seen_in_texts(text: str) -> None:
     hidden = secrets.mask(text)
@@ -104,3 +107,30 @@ def test_a_configuration_with_a_secret_is_refused_and_the_secret_not_repeated(ov
 def test_no_packaged_recipe_has_anything_to_hide() -> None:
     values: Any = compose("language").values
     assert secrets.hidden(values) == values
+
+
+@pytest.mark.parametrize(
+    "name", ["PGPASSWORD", "OPENAI_KEY", "AZURE_STORAGE_KEY", "DB_PASS", "SLURM_JWT", "SAS_TOKEN", "HTTP_AUTHORIZATION"]
+)
+def test_variables_that_name_a_secret_are_hidden_in_every_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, CANARY)
+    assert secrets.mask(f"cannot connect with {CANARY}") == "cannot connect with [hidden]"
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:PLAIN}", "${oc.env:PLAIN,none}", "${oc.decode:${oc.env:PLAIN}}", "${oc.${which}:PLAIN}"]
+)
+def test_a_configuration_does_not_read_the_environment(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIN", CANARY)
+    (tmp_path / "mine.yaml").write_text(f"defaults: [language, _self_]\nwhich: env\nnotes: '{text}'\n")
+    with pytest.raises(ConfigError, match=r"oc\.env:PLAIN.*reads no variables of the environment") as refused:
+        compose("mine", config_dir=tmp_path)
+    assert CANARY not in str(refused.value)
+
+
+def test_an_override_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAIN", CANARY)
+    with pytest.raises(ConfigError, match="reads no variables of the environment"):
+        compose("language", ["run.name='${oc.env:PLAIN}'"])

@@ -19,9 +19,9 @@ from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import StepResult
+from unisono.engines.protocol import Job, StepResult
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.numerics.precision import promoting
+from unisono.engines.torch.numerics.precision import promotion
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import Alone, Group, Place
 from unisono.runtime.errors import DataError
@@ -85,7 +85,7 @@ def ready(place: Place, group: Group, config: Any, task: ProbedTask | None = Non
     source, batch = task.data(), config.train.global_batch
     split = Split.of(batch, place.world_size, config.layout.micro_batch)
     loader = Loader(task, source, StreamPlan.of(Order(len(source), 0), batch, 4, None), split, place.rank)
-    engine = TorchEngine(task, config, place, group, split)
+    engine = TorchEngine(Job(task, config, place, group, split))
     try:
         engine.setup(next(loader.steps()), {"lr": 0.1})
         yield engine, HeldOut(task, task.held_out(), config, place, split.micro_batch)
@@ -182,12 +182,12 @@ def test_one_process_evaluates_twice_the_same() -> None:
 
 def test_an_evaluation_is_the_loss_of_all_rows_as_one_batch() -> None:
     with alone(eval={"micro_batch": 4}) as (engine, held_out):
-        result, task, model = evaluate(engine, held_out), ProbedTask(), engine._step.model
+        result, task, model = evaluate(engine, held_out), ProbedTask(), engine.view.module
         source = task.held_out()
         contexts = [SampleContext(generator(0, "eval", 0, row), training=False) for row in range(len(source))]
         batch = task.collate([task.sample(record, one) for record, one in zip(source, contexts, strict=True)])
         model.eval()
-        with torch.no_grad(), promoting("fp64"):  # the model casts to fp32 inside, as models do
+        with torch.no_grad(), promotion("fp64"):  # the model casts to fp32 inside, as models do
             scores = model(torch.from_numpy(batch["tokens"][:, :-1])).log_softmax(-1)
         targets = torch.from_numpy(batch["tokens"][:, 1:])
         chosen = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)[targets != 0]
@@ -252,10 +252,10 @@ def test_an_evaluation_is_made_without_dropout() -> None:
 
 def test_a_task_is_told_that_it_is_evaluated_and_after_which_update() -> None:
     with alone() as (engine, held_out):
-        engine._step.model.seen.clear()
+        engine.view.module.seen.clear()
         evaluate(engine, held_out)
-        assert engine._step.model.seen
-        for context, training in engine._step.model.seen:
+        assert engine.view.module.seen
+        for context, training in engine.view.module.seen:
             assert (context.training, training, context.step, context.scalars) == (False, False, 7, {"lr": 0.1})
 
 
@@ -280,7 +280,7 @@ def test_what_an_evaluation_draws_is_the_same_every_time() -> None:
 
 def test_an_evaluation_leaves_the_training_mode_of_every_module() -> None:
     with alone() as (engine, held_out):
-        model = engine._step.model
+        model = engine.view.module
         model.blocks[0].eval()  # by hand, as tasks do that freeze a part
         before = {name: module.training for name, module in model.named_modules()}
         evaluate(engine, held_out)
@@ -297,15 +297,15 @@ def test_an_evaluation_that_fails_leaves_the_training_mode_too() -> None:
     with alone() as (engine, _):
         with pytest.raises(ZeroDivisionError):
             engine.evaluate(broken(), 7, {"lr": 0.1})
-        assert engine._step.model.training
+        assert engine.view.module.training
 
 
 def test_an_evaluation_leaves_all_buffers() -> None:
     with alone() as (engine, held_out):
-        engine._step.model.counting.passes += 5
-        before = {name: buffer.clone() for name, buffer in engine._step.model.named_buffers()}
+        engine.view.module.counting.passes += 5
+        before = {name: buffer.clone() for name, buffer in engine.view.module.named_buffers()}
         evaluate(engine, held_out)
-        after = dict(engine._step.model.named_buffers())
+        after = dict(engine.view.module.named_buffers())
         assert {"counting.passes", "counting.unsaved"} < set(before)
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -320,7 +320,7 @@ def test_an_evaluation_leaves_the_state_of_the_generator() -> None:
 
 def test_an_evaluation_leaves_gradients_and_parameters() -> None:
     with alone() as (engine, held_out):
-        parameters = list(engine._step.model.parameters())
+        parameters = list(engine.view.module.parameters())
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         before = [(parameter.detach().clone(), parameter.grad.clone()) for parameter in parameters]

@@ -15,7 +15,7 @@ import yaml
 
 from tests.launch import jobs
 from unisono.config import resolve
-from unisono.engines.torch.guards.oom import ran_out
+from unisono.engines.torch.guards.oom import is_out_of_memory
 from unisono.launch.autobatch import memory, search
 from unisono.runtime.errors import ConfigError
 
@@ -172,4 +172,4 @@ def test_the_peak_is_that_of_what_was_done_since_it_was_forgotten() -> None:
     ],
 )
 def test_an_error_about_memory_is_known(error: Exception, told: bool) -> None:
-    assert ran_out(error) is told
+    assert is_out_of_memory(error) is told

@@ -15,7 +15,7 @@ import pytest
 from tests import tasks
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint, foreign_run, resolve
 from unisono.config.schema.run import RunConfig
 from unisono.launch import run_directory
 from unisono.runtime.communicator import Alone
@@ -42,7 +42,7 @@ def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") 
 def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
     """A checkpoint of nothing, by the run that lies there."""
     kept: dict[str, Any] = dict.fromkeys(resume.KEYS) | {"step": step, "random": random}
-    said = {**provenance.of(resolve.read(path / "config.yaml")), **told}
+    said = {**provenance.of(foreign_run.read_run(path, trust=True)), **told}
     commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9, about=said)
 
 
@@ -106,7 +106,7 @@ def test_a_folder_that_is_not_there_yet_is_not_made_by_the_check(here: Path):
 def test_a_run_is_written_down_so_that_it_can_be_read_back():
     told = config("task.rows=7", "optim=sgd")
     path = run_directory.make(told, {"rows": 7}, tasks.LinearTask())
-    assert resolve.read(path / "config.yaml") == told
+    assert foreign_run.read_run(path, trust=True) == told
 
 
 def test_a_run_is_described_with_its_mathematics_data_and_versions():
@@ -283,7 +283,7 @@ def test_the_place_of_a_task_is_written_down_for_other_working_directories(here:
     jobs.task_file(here)
     told = resolve.load("small.py:Small", ["run.name=a", "layout.world_size=1"])[0]
     path = run_directory.make(told, {}, tasks.LinearTask())
-    assert resolve.read(path / "config.yaml").recipe == f"{here.resolve()}/small.py:Small"
+    assert foreign_run.read_run(path, trust=True).recipe == f"{here.resolve()}/small.py:Small"
     assert run_directory.check(told).recipe == told.recipe
 
 
@@ -467,8 +467,8 @@ def test_a_configuration_that_is_replaced_is_kept():
     make("optim.lr=3")
     assert sorted(file.name for file in path.glob("config.0*")) == ["config.0001.yaml", "config.0002.yaml"]
     assert (path / "config.0001.yaml").read_text() == first
-    assert resolve.read(path / "config.0002.yaml").optim.lr == 2
-    assert resolve.read(path / "config.yaml").optim.lr == 3
+    assert foreign_run.read_values(path / "config.0002.yaml")["optim"]["lr"] == 2
+    assert foreign_run.read_run(path, trust=True).optim.lr == 3
 
 
 def test_a_name_in_allow_change_that_is_no_key_is_refused_for_a_new_run_and_for_one_that_goes_on():

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hmac
-import json
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unisono.launch.nodes import tcp_rendezvous
+from unisono.launch.nodes.authenticated_line import AuthenticatedLine, TokenError
 from unisono.launch.nodes.tcp_rendezvous import Meeting
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 
@@ -29,12 +31,12 @@ def together(
 ) -> list[Any]:  # fmt: skip
     """What each node's act returned or raised; one thread is one node."""
     ends: list[Any] = [None] * len(acts)
-    where = f"127.0.0.1:{free_port()}"
+    where, folder = f"127.0.0.1:{free_port()}", Path(tempfile.mkdtemp())
 
     def node(number: int) -> None:
         rank = number if ranks is None else ranks[number]
         try:
-            with tcp_rendezvous.meet(rank, size or len(acts), where, start, timeout) as met:
+            with tcp_rendezvous.meet(rank, size or len(acts), where, start, timeout, folder) as met:
                 ends[number] = acts[number](met)
         except UnisonoError as error:
             ends[number] = error
@@ -46,6 +48,7 @@ def together(
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
+    shutil.rmtree(folder)
     return ends
 
 
@@ -106,36 +109,33 @@ def test_node_0_that_does_not_come_is_told_with_its_address():
 
 
 def test_who_does_not_know_the_token_is_sent_away_and_the_nodes_meet_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv(tcp_rendezvous.TOKEN, "secret")
     port, ends = free_port(), []
 
     def node(rank: int) -> None:
-        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{port}", 10, 5) as met:
+        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{port}", 10, 5, tmp_path) as met:
             ends.append(met.gather(rank, "ranks"))
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
     threads[0].start()
-    told = ""
-    while not told:
+    told = None
+    while told is None:
         try:
-            with socket.create_connection(("127.0.0.1", port), 5) as stranger, stranger.makefile("rw") as line:
-                nonce = json.loads(line.readline())["nonce"]
-                proof = hmac.new(b"guessed", f"{nonce} 1".encode(), "sha256").hexdigest()
-                greeting = {"node": 1, "nodes": 2, "host": "far", "pid": 7, "proof": proof}
-                line.write(json.dumps(greeting) + "\n")
-                line.flush()
-                told = json.loads(line.readline())["refused"]
+            stranger = AuthenticatedLine(socket.create_connection(("127.0.0.1", port), 5), "node 0")
+            which, nonce = stranger.offer(time.monotonic() + 5)
+            assert which == "environment"
+            who = {"node": 1, "nodes": 2, "host": "far", "pid": 7}
+            with pytest.raises(TokenError) as told:
+                stranger.introduce(who, b"guessed", nonce, time.monotonic() + 5)
+            stranger.close()
         except ConnectionRefusedError:
             time.sleep(0.05)
     threads[1].start()
     for thread in threads:
         thread.join(20)
-    assert told == (
-        "node 0 has sent this node away: UNISONO_TOKEN is not the same there and on node 0; set it alike on all nodes"
-    )
-    assert "unisono: node 0 has sent away far: UNISONO_TOKEN is not the same" in capsys.readouterr().err
+    assert "node 0 has sent away far: it does not know the token of this run (UNISONO_TOKEN)" in capsys.readouterr().err
     assert ends == [[0, 1], [0, 1]]
 
 
@@ -145,13 +145,13 @@ def test_two_nodes_of_one_number_are_refused():
     assert all(str(end).startswith("launch.node_rank=1 was given to two nodes: node 1 (") for end in ends)
 
 
-def test_nodes_that_were_told_different_numbers_of_nodes_are_refused():
+def test_nodes_that_were_told_different_numbers_of_nodes_are_refused(tmp_path: Path):
     ends: list[Any] = [None, None]
     where = f"127.0.0.1:{free_port()}"
 
     def node(rank: int) -> None:
         try:
-            with tcp_rendezvous.meet(rank, 2 + rank, where, 5, 5):
+            with tcp_rendezvous.meet(rank, 2 + rank, where, 5, 5, tmp_path):
                 pass
         except UnisonoError as error:
             ends[rank] = error
@@ -165,27 +165,27 @@ def test_nodes_that_were_told_different_numbers_of_nodes_are_refused():
     assert all(str(end).startswith("launch.nodes is 2 on node 0 and 3 on node 1 (") for end in ends)
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_told(tmp_path: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="of this node is in use; choose another, on all nodes"):
-            tcp_rendezvous.meet(0, 2, where, 5, 5).__enter__()
+            tcp_rendezvous.meet(0, 2, where, 5, 5, tmp_path).__enter__()
 
 
-def test_a_rendezvous_at_another_host_is_told_with_the_addresses_of_this_one():
+def test_a_rendezvous_at_another_host_is_told_with_the_addresses_of_this_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must be an address of node 0, and this node, .* has others: lo 127.0.0.1"):
-        tcp_rendezvous.meet(0, 2, "192.0.2.1:29400", 5, 5).__enter__()  # an address of nobody (RFC 5737)
+        tcp_rendezvous.meet(0, 2, "192.0.2.1:29400", 5, 5, tmp_path).__enter__()  # an address of nobody (RFC 5737)
 
 
-def test_whoever_is_no_node_of_ours_is_sent_away(monkeypatch: pytest.MonkeyPatch):
+def test_whoever_is_no_node_of_ours_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tcp_rendezvous, "_GREETING", 0.3)
     where = free_port()
     ends: list[Any] = [None, None]
 
     def node(rank: int) -> None:
-        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{where}", 10, 5) as met:
+        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{where}", 10, 5, tmp_path) as met:
             ends[rank] = met.gather(rank, "ranks")
 
     first = threading.Thread(target=node, args=(0,))

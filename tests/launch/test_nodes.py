@@ -166,7 +166,7 @@ class TestTwoHosts:
 
     def test_leave_a_run_that_can_be_evaluated_and_goes_on_elsewhere(self, healthy: tuple[Path, list[Done]]):
         folder = healthy[0]
-        told = jobs.unisono("evaluate", "runs/a", cwd=folder)
+        told = jobs.unisono("evaluate", "runs/a", "--task", "small.py:Small", cwd=folder)
         assert told.returncode == 0, told.stderr
         precision = yaml.safe_load((folder / "runs" / "a" / "config.yaml").read_text())["train"]["precision"]
         words = ("train.steps=6", f"train.precision={precision}", "layout.world_size=1")

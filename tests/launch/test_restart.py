@@ -79,28 +79,6 @@ def test_what_would_fail_again_is_not_started_again(
     assert not (tmp_path / "events.jsonl").exists()
 
 
-def test_a_run_that_left_a_smaller_micro_batch_is_started_again_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Until the smallest one does not fit either: then nothing is left to change."""
-    made: list[int] = []
-
-    def launch(config: RunConfig, folder: Path, threads: int) -> None:
-        layout = yaml.safe_load((folder / "config.yaml").read_text())["layout"]
-        made.append(layout["micro_batch"])
-        smaller = config.model_copy(
-            update={"layout": config.layout.model_copy(update={"micro_batch": max(1, made[-1] // 2)})}
-        )
-        (folder / "config.yaml").write_text(yaml.safe_dump(smaller.model_dump(mode="json")))
-        raise local_processes.WorkerError("rank 1, step 4: out of memory", 6)
-
-    monkeypatch.setattr(local_processes, "launch", launch)
-    text = failed(tmp_path, "launch.max_restarts=5", "layout.micro_batch=4")
-    assert text == "rank 1, step 4: out of memory\nIt was started again 2 times (launch.max_restarts)"
-    assert made == [4, 2, 1]
-    assert '"restart": 2, "code": 6' in (tmp_path / "events.jsonl").read_text()
-
-
 def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
     (tmp_path / "events.jsonl").write_text(
         '{"step": 4, "loss": 2.0}\n{"step": 4, "restart": 1, "code": 9, "why": "x"}\n'

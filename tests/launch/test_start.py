@@ -17,14 +17,13 @@ import unisono
 from tests import tasks
 from tests.launch import jobs
 from tests.tasks import LinearTask
-from unisono.config import resolve
+from unisono.config import foreign_run, resolve
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
 from unisono.launch import load, local_processes, run_directory, train
 from unisono.launch.cluster import OURS
 from unisono.observe import events
-from unisono.recipes.microbiome.settings import Model
-from unisono.recipes.microbiome.settings import Simulated, Study
+from unisono.recipes.microbiome.settings import Model, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 
@@ -94,7 +93,7 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
 
 def test_a_task_object_is_trained_with_its_own_settings():
     result = unisono.train(LinearTask(LinearTask.Config(rows=9, features=2)), SHORT)
-    assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 2}
+    assert foreign_run.read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 2}
     assert json.loads((result.folder / "fingerprint.json").read_text())["data"]["rows"] == 9
 
 
@@ -119,7 +118,7 @@ def test_a_reference_may_be_given_instead_of_a_class():
 def test_an_override_changes_the_settings_of_a_task_object_and_leaves_the_others():
     task = LinearTask(LinearTask.Config(rows=9, features=2))
     result = unisono.train(task, {**SHORT, "task.features": 5})
-    assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 5}
+    assert foreign_run.read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 5}
     expected = unisono.train(LinearTask(LinearTask.Config(rows=9, features=5)), SHORT)
     assert result.loss == expected.loss  # what is written down is what was trained
 
@@ -131,7 +130,7 @@ def test_an_object_of_a_packaged_recipe_keeps_its_settings_before_those_of_the_r
     """The files say `model=tiny` and simulated data of another size."""
     task = Microbiome(model=SMALL, data=Simulated(kind="simulated", subjects=6, taxa=16, metric="jaccard"))
     result = unisono.train(task, {**SHORT, "data.visits": 3, "data.group": "subject"})
-    written = resolve.read(result.folder / "config.yaml")
+    written = foreign_run.read_run(result.folder, trust=True)
     assert written.model == SMALL
     assert (written.data.subjects, written.data.taxa, written.data.metric, written.data.visits) == (6, 16, "jaccard", 3)
 
@@ -152,13 +151,13 @@ def typed(**task: Any) -> RunConfig:
 @pytest.mark.parametrize("task", [LinearTask, LinearTask(), TASK])
 def test_a_typed_configuration_is_taken_with_a_class_an_object_or_a_reference(task: Any):
     result = unisono.train(task, typed(features=2))
-    written = resolve.read(result.folder / "config.yaml")
+    written = foreign_run.read_run(result.folder, trust=True)
     assert (written.task.features, written.optim.kind, result.step) == (2, "sgd", 3)
 
 
 def test_a_typed_configuration_leaves_alone_what_it_does_not_say_about_a_task_object():
     result = unisono.train(LinearTask(LinearTask.Config(features=5)), typed(rows=9))
-    assert resolve.read(result.folder / "config.yaml").task.model_dump() == {"rows": 9, "features": 5}
+    assert foreign_run.read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 5}
 
 
 def test_a_configuration_that_was_loaded_can_be_trained():
@@ -257,7 +256,7 @@ def test_the_only_process_of_a_launcher_is_a_single_process(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     result = unisono.train(LinearTask, {**SHORT, "layout.world_size": 3})
-    layout = resolve.read(result.folder / "config.yaml").layout
+    layout = foreign_run.read_run(result.folder, trust=True).layout
     assert (result.step, layout.strategy, layout.world_size) == (3, "single", 1)
 
 

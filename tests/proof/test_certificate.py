@@ -373,7 +373,7 @@ def test_the_refusal_of_one_rank_is_that_of_all(monkeypatch: pytest.MonkeyPatch)
         def gather(self, value: Any, what: str) -> list[Any]:
             return [value, "scale.py has changed"]
 
-    monkeypatch.setattr(train.worker, "part", lambda: None)
+    monkeypatch.setattr(train.rank_process, "part", lambda: None)
     for place in (Place(0, 2), Place(1, 2)):
         with pytest.raises(RunError, match=r"^rank 1: scale\.py has changed$"):
             train._allowed_everywhere(configured(), place, Two(), lambda *_: None)  # type: ignore[arg-type]

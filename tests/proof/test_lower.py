@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.proof.recording.lower_precision import Lower
+from unisono.proof.recording.lower_precision import LowerPrecision
 
 
 class Lowered(nn.Module):
@@ -21,16 +25,27 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), Lowered(), nn.Linear(4, 1)).double()
 
 
+@contextmanager
+def observed(*arguments: Any, perturbing: bool) -> Iterator[LowerPrecision]:
+    """What is found in the passes of a step."""
+    found = LowerPrecision(*arguments, perturbing=perturbing)
+    assert found.part("forward") is None
+    passes = found.part("passes")
+    assert passes is not None
+    with passes:
+        yield found
+
+
 def test_the_module_is_named() -> None:
     net = model()
-    with Lower(net, "fp64", 0, perturbing=False) as found:
+    with observed(net, "fp64", 0, perturbing=False) as found:
         net(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
     assert found.found == {"1": "float32"}
 
 
 def test_in_fp32_there_is_nothing_lower_about_float32() -> None:
     net = nn.Linear(3, 1)
-    with Lower(net, "fp32", 0, perturbing=False) as found:
+    with observed(net, "fp32", 0, perturbing=False) as found:
         net(torch.ones(2, 3))
         assert found.found == {}
         net(torch.ones(2, 3)).half()
@@ -40,12 +55,12 @@ def test_in_fp32_there_is_nothing_lower_about_float32() -> None:
 def test_only_what_is_lower_is_changed_and_only_in_its_last_bit() -> None:
     net, x = model(), torch.ones(2, 3, dtype=torch.float64)
     plain = net(x)
-    with Lower(net, "fp64", 0, perturbing=True):
+    with observed(net, "fp64", 0, perturbing=True):
         changed = net(x)
     size = float((changed - plain).detach().norm() / plain.detach().norm())
     assert 1e-9 < size < 1e-6
     net[1] = nn.Identity()
-    with Lower(net, "fp64", 0, perturbing=True):
+    with observed(net, "fp64", 0, perturbing=True):
         assert torch.equal(net(x), net(x))
 
 
@@ -55,6 +70,6 @@ def test_attention_by_a_fused_kernel_is_seen() -> None:
         (torch.nn.attention.SDPBackend.FLASH_ATTENTION, True),
         (torch.nn.attention.SDPBackend.MATH, False),
     ):
-        with torch.nn.attention.sdpa_kernel(backend), Lower(nn.Identity(), "fp64", 0, perturbing=False) as found:
+        with torch.nn.attention.sdpa_kernel(backend), observed(nn.Identity(), "fp64", 0, perturbing=False) as found:
             F.scaled_dot_product_attention(q, q, q)
         assert found.attention == expected

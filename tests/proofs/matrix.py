@@ -89,7 +89,8 @@ def run(folder: Path, cases: list[Case] = CASES, timeout: float = 900) -> dict[C
         timeout: seconds for all runs of one world size.
     """
     made: dict[tuple[str, float], Task] = {
-        (model, dropout): _task(model, dropout, folder) for model in MODELS for dropout in DROPOUTS
+        (model, dropout): _task(model, dropout, folder)
+        for model, dropout in dict.fromkeys((case.model, case.dropout) for case in cases)
     }
     results: dict[Case, Trace] = {}
     for world in (1, 2, 4):

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests import processes
-from tests.runs import ADAMW, Recording, Trace, configuration, distance, trace
+from tests.runs import ADAMW, Trace, configuration, distance, engine_of, parameters, trace
 from tests.tasks import TransformerTask
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
@@ -86,18 +86,18 @@ def given_gradients(place: Place, group: Group, config: Any) -> dict[str, np.nda
     source = task.data()
     split = Split.of(12, place.world_size, 3)
     loader = Loader(task, source, StreamPlan(Order(len(source), 0), 12, 24), split, place.rank)
-    engine = Recording(task, config, place, group, split)
+    engine = engine_of(task, config, place, group, split)
     try:
         engine.setup(next(iter(loader.steps())), {"lr": config.optim.lr})
         rng = np.random.default_rng(5)
         for step in range(5):
-            for parameter in engine._step.model.parameters():
+            for parameter in engine.view.module.parameters():
                 gradient = torch.from_numpy(rng.normal(size=tuple(parameter.shape)) * rng.choice([1e-8, 1e-3, 1.0]))
                 if isinstance(parameter, DTensor):
                     gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
                 parameter.grad = gradient
-            engine._update(step, {"lr": config.optim.lr})
-        return engine.parameters()
+            engine.train_state.update(step, {"lr": config.optim.lr})
+        return parameters(engine)
     finally:
         loader.close()
         engine.close()

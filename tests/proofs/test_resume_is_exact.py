@@ -20,8 +20,6 @@ from unisono.runtime.communicator import Group, Place
 from unisono.task import Task
 from unisono.training import loop
 
-pytestmark = pytest.mark.slow
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"strategy": "single"}),
     "ddp×2": (2, {"strategy": "ddp"}),
@@ -81,19 +79,30 @@ def events(folder: Path) -> list[dict[str, Any]]:
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
 
 
+PRECISIONS = ("fp32", "fp64")
+EVERY = [(name, precision) for name in OPTIMIZERS for precision in PRECISIONS]
+
+
+class Made:
+    """Of each layout every run without interruption, and every interrupted one, not yet resumed, once it is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._layouts = root, set[str]()
+
+    def __call__(self, layout: str, name: str, precision: str, which: str) -> Path:
+        if layout not in self._layouts:
+            self._layouts.add(layout)
+            _go(layout, [run for made in EVERY for run in self._runs(layout, *made)])
+        return self._root / f"{layout} {name} {precision} {which}"
+
+    def _runs(self, layout: str, name: str, precision: str) -> list[tuple[Any, Path, int | None]]:
+        config, folder = _config(layout, OPTIMIZERS[name], precision), self._root / f"{layout} {name} {precision}"
+        return [(config, Path(f"{folder} whole"), None), (config, Path(f"{folder} cut"), INTERRUPTED)]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every run without interruption, and every interrupted one, not yet resumed."""
-    root = tmp_path_factory.mktemp("resume")
-    for layout in LAYOUTS:
-        runs: list[tuple[Any, Path, int | None]] = []
-        for name, optim in OPTIMIZERS.items():
-            for precision in ("fp32", "fp64"):
-                config = _config(layout, optim, precision)
-                runs.append((config, root / f"{layout} {name} {precision} whole", None))
-                runs.append((config, root / f"{layout} {name} {precision} cut", INTERRUPTED))
-        _go(layout, runs)
-    return root
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("resume"))
 
 
 def _moved(interrupted: Path, to: Path) -> Path:
@@ -102,16 +111,18 @@ def _moved(interrupted: Path, to: Path) -> Path:
     return Path(shutil.copytree(interrupted, to / interrupted.name))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_layout_goes_on_bit_for_bit(folder: Path, tmp_path: Path, layout: str) -> None:
-    runs: list[tuple[Any, Path, int | None]] = []
-    for name, optim in OPTIMIZERS.items():
-        for precision in ("fp32", "fp64"):
-            cut = _moved(folder / f"{layout} {name} {precision} cut", tmp_path)
-            runs.append((_config(layout, optim, precision), cut, None))
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in ("single", "fsdp×2") else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_the_same_layout_goes_on_bit_for_bit(made: Made, tmp_path: Path, layout: str) -> None:
+    cuts = [_moved(made(layout, *each, "cut"), tmp_path) for each in EVERY]
+    runs = [
+        (_config(layout, OPTIMIZERS[name], precision), cut, None)
+        for (name, precision), cut in zip(EVERY, cuts, strict=True)
+    ]
     _go(layout, runs)
-    for _, cut, _ in runs:
-        whole = folder / cut.name.replace("cut", "whole")
+    for each, cut in zip(EVERY, cuts, strict=True):
+        whole = made(layout, *each, "whole")
         mine, reference = final(cut), final(whole)
         assert mine.keys() == reference.keys()
         for name, value in reference.items():
@@ -122,6 +133,7 @@ def test_the_same_layout_goes_on_bit_for_bit(folder: Path, tmp_path: Path, layou
     assert len({event["loss"] for event in events(whole)}) > STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -133,15 +145,13 @@ def test_the_same_layout_goes_on_bit_for_bit(folder: Path, tmp_path: Path, layou
         ("ddp×2", "fsdp×2"),
     ],
 )
-def test_another_layout_goes_on_to_the_floor(folder: Path, tmp_path: Path, before: str, after: str) -> None:
-    runs: list[tuple[Any, Path, int | None]] = []
-    for precision in ("fp32", "fp64"):
-        cut = _moved(folder / f"{before} sgd {precision} cut", tmp_path)
-        runs.append((_config(after, SGD, precision), cut, None))
-    _go(after, runs)
-    for precision, (_, moved, _) in zip(("fp32", "fp64"), runs, strict=True):
-        mine, reference = final(moved), final(folder / f"single sgd {precision} whole")
+def test_another_layout_goes_on_to_the_floor(made: Made, tmp_path: Path, before: str, after: str) -> None:
+    cuts = [_moved(made(before, "sgd", precision, "cut"), tmp_path) for precision in PRECISIONS]
+    _go(after, [(_config(after, SGD, precision), cut, None) for precision, cut in zip(PRECISIONS, cuts, strict=True)])
+    for precision, moved in zip(PRECISIONS, cuts, strict=True):
+        whole = made("single", "sgd", precision, "whole")
+        mine, reference = final(moved), final(whole)
         worst = distance(mine, reference)
         assert max(worst.values()) < {"fp64": 1e-12, "fp32": 1e-5}[precision], max(worst, key=worst.__getitem__)
-        for event, expected in zip(events(moved), events(folder / f"single sgd {precision} whole"), strict=True):
+        for event, expected in zip(events(moved), events(whole), strict=True):
             assert event == pytest.approx(expected, rel={"fp64": 1e-12, "fp32": 1e-5}[precision])

@@ -119,7 +119,7 @@ def test_the_stack_of_a_stopped_rank_is_that_of_where_it_was_stopped_and_not_of_
 def test_a_stopped_rank_is_asked_before_it_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[int, int]] = []
     heartbeat.stacks_of(tmp_path, 0).touch()
-    monkeypatch.setattr(stacks.procs, "catches", lambda pid, number: True)
+    monkeypatch.setattr(stacks.processes, "catches", lambda pid, number: True)
     monkeypatch.setattr(stacks.os, "kill", lambda pid, number: sent.append((pid, number)))
     stacks.ask(tmp_path, {0: 99}, patience=0.0, stopped=True)
     assert sent == [(99, heartbeat.STACKS), (99, signal.SIGCONT)]

@@ -18,6 +18,14 @@ def run(verb: argparse.ArgumentParser, text: str = "folder of the run") -> None:
     verb.add_argument("folder", type=Path, metavar="RUN", help=text)
 
 
+def foreign_run(verb: argparse.ArgumentParser) -> None:
+    """The verb needs the task of a run, which the run itself must not choose; see `unisono.config.foreign_run`."""
+    verb.add_argument("--task", metavar="FILE.py:CLASS", help="the task of the run, if it is one of your own")
+    verb.add_argument(
+        "--trust", action="store_true", help="import the task from where the run says it lies: runs its author's code"
+    )
+
+
 def overrides(verb: argparse.ArgumentParser, text: str) -> None:
     """The verb takes settings; after whatever else it takes without a name."""
     verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)

@@ -25,6 +25,8 @@ examples:
   unisono data reshard tokens shards=64 out=tokens64                    the same rows in other shards
   unisono data preview language position=1000 world_size=4              the next rows of a layout that need not exist
   unisono data audit runs/NAME                                          was every sample consumed exactly once?
+  unisono data scan recordings/ out=bad.jsonl                           which recordings cannot be decoded?
+  unisono data audio-cache recordings/ out=cache rate=32000 duration=5  decode them once, for many epochs
 """
 
 
@@ -42,7 +44,7 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
     def verb(name: str, run: Callable[..., int], text: str, words: str, place: str = "") -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = inner.add_parser(name, help=text, description=text)
         if place:
-            added.add_argument("folder", type=Path, metavar=place)
+            added.add_argument("folder", type=str if place == "PATH" else Path, metavar=place)
         else:
             arguments.recipe(added)
         if words:
@@ -64,7 +66,25 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
         "print the rows that a run sees from a position on, for a layout that need not exist",
         "as for train; and position=0, count=8, world_size=layout.world_size",
     )
-    verb("audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN")
+    verb(
+        "scan",
+        _scan,
+        "decode every recording, and write down the rows that cannot be decoded; interrupted, it resumes",
+        "out=bad_recordings.jsonl, audio=COLUMN, workers=auto",
+        "PATH",
+    )
+    verb(
+        "audio-cache",
+        _audio_cache,
+        "decode recordings once for many epochs: features or samples in memory-mapped arrays",
+        "out=DIR, kind=features|samples, rate=32000, duration=5, windows=first|centre|all, leave_out=FILE, "
+        "num_mel_bins=128, frames=, mean=0, std=1, method=sinc_hann, dtype=float32, on_error=stop|mask, workers=auto",
+        "PATH",
+    )
+    audit = verb(
+        "audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN"
+    )
+    arguments.foreign_run(audit)
 
 
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
@@ -142,9 +162,50 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.audit import audit
 
-    report = audit(parsed.folder)
+    report = audit(parsed.folder, task=parsed.task, trust=parsed.trust)
     print(report)
     return 0 if report.passed else 1
+
+
+def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.config.schema.data_verb import Scan
+    from unisono.data.recordings import open_recordings
+    from unisono.data.recordings.scan import scan
+
+    own = arguments.only(parsed, Scan)
+    source = open_recordings(parsed.folder, audio=own.audio, key="PATH")
+    with _progress(own.out, len(source), "bad") as told:
+        found = scan(source, own.out, workers=None if own.workers == "auto" else own.workers, told=told)
+    for row, reason in list(found.bad.items())[:10]:
+        print(f"row {row}: {reason}")
+    if len(found.bad) > 10:
+        print(f"… and {len(found.bad) - 10} more")
+    print(
+        f"{found.rows} recordings, {len(found.bad)} cannot be decoded; {found.path} has them, for leave_out={found.path}"
+    )
+    return 1 if found.bad else 0
+
+
+def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+    from unisono.audio import Fbank, Pipeline
+    from unisono.config.schema.data_verb import AudioCache
+    from unisono.data.recordings import open_recordings
+    from unisono.data.recordings.decoded_cache import make_cache
+    from unisono.runtime.communicator import cores
+
+    own = arguments.only(parsed, AudioCache)
+    source = open_recordings(parsed.folder, audio=own.audio, leave_out=own.leave_out, key="PATH")
+    features = Fbank(own.num_mel_bins, window_type=own.window_type) if own.kind == "features" else None
+    pipeline = Pipeline(own.rate, own.duration, features, own.frames, mean=own.mean, std=own.std, method=own.method)
+    with _progress(own.out, len(source), "left out") as told:
+        made = make_cache(
+            source, pipeline, own.out, windows=own.windows, dtype=own.dtype, on_error=own.on_error,
+            workers=cores() if own.workers == "auto" else own.workers, told=told,
+        )  # fmt: skip
+    print(
+        f"{own.out}: {len(made)} rows of {tuple(made[0]['values'].shape)} {own.dtype}, {len(made.about['left_out'])} left out"
+    )
+    return 0
 
 
 def _plan(folder: Path) -> list[int]:
@@ -166,7 +227,7 @@ def _tell(made: Shards) -> None:
 
 
 @contextmanager
-def _progress(folder: Path, total: int) -> Iterator[Told]:
+def _progress(folder: Path, total: int, unit: str = "units") -> Iterator[Told]:
     """A bar on a terminal, a line for every tenth elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -187,7 +248,7 @@ def _progress(folder: Path, total: int) -> Iterator[Told]:
 
             def told(more: int, units: int) -> None:
                 counts[0], counts[1] = counts[0] + more, counts[1] + units
-                rate = f"{short(counts[0])} of {short(total)} records, {short(counts[1])} units"
+                rate = f"{short(counts[0])} of {short(total)} records, {short(counts[1])} {unit}"
                 bar.update(job, completed=counts[0], rate=rate)
 
             yield told
@@ -197,6 +258,6 @@ def _progress(folder: Path, total: int) -> Iterator[Told]:
         before = 10 * counts[0] // total
         counts[0], counts[1] = counts[0] + more, counts[1] + units
         if 10 * counts[0] // total > before:
-            console.print(f"{folder}: {counts[0]} of {total} records, {short(counts[1])} units", markup=False)
+            console.print(f"{folder}: {counts[0]} of {total} records, {short(counts[1])} {unit}", markup=False)
 
     yield line

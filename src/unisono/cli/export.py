@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXPORT = "write a checkpoint's weights for transformers, PEFT, or as plain safetensors"
 IMPORT = "take the tensors out of foreign files: .pt and .bin without running them, safetensors after a check"
@@ -16,6 +19,7 @@ def add(verbs: Any) -> None:
     """Put the verbs among the others."""
     verb = verbs.add_parser("export", help=EXPORT, description=EXPORT)
     arguments.run(verb)
+    arguments.foreign_run(verb)
     arguments.overrides(
         verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
@@ -32,7 +36,11 @@ def _export(parsed: argparse.Namespace) -> int:
     from unisono.launch.load import load_model
 
     words = arguments.only(parsed, Export)
-    made = export(parsed.folder, words, lambda folder, ema, step: load_model(folder, ema=ema, step=step))
+
+    def merged(folder: Path, ema: bool, step: int) -> nn.Module:
+        return load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
+
+    made = export(parsed.folder, words, merged)
     print(
         f"{made.folder}: {made.told}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"

@@ -161,6 +161,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     arguments.run(verb)
     verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: the last but one)")
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
+    arguments.foreign_run(verb)
     verb.set_defaults(run=_replay)
     text = "explain from a run's files how it ended, what is saved and what to do"
     verb = verbs.add_parser("diagnose", help=text, description=text)
@@ -168,6 +169,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     verb.set_defaults(run=_diagnose)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
     arguments.run(verb)
+    arguments.foreign_run(verb)
     verb.set_defaults(run=_evaluate)
     for name, text in (
         ("stop", "end a run after its next step, saved; the same command goes on with it"),
@@ -352,7 +354,7 @@ def _diagnose(parsed: argparse.Namespace) -> int:
 def _replay(parsed: argparse.Namespace) -> int:
     from unisono.launch.replay import replay
 
-    replayed = replay(parsed.folder, parsed.first, parsed.last)
+    replayed = replay(parsed.folder, parsed.first, parsed.last, task=parsed.task, trust=parsed.trust)
     print("\n".join(replayed.lines(parsed.folder)))
     return int(not replayed.same)
 
@@ -360,7 +362,7 @@ def _replay(parsed: argparse.Namespace) -> int:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from unisono.launch.load import evaluate
 
-    for name, value in evaluate(parsed.folder).items():
+    for name, value in evaluate(parsed.folder, task=parsed.task, trust=parsed.trust).items():
         print(f"{name}: {value:.6f}")
     return 0
 

@@ -7,10 +7,13 @@ meant. A recipe lists its verbs in its `RECIPE`, a user's file in `VERBS = {"lis
 are the words: those without a default in their order, the others as `key=value`, each of the type that it is annotated
 with. A parameter called `run` is given the opened run; then `key=value` words that are none of the function's replace
 settings of the run. What a function returns or yields is printed, line by line.
+
+`--task FILE.py:CLASS` and `--trust` say which code a run may import, as for the core's verbs on runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import typing
@@ -18,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.cli import arguments
 from unisono.runtime.errors import ConfigError, nearest
 
 DEFAULTS = {"predict": ("unisono.launch.predict:predict", "predict rows by a trained model, as a table")}
@@ -51,28 +55,35 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
     Raises:
         ConfigError: for an unknown verb, or words that do not fit it.
     """
-    verb, *words = argv
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    arguments.foreign_run(parser)
+    parsed, words = parser.parse_known_args(argv[1:])
+    verb = argv[0]
     asked = [word for word in words if word not in _HELP]
     if not asked:
         print("\n\n".join(f"{_help(verb, 'RUN', found)}\n\nfor: {name}" for name, found in _all(verb, core)))
         if len(asked) < len(words):
             return 0
         raise ConfigError(f"unisono {verb} needs to know of what: unisono {verb} RUN")
-    reference = _reference(asked[0])
+    reference = _reference(asked[0], parsed.task, parsed.trust)
     function = _find(verb, reference, core)
     if len(asked) < len(words):
         print(_help(verb, asked[0], function))
         return 0
-    _print(_call(verb, function, asked[0], asked[1:]))
+    _print(_call(verb, function, asked[0], asked[1:], reference))
     return 0
 
 
-def _reference(target: str) -> str:
-    """The task that a command is about: that of a run, or the one that it names."""
-    from unisono.config import recipes, safe_yaml
+def _reference(target: str, task: str | None, trust: bool) -> str:
+    """The task that a command is about: that of a run, if it may be imported, or the one that it names."""
+    from unisono.config import foreign_run, recipes
 
-    if (Path(target) / "config.yaml").is_file():
-        return str(safe_yaml.read(Path(target) / "config.yaml").get("recipe"))
+    if (Path(target) / foreign_run.NAME).is_file():
+        return foreign_run.task_of(Path(target), task, trust=trust)
+    if task is not None or trust:
+        raise ConfigError(
+            f"{target} is not a run (no {target}/{foreign_run.NAME}); --task and --trust are about a run's task"
+        )
     if ":" in target or target in recipes.names():
         return target
     raise ConfigError(f"{target} is neither a run (no {target}/config.yaml) nor a task; {recipes.suggestion(target)}")
@@ -134,8 +145,8 @@ def _imported(reference: str) -> Callable[..., Any]:
     return function
 
 
-def _call(verb: str, function: Callable[..., Any], target: str, words: list[str]) -> Any:
-    """Call a function with the words of a command."""
+def _call(verb: str, function: Callable[..., Any], target: str, words: list[str], reference: str) -> Any:
+    """Call a function with the words of a command, and with its run, whose task is that of the reference."""
     from unisono.launch.run import open_run
 
     parameters = dict(inspect.signature(function).parameters)
@@ -158,7 +169,7 @@ def _call(verb: str, function: Callable[..., Any], target: str, words: list[str]
     values = {name: _value(function, name, parameters[name], text) for name, text in given.items()}
     if has_run and not Path(target).is_dir():
         raise ConfigError(f"{verb} is about a run: {_usage(verb, 'RUN', function)}")
-    return function(**({"run": open_run(target, overrides)} if has_run else {}), **values)
+    return function(**({"run": open_run(target, overrides, task=reference)} if has_run else {}), **values)
 
 
 def _value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,7 +230,8 @@ def _hydra(
                 for key in override.replaces:
                     OmegaConf.update(config, key, {}, merge=False, force_add=True)
                 OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
-            values = OmegaConf.to_container(config, resolve=True)
+            with _no_environment():
+                values = OmegaConf.to_container(config, resolve=True)
             defaults = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
             raise ConfigError(_first_lines(str(error))) from error
@@ -240,6 +242,25 @@ def _hydra(
             files.append((path, default.package or ""))
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}, files
+
+
+@contextmanager
+def _no_environment() -> Iterator[None]:
+    """Refuse references to variables of the environment: their values would be written into the files of the run."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def refuse(name: str, *_: Any) -> None:
+        raise ValueError(
+            f"${{oc.env:{name}}}: a configuration is written into files, so it reads no variables of the environment; "
+            'write key="$VARIABLE" in the command, or let the task read a secret from os.environ where it needs it'
+        )
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _literal(value: Any) -> Any:
@@ -302,7 +323,7 @@ def _written(path: Path) -> Iterator[tuple[str, int]]:
         elif prefix:
             yield prefix, node.start_mark.line + 1
 
-    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    node = yaml.compose(safe_yaml.check(path), Loader=yaml.SafeLoader)
     if node is not None:
         yield from walk(node, "")
 

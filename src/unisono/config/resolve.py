@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unisono.config import compose as compose_
-from unisono.config import fingerprint, recipes, safe_yaml, secrets
+from unisono.config import recipes, safe_yaml, secrets
 from unisono.config.compose import Composed, compose
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
@@ -36,21 +36,22 @@ def load(recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     return validate(composed), composed
 
 
-def read(path: Path, moved: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run, from its `config.yaml`.
+def read(path: Path, task: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run, from its `config.yaml`, for a task that the caller names.
+
+    What the file itself names as its task is never imported: a file of a run may come from anywhere. Whoever has no
+    task to name asks `unisono.config.foreign_run`.
 
     Args:
         path: of the file.
-        moved: how the same task is called now, where its file may have been moved since.
+        task: reference of the task whose settings these are.
         overrides: settings that replace those of the run. Where one chooses another `kind` of a group, what the run has
             stays as far as that kind has it.
 
     Raises:
         ConfigError: where the file is missing or is not a configuration.
     """
-    values = safe_yaml.read(path)
-    if moved is not None and fingerprint.task(str(values.get("recipe"))) == fingerprint.task(moved):
-        values["recipe"] = moved
+    values = {**safe_yaml.read(path), "recipe": task}
     composed = Composed(values, {name: str(path) for name in values})
     return validate(_changed(composed, overrides) if overrides else composed)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError
 
 BYTES = 1 << 20
@@ -15,35 +16,53 @@ DEPTH = 64
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The values of a configuration in a file, which may come from anywhere.
+    """The values of a configuration in a file of a run, which may come from anywhere.
 
     Raises:
-        ConfigError: where the file is missing, is refused by `check`, or does not hold keys and values.
+        ConfigError: where the file is missing, is a link, is refused by `check`, or does not hold keys and values.
     """
     try:
-        check(path)
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+        text = safe_paths.read_text(path.parent, path.name, BYTES)
+        _check(text, path)
+        values = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read as a configuration: {why}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a configuration: it holds a {type(values).__name__}, not keys and values")
     return values
 
 
-def check(path: Path) -> None:
-    """Refuse a file that would be enormous or endless in memory; what is no YAML at all is left to whoever reads it.
+def check(path: Path) -> str:
+    """The text of a file of the user's own, unless it would be enormous or endless in memory.
 
-    An alias costs a few bytes and stands for all that it names, and aliases of aliases grow as powers do; a reader that
-    writes them out never ends.
+    What is no YAML at all is left to whoever reads it.
 
     Raises:
         ConfigError: naming the file.
     """
-    if (size := path.stat().st_size) > BYTES:
-        raise ConfigError(f"{path} has {size} bytes, a configuration at most {BYTES}; data belong into other files")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError):
+        with safe_paths.open_regular(path) as file:
+            text = safe_paths.bounded(file, str(path), BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a configuration: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    _check(text, path)
+    return text
+
+
+def _check(text: str, path: Path) -> None:
+    """Refuse a text whose values would be too many or too deep.
+
+    An alias costs a few bytes and stands for all that it names, and aliases of aliases grow as powers do; a reader that
+    writes them out never ends.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
         return
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {DEPTH} deep") from None

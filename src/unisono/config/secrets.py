@@ -18,22 +18,26 @@ MASK = "[hidden]"
 
 # The last words of a name that plainly mean a secret, and those that often mean something else (an end-of-text token).
 _PLAIN = (
-    r"passw(or)?d|passphrase|secret|secrets|api_?key|(secret|private|signing|encryption|account)_?key|access_?key"
-    r"|credentials?|connection_?string|(access|api|auth|bearer|hf|hub|github|gitlab|oauth|refresh|session|wandb|write)"
-    r"[_-]?token"
+    r"\w*passw(or)?d|\w*passphrase|(db|user|login|smtp|pg|mysql|redis)_?pass|secret|secrets|jwt|authorization|cookie"
+    r"|(access|account|anthropic|api|azure|aws|encryption|gcp|master|openai|private|secret|shared|signing|ssh|ssl|storage"
+    r"|subscription|tls|wandb)[_-]?key|credentials?|connection_?string"
+    r"|(access|api|auth|bearer|hf|hub|github|gitlab|id|jwt|oauth|refresh|sas|session|wandb|write)[_-]?token"
 )
 _PLAIN_NAME = re.compile(rf"(^|[._-])({_PLAIN})$", re.IGNORECASE)
-_VARIABLE = re.compile(rf"(^|_)({_PLAIN}|token|key_id|pat)$", re.IGNORECASE)
+_VARIABLE = re.compile(rf"(^|_)({_PLAIN}|auth|dsn|key|key_id|pass|pat|token)$", re.IGNORECASE)
 
 _LOOKS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|wandb_v\d_[A-Za-z0-9_]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"|glpat-[\w-]{20,}|sk-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )
+_HEADER = re.compile(
+    r"(?i)(?<=\b)((?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)?\s*)[^\s'\",}]+"
+)
 # user:password@ in any URL, and anything@ in one of the web; ssh://git@host holds no secret
 _IN_URL = re.compile(r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/@?#'\"]*:))[^\s/@?#'\"]+@(?=[^\s@])")
 _IN_QUERY = re.compile(
-    r"(?i)(?<=[?&])((?:[\w-]*(?:token|password|secret|signature|api_?key|access_?key|credential))|sig)=[^&\s#'\"]+"
+    r"(?i)(?<=[?&])((?:[\w-]*(?:token|password|secret|signature|api_?key|access_?key|credential))|sig|sas)=[^&\s#'\"]+"
 )
 _SHORT = 12  # characters; a shorter value of a variable stands in other texts by chance
 
@@ -68,7 +72,7 @@ def mask(text: str) -> str:
         return text
     for value in _of_environment():
         text = text.replace(value, MASK)
-    text = _IN_QUERY.sub(rf"\1={MASK}", _IN_URL.sub(f"{MASK}@", text))
+    text = _HEADER.sub(rf"\1{MASK}", _IN_QUERY.sub(rf"\1={MASK}", _IN_URL.sub(f"{MASK}@", text)))
     return _LOOKS.sub(MASK, text)
 
 
@@ -101,7 +105,7 @@ def _why(key: str, value: Any) -> str | None:
         return "is the name of a secret"
     if _IN_URL.search(text) or _IN_QUERY.search(text):
         return "is a URL with a password or key in it"
-    if _LOOKS.search(text):
+    if _LOOKS.search(text) or _HEADER.search(text):
         return "looks like an access token"
     if any(secret in text for secret in _of_environment()):
         return "holds the value of a secret variable of the environment"

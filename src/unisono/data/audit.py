@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from unisono.config import resolve
+from unisono.config import foreign_run, resolve
 from unisono.data import ledger
 from unisono.data.ledger import Line, Start
 from unisono.data.loading import checksum
 from unisono.data.loading.batch_builder import Maker
 from unisono.data.order.plan import Plan, Taken
 from unisono.data.order.planning import plan_of, source_of
-from unisono.runtime.errors import RunError, UnisonoError, ranges
+from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, ranges
 from unisono.runtime.rng import key
 from unisono.task import Source, Task
 
+_AT_ONCE = 64  # samples that are collated together
 _SHOWN = 20  # faults that are listed
 
 
@@ -72,14 +74,17 @@ class Report:
         return "\n".join([*lines, f"{'PASS' if self.passed else 'FAIL'}: {told}"])
 
 
-def audit(folder: Path, remake: int = 2) -> Report:
+def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None, trust: bool = False) -> Report:
     """Audit a run.
 
     Args:
         folder: of the run.
         remake: how many of its steps are made anew, to compare what they hold.
+        task: of the run, as `unisono.config.foreign_run.read_run` takes it.
+        trust: import the task that the run names, wherever it lies.
 
     Raises:
+        TrustError: if the run names a task that nobody has vouched for.
         RunError: if the folder holds no run, or no ledger.
     """
     if not (folder / "config.yaml").is_file():
@@ -87,15 +92,15 @@ def audit(folder: Path, remake: int = 2) -> Report:
     files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
     if not files:
         raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
-    config = resolve.read(folder / "config.yaml")
-    task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
-    source = source_of(task, config)
-    plan = plan_of(task, source, config, world_size=1)  # of any number of processes: the order is the same
+    config = foreign_run.read_run(folder, task, trust=trust)
+    made_task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    source = source_of(made_task, config)
+    plan = plan_of(made_task, source, config, world_size=1)  # of any number of processes: the order is the same
     report = Report(folder)
     starts = gather(files, report)
     made = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
     counted = check(starts, plan, max(made, default=0), report)
-    anew(counted, plan, task, source, remake, report)
+    anew(counted, plan, made_task, source, remake, report)
     return report
 
 
@@ -182,6 +187,8 @@ def anew(
     for step in chosen:
         try:
             good, pieces, _ = maker.pieces(plan.taken(step, range(plan.rows(step))))
+            if plan.capacity is None:
+                good, pieces = _usable(task, good, pieces)
         except UnisonoError as error:
             report.faults.append(f"step {step} cannot be made anew: {error}")
             continue
@@ -193,6 +200,17 @@ def anew(
             )
         else:
             report.remade += 1
+
+
+def _usable(task: Task, taken: Taken, pieces: list[Any]) -> tuple[Taken, list[Any]]:
+    """Samples without those that only `collate` finds it cannot use."""
+    good = np.ones(len(pieces), dtype=bool)
+    for first in range(0, len(pieces), _AT_ONCE):
+        try:
+            task.collate(pieces[first : first + _AT_ONCE])
+        except BadSamplesError as error:
+            good[[first + number for number in error.reasons]] = False
+    return taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
 
 
 def _end(start: Start, rank: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from unisono.audio import native_core
 from unisono.config import environment
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
@@ -49,6 +50,7 @@ class Facts:
         device_memory: free part of the memory of each, 0 to 1.
         driver_devices: accelerators that a driver offers, whether torch sees them or not.
         compiler: whether there is a C++ compiler.
+        audio_core: what the native core of `unisono.audio` runs; empty where it was not built.
         clock_behind: seconds by which the clock is behind what it must have shown once.
         directory: where runs will lie.
         writable: whether it can be written to; empty if so, else why not.
@@ -73,6 +75,7 @@ class Facts:
     device_memory: tuple[float, ...] | None = None
     driver_devices: int | None = None
     compiler: bool = True
+    audio_core: str = "baseline"
     clock_behind: float = 0.0
     directory: str = "."
     writable: str = ""
@@ -108,6 +111,7 @@ def gather(directory: Path) -> Facts:
         device_memory=_device_memory(kind, count),
         driver_devices=_driver_devices(),
         compiler=any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+        audio_core=next(iter(native_core.instruction_sets()), ""),
         clock_behind=max(0.0, Path(sys.modules[__name__].__file__ or ".").stat().st_mtime - time.time()),
         directory=str(directory),
         writable=_why_not(existing),

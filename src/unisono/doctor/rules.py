@@ -117,6 +117,12 @@ CONDITIONS = (
         "install g++: layout.compile=true needs it",
     ),
     Condition(
+        "audio core", "WARNING",
+        lambda facts: None if facts.audio_core else "the native core of unisono.audio was not built: recordings are decoded "
+        "by NumPy's path, at a third of the speed, and in worker processes",
+        "install g++ and the Python headers, then install unisono again; or take its wheel",
+    ),
+    Condition(
         "clock", "WARNING",
         lambda facts: f"the clock is {facts.clock_behind:.0f} s behind the time at which unisono was installed"
         if facts.clock_behind > 60 else None,

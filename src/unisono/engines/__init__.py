@@ -1,1 +1,15 @@
-"""Engines compute: one protocol, one package per framework."""
+"""How a step is computed: the protocol that the loop knows, the rules that all engines share, and an engine a room."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unisono.engines.protocol import Engine, Job
+
+
+def create_engine(job: Job) -> Engine:
+    """The engine that the layout names, which is that of the task's framework."""
+    engine: Engine = import_module(f"unisono.engines.{job.config.layout.engine}.engine").create(job)
+    return engine

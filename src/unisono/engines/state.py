@@ -1,6 +1,6 @@
 """Pieces of named arrays: what an engine hands over to be saved, and how it asks for it back.
 
-Engines know tensors and meshes, checkpoints know files; between them stand only names, global shapes and offsets, so a
+Engines know arrays and meshes, checkpoints know files; between them stand only names, global shapes and offsets, so a
 checkpoint of one layout can be read by any other.
 """
 
@@ -18,7 +18,8 @@ class Shard:
         name: unique in the state, e.g. `model/layers.0.mlp.weight` or `optimizer/layers.0.mlp.weight/exp_avg`.
         shape: of the whole array.
         offset: of this piece in it, one number per axis.
-        data: the piece itself, a tensor on whatever device; it may be what is trained, and change with the next step.
+        data: the piece itself, a torch tensor on whatever device (an engine of another framework hands over CPU tensors);
+            it may be what is trained, and change with the next step.
         finite: whether numbers in it that are not finite are a fault, as in parameters; a buffer may hold them.
     """
 
@@ -35,16 +36,12 @@ class Reader(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape of every saved array by name."""
-        ...
 
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
-        ...
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         """The piece of an array that begins at `offset`, as a CPU tensor of its saved dtype."""
-        ...
 
     def fill(self, name: str, offset: tuple[int, ...], into: Any) -> None:
         """Read the piece of a tensor's shape that begins at `offset` into it, whatever its device and dtype."""
-        ...

@@ -139,6 +139,15 @@ class Job:
         """Wait until a step was recorded."""
         wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
 
+    def held(self, seconds: float = 180.0) -> list[int]:
+        """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); the ranks."""
+        wait_for((self.folder / task.MARK).exists, seconds, f"a rank that is held in {self.folder}")
+        return self.workers(2)
+
+    def release(self) -> None:
+        """Let a rank that is held resume."""
+        (self.folder / task.RELEASED).touch()
+
     def finish(self, seconds: float = 180.0) -> Done:
         """Wait for its end; what is still there ten seconds after it is an orphan."""
         try:

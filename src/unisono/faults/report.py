@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import platform
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
+from unisono.faults import scenarios
 from unisono.faults.matrix import FAULTS, Fault, Outcome, ground
 from unisono.runtime.communicator import cores
 from unisono.runtime.errors import ConfigError, nearest
@@ -30,8 +32,8 @@ Told = Callable[[Fault, Outcome], None]
 
 def known() -> dict[str, Fault]:
     """All faults by key, in the order of the list."""
-    for module in ("death", "hangs", "kills", "storage", "numbers", "setup", "network", "rows", "security"):
-        importlib.import_module(f"unisono.faults.{module}")
+    for module in pkgutil.iter_modules(scenarios.__path__):
+        importlib.import_module(f"{scenarios.__name__}.{module.name}")
     return dict(sorted(FAULTS.items(), key=lambda pair: _place(pair[0])))
 
 

@@ -31,6 +31,7 @@ from unisono.task import Context, Loss, SampleContext, Task
 
 VARIABLE = "UNISONO_MISBEHAVE"
 MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
+RELEASED = Path("released")  # in the working folder: a process that is held resumes
 FOREVER = 3600.0
 ANY = -1
 
@@ -40,10 +41,10 @@ class Fault:
     """What is to go wrong, where and when.
 
     Attributes:
-        act: `kill`, `stop`, `sleep`, `gil`, `raise`, `eat`, `exit`, `slow`, `pause`, `eio` (once), `away` (the
-            same from then on, for checkpoints), or one of the task's own; `nan`, and a record that cannot be made a
-            sample, are there as often as they are looked at: what finds rows computes them again, and what measures how
-            long samples take makes some first.
+        act: `kill`, `stop`, `sleep`, `hold` (until it is released), `gil`, `raise`, `eat` (once it is released),
+            `exit`, `slow`, `pause`, `eio` (once), `away` (the same from then on, for checkpoints), or one of the task's
+            own; `nan`, and a record that cannot be made a sample, are there as often as they are looked at: what finds
+            rows computes them again, and what measures how long samples take makes some first.
         where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
             system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
         rank: of the process; -1 for whichever comes there first.
@@ -84,11 +85,14 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "sleep":
                 time.sleep(FOREVER)
+            case "hold":
+                _wait_for_release()
             case "gil":  # a call that does not let go of the interpreter, and that no signal ends
                 re.match(r"(a+)+$", "a" * 64 + "b")
             case "raise":
                 raise RuntimeError("the sky fell")
             case "eat":
+                _wait_for_release()
                 held = []
                 while True:
                     held.append(b"x" * (1 << 24))
@@ -206,6 +210,11 @@ class Small(Task):
             self.fault.mark()
             total = total * float("nan")
         return Loss({"square": total}, metrics={"bias": ((outputs - batch["y"]).sum(), len(outputs))})
+
+
+def _wait_for_release() -> None:
+    while not RELEASED.exists():
+        time.sleep(0.005)
 
 
 def _rank() -> int:

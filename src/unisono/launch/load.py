@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
-from unisono.config import resolve
+from unisono.config import foreign_run
 from unisono.launch.run import open_run
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import RunError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from unisono.task import Task
 
 
 def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int:
@@ -36,15 +38,15 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
         CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
     from unisono.engines.torch import lora, sharded_tensors
-    from unisono.engines.torch.ema import KIND
+    from unisono.engines.torch.numerics.ema import KIND
 
     checkpoint = commit.open_(newest(Path(folder), step))
     reader = checkpoint.reader()
     chosen = adapter_of(Path(folder))
     if chosen is not None:
-        lora.same_base(model, reader)
+        lora.check_same_base(model, reader)
     adapters = lora.Adapter(chosen, model, seed=0)
-    sharded_tensors.load(adapters.kept(sharded_tensors.of_model(model)), reader, kinds=("model/",))
+    sharded_tensors.load(adapters.saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
     if ema:
         averaged = {name: p for n, p in model.named_parameters() if (name := KIND + n) in reader.shapes}
         if not averaged:
@@ -54,7 +56,14 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
     return checkpoint.step
 
 
-def load_model(folder: Path | str, *, ema: bool = False, step: int | None = None) -> nn.Module:
+def load_model(
+    folder: Path | str,
+    *,
+    ema: bool = False,
+    step: int | None = None,
+    task: str | type[Task] | None = None,
+    trust: bool = False,
+) -> nn.Module:
     """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
 
     The task builds it, from the assets that it saved with the run where it can do without its data.
@@ -63,20 +72,24 @@ def load_model(folder: Path | str, *, ema: bool = False, step: int | None = None
         folder: of the run.
         ema: as for `load_weights`.
         step: as for `load_weights`.
+        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None takes the one that the run names, if
+            that is a recipe or this process has imported it already.
+        trust: import the task that the run names, wherever it lies. That runs its author's code.
 
     Raises:
+        TrustError: if the run names a task that nobody has vouched for.
         UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
     """
-    return open_run(folder).load_model(ema=ema, step=step)
+    return open_run(folder, task=task, trust=trust).load_model(ema=ema, step=step)
 
 
-def evaluate(folder: Path) -> dict[str, float]:
-    """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process."""
+def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
+    """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
     from unisono.launch import rank_process, train
     from unisono.training import loop
 
     newest(folder)
-    config = resolve.read(folder / "config.yaml")
+    config = foreign_run.read_run(folder, task, trust=trust)
     alone = {
         "world_size": 1,
         "strategy": "single",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,10 +26,10 @@ from unisono.checkpoint.core import commit
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, malloc_arenas
 from unisono.launch.cluster import OURS
-from unisono.launch.monitor_client import Watch, watching
+from unisono.launch.monitor_client import Watch, memory_folder, watching
 from unisono.launch.nodes import network
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Node, written
+from unisono.runtime.communicator import STORE, Node, written
 from unisono.runtime.errors import DesyncError, LostError, Preempted, StuckError, UnisonoError
 from unisono.supervise import collective_mismatch, preemption
 from unisono.supervise.hang_detection import death
@@ -73,7 +74,7 @@ def launch(
 
     Args:
         config: concrete.
-        folder: of the run; the processes read its `config.yaml`.
+        folder: of the run; the processes read its `config.yaml`, and are told the task.
         threads: CPU threads per process, unless the user's environment says otherwise.
         module: what each process runs, with the folder as its argument.
         node: which one this is, where there are several.
@@ -114,7 +115,7 @@ def processes(
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     ours: bool = True,
 ) -> None:
-    """Start processes that each run a module, with a folder as its argument, and wait for them.
+    """Start processes that each run a module, with a folder and `reference` as its arguments, and wait for them.
 
     Args:
         module: e.g. `unisono.launch.rank_process`.
@@ -162,6 +163,9 @@ def processes(
         variables |= {cluster.NODE: json.dumps(asdict(node)), network.GLOO: node.interface}
     if watch is not None:
         variables |= {heartbeat.VARIABLE: str(watch.directory)}
+    private = watch.directory if watch is not None else memory_folder()
+    if node is None and ours:
+        variables |= {STORE: str(private / "store")}
     logs = folder / "logs"
     first = node.rank * count if node else 0
     address = network.loopback()
@@ -180,11 +184,14 @@ def processes(
             )
             if not ours:
                 held.close()
-            elastic_launch(settings, sys.executable)("-m", module, str(folder))
+            elastic_launch(settings, sys.executable)("-m", module, str(folder), reference)
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
         raise _headline(logs, error, first, watch, node) from None
+    finally:
+        if watch is None:
+            shutil.rmtree(private, ignore_errors=True)
     if watch is not None and (untold := watch.untold()):
         raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
 

@@ -43,7 +43,7 @@ class Watch:
     """
 
     def __init__(self, config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> None:
-        self.directory = _directory()
+        self.directory = memory_folder()
         self._folder, self._ranks, self._node = folder.resolve(), list(ranks), node
         self.count = len(self._ranks)
         self._specification = _specification(config, self.directory, self._folder, ranks, node)
@@ -138,7 +138,7 @@ def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Itera
         yield
         return
     key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), identity.machine()]
-    directory = str(_directory()) if place.local_rank == 0 and sys.platform == "linux" else None
+    directory = str(memory_folder()) if place.local_rank == 0 and sys.platform == "linux" else None
     told = group.gather([key, directory], "where to tell the monitor what they are at")
     of_node = [rank for rank, (theirs, _) in enumerate(told) if theirs == key]
     here = next((told[rank][1] for rank in of_node if told[rank][1]), None)
@@ -201,8 +201,8 @@ def _environment(mine: Mapping[str, str]) -> dict[str, str]:
     return {**mine, "PYTHONPATH": os.pathsep.join([package, *paths])}
 
 
-def _directory() -> Path:
-    """A fresh folder in shared memory."""
+def memory_folder() -> Path:
+    """A fresh folder in shared memory, which this user alone may enter."""
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
     return Path(tempfile.mkdtemp(prefix="unisono-", dir=memory if usable else None))

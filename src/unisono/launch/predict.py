@@ -101,14 +101,15 @@ def table(
     joined, transfer, scores = Joined(parts), Transfer(torch.device(kind), "fp32"), _Scores(run.task)
     columns: dict[str, list[Any]] = defaultdict(list)
     for micro in _batches(run, joined, micro_batch):
-        batch = transfer.now(micro.arrays)
+        batch = transfer.to_device(micro.arrays)
         carry = protocols.initial_carry(run.task, batch)
         with torch.no_grad():
             own = context if carry is None else Context(context.step, False, scalars=scalars, carry=carry)
             outputs = run.task.outputs(model, batch, own)
             scores.add(micro, outputs, batch, own)
+            shown = _columns(run.task, outputs, micro.arrays)
         names = [joined.name(int(row)) for row in micro.rows]
-        made: dict[str, Any] = {"row": [row for _, row in names], **_columns(run.task, outputs, micro.arrays)}
+        made: dict[str, Any] = {"row": [row for _, row in names], **shown}
         if len(parts) > 1:
             made = {"source": [name for name, _ in names], **made}
         for name, values in made.items():
@@ -135,7 +136,7 @@ def _columns(task: Task, outputs: Any, arrays: Batch) -> dict[str, Any]:
     """What the task says of the rows of a micro-batch; else its outputs, and the numbers in the batch."""
     if isinstance(task, protocols.Predictive):
         return dict(task.predictions(outputs, arrays))
-    from unisono.engines.torch.transfer import leaves
+    from unisono.engines.nested import leaves
 
     rows = len(next(iter(arrays.values())))
     made = {name or "output": value for name, value in leaves(outputs)}

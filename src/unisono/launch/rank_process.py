@@ -144,10 +144,10 @@ def _code(error: BaseException) -> int:
 
 def _record(path: Path, place: Place, error: BaseException) -> None:
     """Leave a fault where the launcher looks for it: in the run's folder or, if its disk is full, in shared memory."""
-    from unisono.engines.torch.guards.oom import ran_out
+    from unisono.engines.torch.guards.oom import is_out_of_memory
 
     told = {"rank": place.rank, "kind": type(error).__name__, "text": _text(error), "code": _code(error)}
-    memory = isinstance(error, MemoryExhaustedError) or ran_out(error)
+    memory = isinstance(error, MemoryExhaustedError) or is_out_of_memory(error)
     text = json.dumps({**told, "fault": getattr(error, "fault", ""), "memory": memory, "time": time.time()})
     for folder in filter(None, (str(path.parent), os.environ.get(heartbeat.VARIABLE))):
         with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ def die_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: Path) -> NoReturn:
+def main(folder: Path, task: str) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started."""
     die_with_parent()
     cluster.across_nodes()
@@ -201,7 +201,7 @@ def main(folder: Path) -> NoReturn:
         from unisono.training import loop
 
         with logged(folder, place):
-            config = resolve.read(folder / "config.yaml")
+            config = resolve.read(folder / "config.yaml", task)
             group = join(config, place)
             loop.run(task_of(config), config, place, group, folder)
 
@@ -209,4 +209,4 @@ def main(folder: Path) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

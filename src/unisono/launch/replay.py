@@ -14,20 +14,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.checkpoint.exchange.export import newest
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint, foreign_run, resolve
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, train
 from unisono.launch.run_directory import FILES
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, ranges
+
+if TYPE_CHECKING:
+    from unisono.task import Task
 
 FOLDER = "replays"  # in the run's
 _COMPARED = ("loss", "grad_norm")  # of each step
@@ -89,15 +92,25 @@ class Replayed:
         ]
 
 
-def replay(run: Path, first: int | None = None, last: int | None = None) -> Replayed:
+def replay(
+    run: Path,
+    first: int | None = None,
+    last: int | None = None,
+    *,
+    task: str | type[Task] | None = None,
+    trust: bool = False,
+) -> Replayed:
     """Make the steps between two checkpoints of a run again, with its layout, and compare.
 
     Args:
         run: its folder.
         first: updates of the checkpoint from which to go on; 0 begins anew. None: the last but one, or 0.
         last: updates of the checkpoint to come to. None: the next one after `first`, or the newest.
+        task: of the run, as `unisono.config.foreign_run.read_run` takes it.
+        trust: import the task that the run names, wherever it lies.
 
     Raises:
+        TrustError: if the run names a task that nobody has vouched for.
         RunError: if there are no such checkpoints, or none from which a run can go on.
         CheckpointError: if one of them is damaged.
     """
@@ -105,9 +118,10 @@ def replay(run: Path, first: int | None = None, last: int | None = None) -> Repl
     if place is not None and place.world_size > 1:
         raise ConfigError(f"unisono replay starts the processes itself; give it without {place.launcher}")
     before, after = _chosen(run, first, last)
+    config = foreign_run.read_run(run, task, trust=trust)
     made = before.step if before else 0
     try:
-        folder, config = _prepared(run, before, after)
+        folder, config = _prepared(run, config, before, after)
     except OSError as error:
         raise RunError(f"{run}: no folder can be made there to make steps in: {error.strerror}") from error
     train.start(config)
@@ -148,12 +162,11 @@ def _chosen(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint 
     return before, commit.open_(end)
 
 
-def _prepared(run: Path, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:
+def _prepared(run: Path, config: RunConfig, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:
     """A run of its own that is as far as the first checkpoint, and its configuration."""
     made = before.step if before else 0
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
     folder = run / FOLDER / name
-    config = resolve.read(run / "config.yaml")
     layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was then
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),

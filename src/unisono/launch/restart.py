@@ -2,7 +2,7 @@
 
 Every attempt is a launch of its own, with an address, a store and a monitor of its own: nothing of the one before can
 be mistaken for it. What a refusal, a guard or a number that is not finite has ended would end again, and stays
-as it is; so does a run out of memory, unless it left a smaller micro-batch for its next start.
+as it is, and so does a run that is out of memory.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from unisono.checkpoint.core import commit
-from unisono.config import safe_yaml
 from unisono.config.schema.run import RunConfig
 from unisono.launch import local_processes
 from unisono.observe import events
-from unisono.runtime.errors import DeadlineError, LostError, MemoryExhaustedError, StuckError
+from unisono.runtime.errors import DeadlineError, LostError, StuckError
 from unisono.supervise import fault_injection, preemption
 
 AGAIN = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_code)
@@ -29,7 +27,6 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
     Raises:
         WorkerError: the fault of the last attempt, or one after which there is no other.
     """
-    rows = config.layout.micro_batch
     for attempt in range(config.launch.max_restarts + 1):
         try:
             with local_processes.variables_set({fault_injection.ATTEMPT: str(attempt)}):
@@ -37,19 +34,12 @@ def launch(config: RunConfig, folder: Path, threads: int) -> None:
             return
         except local_processes.WorkerError as error:
             left = config.launch.max_restarts - attempt
-            before, rows = rows, _micro_batch(folder)
-            smaller = error.exit_code == MemoryExhaustedError.exit_code and rows != before
             asked = preemption.waited() is not None  # to end: whoever did would not wait for another attempt
-            if not (error.exit_code in AGAIN or smaller) or not left or asked:
+            if error.exit_code not in AGAIN or not left or asked:
                 if attempt and error.args:
                     error.args = (f"{error}\nIt was started again {attempt} times (launch.max_restarts)",)
                 raise
             _tell(folder, attempt + 1, left - 1, error)
-
-
-def _micro_batch(folder: Path) -> Any:
-    """That of the configuration with which the processes would be started now."""
-    return safe_yaml.read(folder / "config.yaml")["layout"]["micro_batch"]
 
 
 def _tell(folder: Path, attempt: int, left: int, error: local_processes.WorkerError) -> None:

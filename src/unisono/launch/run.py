@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.exchange.export import newest
-from unisono.config import resolve
+from unisono.config import foreign_run, resolve
 from unisono.config.schema.run import RunConfig
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.task import Task
 
@@ -44,11 +44,11 @@ class Run:
         Raises:
             UnisonoError: as `unisono.load_weights`, and where the model or its base cannot be built.
         """
-        from unisono.engines.torch.init_model import built
+        from unisono.engines.torch.train_state import build_model
         from unisono.launch.load import load_weights
 
         newest(self.folder, step)
-        model = built(self.task.build, self.config.run.seed)
+        model = build_model(self.task.build, self.config.run.seed)
         load_weights(self.folder, model, ema=ema, step=step)
         return model.eval()
 
@@ -59,25 +59,29 @@ class Run:
         shown.show(self.folder, figures)
 
 
-def open_run(folder: Path | str, overrides: Sequence[str] = ()) -> Run:
+def open_run(
+    folder: Path | str, overrides: Sequence[str] = (), *, task: str | type[Task] | None = None, trust: bool = False
+) -> Run:
     """Open a run.
 
     Args:
         folder: of the run.
         overrides: settings that replace those of the run, e.g. `data.path=FILE`.
+        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None takes the one that the run names, if
+            that is a recipe or this process has imported it already.
+        trust: import the task that the run names, wherever it lies. That runs its author's code.
 
     Raises:
         RunError: for a folder that is not a run's.
+        TrustError: if the run names a task that nobody has vouched for.
         ConfigError: for an override that does not fit.
     """
     folder = Path(folder)
-    if not (folder / "config.yaml").is_file():
-        raise RunError(f"{folder} is not a run directory (no config.yaml)")
-    config = resolve.read(folder / "config.yaml", overrides=overrides)
-    task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    config = foreign_run.read_run(folder, task, overrides, trust=trust)
+    opened = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
     if (folder / ASSETS).is_dir():
-        task.load_assets(folder / ASSETS)
-    return Run(folder, config, task)
+        opened.load_assets(folder / ASSETS)
+    return Run(folder, config, opened)
 
 
 def read_asset(directory: Path, name: str) -> Any:
@@ -88,12 +92,11 @@ def read_asset(directory: Path, name: str) -> Any:
         name: of the file.
 
     Raises:
-        RunError: where it is missing or damaged.
+        RunError: where it is missing or damaged, or a link or anything else than a file of that folder.
     """
-    path = directory / name
-    if not path.is_file():
-        raise RunError(f"{directory} has no {name}: it does not hold the assets of a run of this task")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        return safe_paths.read_json(directory, name)
+    except FileNotFoundError as error:
+        raise RunError(f"{directory} has no {name}: it does not hold the assets of a run of this task") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory / name} cannot be read: {error}") from error

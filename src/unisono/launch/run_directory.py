@@ -19,7 +19,7 @@ import yaml
 
 from unisono.checkpoint.core import commit, provenance, resume
 from unisono.checkpoint.remote import restore, store_lock
-from unisono.config import environment, fingerprint, resolve, safe_yaml
+from unisono.config import environment, fingerprint, foreign_run, resolve
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import TEMPORARY, write_kept, write_whole
@@ -90,13 +90,10 @@ def check(config: RunConfig) -> RunConfig:
         there, random = newest.about, bool(newest.state["random"])
     else:  # interrupted before its first checkpoint
         random = False
-        there = {"config": fingerprint.plain(resolve.read(folder / "config.yaml", moved=config.recipe))}
+        there = {"config": foreign_run.read_values(folder / "config.yaml")}
     provenance.check_names(config, there["config"])
     old = provenance.filled(there["config"], config)
     before = old["layout"]["micro_batch"]
-    if newest is not None and not random:  # a start that ran out of memory since then has left a smaller one
-        since = resolve.read(folder / "config.yaml", moved=config.recipe).layout.micro_batch
-        before = min(before, since) if isinstance(since, int) else before
     whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
     open_ = not isinstance(config.layout.micro_batch, int)
     kept = random or config.run.resume == "exact" or (_divides(before, config) and not whole)
@@ -122,7 +119,7 @@ def _refuse_another_s_name(config: RunConfig) -> None:
     folder = path_of(config)
     if not (folder / "config.yaml").is_file() or not folds(folder):
         return
-    there = safe_yaml.read(folder / "config.yaml")["run"]["name"]
+    there = str(foreign_run.read_values(folder / "config.yaml")["run"]["name"])
     if there != config.run.name and there.casefold() == str(config.run.name).casefold():
         raise RunError(
             f"{folder} already holds the run {there!r}: this file system does not tell large letters from small ones. "
@@ -164,7 +161,7 @@ def held(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             taken = opened.enter_context(run_lock.held(folder))
             if taken.seized:  # what its last owner was writing can be finished by nobody, not even if it wakes up
-                commit._sweep(folder / "checkpoints")
+                commit.sweep(folder / "checkpoints")
         except OSError as error:
             raise _unwritable(folder, error) from error
         yield

@@ -118,7 +118,7 @@ def _start(config: RunConfig, task: Task | None, allow: Allow | None) -> Any:
     if config.launch.nodes > 1:
         return _as_a_node(config, task, allow)
     with _opened(config, task, _job(place), allow) as path:
-        config = resolve.read(path / "config.yaml")
+        config = resolve.read(path / "config.yaml", config.recipe)
         if alone:
             fault_injection.install(0)
             local_processes.forget(path)
@@ -300,7 +300,7 @@ def _as_launched(config: RunConfig, place: Place, task: Task | None, allow: Allo
             rank_process.part()
             raise RunError(told)
         path = Path(path)
-        config = resolve.read(path / "config.yaml")
+        config = resolve.read(path / "config.yaml", config.recipe)
         with rank_process.recorded(path, place), monitor_client.joined(config, path, place, group):
             result = loop.run(task or rank_process.task_of(config), config, place, group, path)
     rank_process.part()
@@ -313,7 +313,14 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
     assert launch.node_rank is not None and launch.rendezvous is not None and isinstance(config.layout.world_size, int)
     with ExitStack() as opened:
         all_nodes = opened.enter_context(
-            tcp_rendezvous.meet(launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout)
+            tcp_rendezvous.meet(
+                launch.node_rank,
+                launch.nodes,
+                launch.rendezvous,
+                launch.start_timeout,
+                launch.timeout,
+                config.run.dir,
+            )
         )
         node = agreement.agree(all_nodes, config, opened)
         if allow is not None:
@@ -335,7 +342,7 @@ def _as_a_node(config: RunConfig, task: Task, allow: Allow | None) -> Any:
         provenance.agree(all_nodes, {"the data": facts[node.rank]}, "node")
         agreement.unmark(path, node)
         here = config.layout.world_size // node.count
-        config = resolve.read(path / "config.yaml")
+        config = resolve.read(path / "config.yaml", config.recipe)
         with all_nodes.watched():
             local_processes.launch(config, path, threads_per_process(here), node=node)
     return outcome(path)

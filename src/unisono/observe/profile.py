@@ -84,7 +84,7 @@ class Profile:
             self._finish(self._steps)
 
     def _finish(self, steps: tuple[int, int]) -> None:
-        group = self._engine.group
+        group = self._engine.communicator
         path = self._folder / f"rank-{group.rank:05d}.trace.json.gz"
         self._running, self._steps = False, None
         fault, own = None, {}

@@ -61,7 +61,7 @@ def _cannot_be_used(root: Path, case: str) -> bool:
     return bool(case) and (not is_recorded(root, case) or bool(Trace(folder_of(root, case)).facts.fault))
 
 
-def main(folder: Path) -> NoReturn:
+def main(folder: Path, task: str) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started for a proof."""
     rank_process.die_with_parent()
     place = cluster.place()
@@ -70,7 +70,7 @@ def main(folder: Path) -> NoReturn:
     def work() -> None:
         from unisono.proof.recording import case_recorder
 
-        config = resolve.read(folder / "config.yaml")
+        config = resolve.read(folder / "config.yaml", task)
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         proof = Proof.model_validate(described["proof"])
         cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
@@ -88,4 +88,4 @@ def main(folder: Path) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 _PATIENCE = 10.0  # seconds for others to hear that something is over
 SHARES_PORT = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)  # on the sockets of a launcher and its rank 0 alone
+STORE = "UNISONO_STORE"  # set by our launcher on one host: the file by which its processes meet, of this user alone
 Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
 
 

@@ -42,6 +42,24 @@ class DataError(UnisonoError):
     """A file, a column or a record that cannot be read or used."""
 
 
+class BadSamplesError(DataError):
+    """Samples of a batch that cannot be used, found out when the batch is made: what `Task.collate` may raise.
+
+    With `data.on_error=mask` the batch is made again without them.
+
+    Attributes:
+        reasons: by place among the samples, a sentence.
+    """
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        more = f" (and {len(reasons) - 1} more of the batch)" if len(reasons) > 1 else ""
+        super().__init__(f"{next(iter(reasons.values()))}{more}")
+        self.reasons = reasons
+
+    def __reduce__(self) -> tuple[type[BadSamplesError], tuple[dict[int, str]]]:
+        return type(self), (self.reasons,)
+
+
 class RunError(UnisonoError):
     """A run directory that cannot be used as asked: it holds another run, or nothing to resume."""
 
@@ -95,17 +113,9 @@ class DeadlineError(UnisonoError):
 
 
 class MemoryExhaustedError(UnisonoError):
-    """A step that ran out of memory before its update.
-
-    Attributes:
-        again: whether the same step can be made with smaller micro-batches: nothing but gradients was changed.
-    """
+    """A process that ran out of memory in a step or an evaluation; the others cannot finish it without this one."""
 
     exit_code = 6
-
-    def __init__(self, text: str = "", again: bool = False) -> None:
-        super().__init__(text)
-        self.again = again
 
 
 class UploadError(UnisonoError):

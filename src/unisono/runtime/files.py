@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, those that may be read, and where what can be made again is kept."""
+"""Files that are there whole or not at all, and where what can be made again is kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from unisono.runtime.errors import CheckpointError, RecordError
+from unisono.runtime.errors import RecordError
 
 TEMPORARY = ".writing"  # how the names of files end that are not whole yet
 PICKLES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
@@ -98,28 +98,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def inside(folder: Path, name: object) -> Path:
-    """The file that an index or a manifest names, if it lies in the folder that the index or manifest lies in.
-
-    A link may lead out of it in one case: a snapshot of the Hugging Face cache, whose files are links to its blobs.
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link the link alone, as what it leads to is not ours.
 
     Raises:
-        CheckpointError: for a name that is absolute, climbs with `..`, leads out of the folder, or is no file.
+        OSError: where it cannot be removed, or not all of it.
     """
-    told = f"{folder} names the file {str(name)[:200]!r}"
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        raise CheckpointError(f"{told}, which is no name of a file; do not use what comes from there")
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise CheckpointError(f"{told}, which lies elsewhere; only files of that folder are read")
-    path, roots = folder / name, [folder.resolve()]
-    if folder.parent.name == "snapshots":
-        roots.append(folder.parent.parent.resolve() / "blobs")
-    target = path.resolve()
-    if not any(target.is_relative_to(root) for root in roots):
-        raise CheckpointError(f"{told}, a link to {target}; only files of that folder are read: copy it there")
-    if not target.is_file():
-        raise CheckpointError(f"{told}, which is {'no file' if target.exists() else 'missing'}")
-    return path
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 def of_pickles(path: Path) -> str:

@@ -14,20 +14,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import yaml
-
 from unisono.checkpoint.core import provenance, resume, retention
 from unisono.checkpoint.core.resume import Found
 from unisono.checkpoint.core.saver import Saver
 from unisono.checkpoint.remote import restore
 from unisono.checkpoint.remote.upload import Uploads, store_of
-from unisono.config import fingerprint, safe_yaml
-from unisono.config.batch_split import Split, divisors
-from unisono.config.schema.run import Layout, RunConfig
+from unisono.config import fingerprint
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
 from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.planning import facts_of, plan_of, source_of, watched
-from unisono.engines.protocol import Engine, StepResult
+from unisono.engines import create_engine
+from unisono.engines.protocol import Job, StepResult
 from unisono.evaluation.best import Best
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events, logs, trackers
@@ -38,8 +37,7 @@ from unisono.observe.run_record import Record
 from unisono.optim.schedules import Scalars
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Group, Place
-from unisono.runtime.errors import DataError, GuardError, MemoryExhaustedError, RunError, page
-from unisono.runtime.files import write_kept
+from unisono.runtime.errors import DataError, GuardError, RunError, page
 from unisono.supervise import disk_space, run_lock
 from unisono.supervise.shape_tracking import Shapes
 from unisono.supervise.step_sync import Boundary, Decision
@@ -126,7 +124,7 @@ class Training:
         self.held_out = held_out_of(task, config, place, self._split)
         self._task, self._source = task, source
         self._loader = self._load()
-        self._engine = engine_of(task, config, place, group, self._split)
+        self._engine = create_engine(Job(task, config, place, group, self._split))
         self._rows = facts_of(source)
         self._about = {**self._rows, **task.facts()}
         self._boundary = Boundary(group, folder, config.launch.preempt_deadline, run_lock.inherited(folder), writing)
@@ -160,7 +158,7 @@ class Training:
             if self._writing:
                 self._check_best()
             saver = Saver(
-                self._folder / "checkpoints", self._engine.group, self._config.checkpoint,
+                self._folder / "checkpoints", self._engine.communicator, self._config.checkpoint,
                 first=self.first, finished=self.uploads.finished, say=self.record.say, allowed=self._boundary.kept,
                 deadline=self._config.launch.deadlines.save,
             )  # fmt: skip
@@ -187,21 +185,12 @@ class Training:
         self._profile.between(self.first)
         heartbeat.step(self.first)
         watch = Stopwatch()
-        made_ready = self._batches(watch, self.first)
-        batches = engine.incoming(made_ready)
+        batches = engine.incoming(self._batches(watch, self.first))
         for step in range(self.first, until):
             with self._profile.step(), heartbeat.unchanged():
-                while True:
-                    micro_batches = next(batches)
-                    try:
-                        with heartbeat.phase("compute", self._shapes.told(micro_batches)):
-                            result = engine.step(micro_batches, step, self._scalars(step))
-                        break
-                    except MemoryExhaustedError as error:
-                        made_ready.close()
-                        self._cut_smaller(error)
-                    made_ready = self._batches(watch, step)
-                    batches = engine.incoming(made_ready)
+                micro_batches = next(batches)
+                with heartbeat.phase("compute", self._shapes.told(micro_batches)):
+                    result = engine.step(micro_batches, step, self._scalars(step))
             self._saver.check()
             if self._ledger is not None:
                 self._ledger.step(step, micro_batches)
@@ -264,7 +253,9 @@ class Training:
         while waits and decision.left > 0:
             with heartbeat.phase("save", "the last upload"):
                 seconds = max(0.0, min(1.0, decision.left))
-                waits = bool(self._engine.group.highest([int(self.uploads.waits(seconds))], "the last upload")[0])
+                waits = bool(
+                    self._engine.communicator.highest([int(self.uploads.waits(seconds))], "the last upload")[0]
+                )
             decision |= self._boundary.decide()
         self.uploads.finish(required=not decision.preempted)
         return waits
@@ -278,7 +269,7 @@ class Training:
                 disk_space.check(folder, config, size, disk_space.planned(config, self.first, self.plan.steps))
             except RunError as error:
                 told = str(error)
-        if refused := self._engine.group.gather(told, "room for the checkpoints")[0]:
+        if refused := self._engine.communicator.gather(told, "room for the checkpoints")[0]:
             raise RunError(refused)
 
     def _evaluates(self, made: int) -> bool:
@@ -289,50 +280,7 @@ class Training:
         """Whether rank 0 has told an evaluation after so many updates."""
         told = events.read(self._folder / "events.jsonl") if self._place.is_first else []
         known = any(event.get("eval") and event["step"] == made for event in told)
-        return bool(self._engine.group.gather(known, "whether the newest checkpoint was evaluated")[0])
-
-    def _cut_smaller(self, error: MemoryExhaustedError) -> None:
-        """Go on with the next smaller micro-batch after a step ran out of memory, or raise the error.
-
-        The step is made again as if it had never begun, by all processes. Where they cannot leave it together, the
-        configuration in the run's folder has the smaller one, with which a later start goes on from a checkpoint.
-        """
-        split, config = self._split, self._config
-        rows = split.passes * split.micro_batch
-        smaller = max((n for n in divisors(rows) if n < split.micro_batch), default=None)
-        if smaller is None:
-            raise error
-        if self._engine.random and "layout.micro_batch" not in config.run.allow_change:
-            raise MemoryExhaustedError(
-                f"{error}. It was not made smaller by itself: the forward pass draws random numbers or normalises rows "
-                "together, so another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it"
-            )
-        layout = config.layout.model_copy(update={"micro_batch": smaller})
-        if not error.again:
-            self._freeze(layout)
-            raise MemoryExhaustedError(
-                f"{error}. The run's config.yaml has layout.micro_batch={smaller} from now on, for a start without one"
-            )
-        self._config = config.model_copy(update={"layout": layout})
-        self._split = Split.of(split.global_batch, split.world_size, smaller)
-        self._loader.close()
-        self._loader = self._load()
-        if self.held_out is not None:
-            self.held_out.close()
-            self.held_out = held_out_of(self._task, self._config, self._place, self._split)
-        self._engine.cut(self._split)
-        if self._place.is_first:
-            self._freeze(layout)
-        log.warning(
-            "out of memory with %d rows in a micro-batch; the step is made again with %d", split.micro_batch, smaller
-        )
-
-    def _freeze(self, layout: Layout) -> None:
-        """Write another layout into the run's configuration."""
-        if self._writing:
-            frozen = self._folder / "config.yaml"
-            values = {**safe_yaml.read(frozen), "layout": layout.model_dump(mode="json")}
-            write_kept(frozen, yaml.safe_dump(values, sort_keys=False))
+        return bool(self._engine.communicator.gather(known, "whether the newest checkpoint was evaluated")[0])
 
     def _batches(self, watch: Stopwatch, first: int) -> Generator[list[MicroBatch]]:
         """The micro-batches of all steps from `first` on; waiting for them is watched, whoever asks and when."""
@@ -355,16 +303,16 @@ class Training:
     def _rows_of(self, batches: list[MicroBatch]) -> list[int]:
         """The source rows of a step, of all processes in the order of the global batch."""
         own = [row for micro in batches if not micro.idle for row in micro.rows.tolist()]
-        return [row for rows in self._engine.group.gather(own, "the rows of an update left out") for row in rows]
+        return [row for rows in self._engine.communicator.gather(own, "the rows of an update left out") for row in rows]
 
     def _open_ledger(self) -> Ledger:
-        group = self._engine.group
+        group = self._engine.communicator
         start = group.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
         return Ledger(self._folder, group.rank, group.size, self.first, start)
 
     def _where_to_go_on(self) -> Found:
         """The checkpoint to go on from, once all processes have the same data; see `unisono.checkpoint.core.resume`."""
-        group = self._engine.group
+        group = self._engine.communicator
         provenance.agree(group, {"the data": self._rows})
         self._here = provenance.of(self._config, self._rows, self._place)
         again = None if self._config.checkpoint.upload.url is None else self._again
@@ -403,17 +351,19 @@ class Training:
                 one.check_files(place.local_rank, place.local_world_size)
         except DataError as error:
             told = str(error)
-        if found := [text for text in self._engine.group.gather(told, "whether the data are what they were") if text]:
+        if found := [
+            text for text in self._engine.communicator.gather(told, "whether the data are what they were") if text
+        ]:
             raise DataError(f"{found[0]}. What was made since the newest checkpoint is not saved")
 
     def _commit(self, made: int) -> None:
-        self._engine.agree(made)  # of copies a checkpoint has one piece from this rank and one from that
+        self._engine.check_replicas(made)  # of copies a checkpoint has one piece from this rank and one from that
         mark = None
         if self._ledger is not None:
             self._ledger.flush()
             mark = self._ledger.mark()
         state = resume.state(
-            self._found, made, self.plan, self._split.own(self._place.rank), self._engine.group,
+            self._found, made, self.plan, self._split.own(self._place.rank), self._engine.communicator,
             random=self._engine.random, micro_batch=self._split.micro_batch, mark=mark, best=self.best.state(),
             trackers=trackers.ids(self._folder),
         )  # fmt: skip
@@ -480,13 +430,6 @@ def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
         more = f"`unisono prove {shlex.quote(recipe)}`, with the settings of this run, shows where it begins"
         error.args = (f"{error}\n  likely: {error.fault}\n  page: {page(error.fault)}\n  {more}",)
         raise
-
-
-def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: Split) -> Engine:
-    """The engine that the layout names."""
-    from unisono.engines.torch.engine import TorchEngine
-
-    return TorchEngine(task, config, place, group, split)
 
 
 def held_out_of(task: Task, config: RunConfig, place: Place, split: Split) -> HeldOut | None:

@@ -90,10 +90,10 @@ def test_one_row_is_a_source(tmp_path: Path, name: str) -> None:
 
 def test_a_directory_without_readable_files_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    refused(f"{tmp_path}/in", "data.path", "no documents in", ".arrow, .feather, .jsonl")
-    (tmp_path / "in" / "a.csv").write_text("a,b")
+    refused(f"{tmp_path}/in", "data.path", "no documents in", ".arrow, .csv, .feather, .jsonl")
+    (tmp_path / "in" / "a.xyz").write_text("a,b")
     (tmp_path / "in" / ".hidden.jsonl").write_text("{}")
-    said = refused(f"{tmp_path}/in", "passed over: a.csv")
+    said = refused(f"{tmp_path}/in", "passed over: a.xyz")
     assert "hidden" not in said
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import processes
-from tests.runs import Recording, configuration
+from tests.runs import FirstGradients, configuration, engine_of
 from tests.tasks import TransformerTask
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
@@ -28,29 +28,31 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class Adding(Recording):
+class Adding(FirstGradients):
     """Adds up the gradient of each pass on the side, in fp64 and in bf16."""
 
-    def _accumulate(self, *args: Any) -> Any:
+    def __init__(self, view: Any, module: torch.nn.Module, factor: float) -> None:
+        super().__init__(view)
+        self.module, self.factor = module, factor  # that the loss was multiplied by
+
+    def on_step_begin(self, step: int, batches: Any) -> None:
         self.passes = 0
         self.exact: dict[str, torch.Tensor] = {}
         self.low: dict[str, torch.Tensor] = {}
-        factor = self._place.world_size if self._layout.strategy == "ddp" else 1  # the loss was multiplied with it
-
-        def see(name: str, gradient: torch.Tensor) -> None:
-            if name in self.seen:  # every forward pass watches the same parameters once more
-                return
-            self.seen.add(name)
-            self.passes += name == "model.norm.weight"
-            for sums, dtype in ((self.exact, torch.float64), (self.low, torch.bfloat16)):
-                sums[name] = sums.get(name, torch.zeros((), dtype=dtype)) + gradient.detach().to(dtype) / factor
-
-        with gradients.watching(self._step, see):
-            return super()._accumulate(*args)
-
-    def _forward(self, *args: Any) -> Any:
         self.seen: set[str] = set()
-        return super()._forward(*args)
+
+    def part(self, name: str) -> Any:
+        if name == "forward":
+            self.seen.clear()
+        return gradients.local_gradients(self.module, self.see) if name == "passes" else None
+
+    def see(self, name: str, gradient: torch.Tensor) -> None:
+        if name in self.seen:  # every forward pass watches the same parameters once more
+            return
+        self.seen.add(name)
+        self.passes += name == "model.norm.weight"
+        for sums, dtype in ((self.exact, torch.float64), (self.low, torch.bfloat16)):
+            sums[name] = sums.get(name, torch.zeros((), dtype=dtype)) + gradient.detach().to(dtype) / self.factor
 
 
 def added(place: Place, group: Group, layouts: list[str]) -> dict[str, tuple[int, dict[str, list[np.ndarray]]]]:
@@ -62,20 +64,23 @@ def added(place: Place, group: Group, layouts: list[str]) -> dict[str, tuple[int
         config = configuration(layout=settings, train={"precision": "bf16", "steps": 1, "clip_norm": None})
         split = Split.of(12, place.world_size, 1)
         loader = Loader(task, task.data(), StreamPlan(Order(27, 0), 12, 12), split, place.rank)
-        engine = Adding(task, config, place, group, split)
+        engine = engine_of(task, config, place, group, split)
         try:
             (batches,) = loader.steps()
             engine.setup(batches, {"lr": 0.1})
+            factor = place.world_size if config.layout.strategy == "ddp" else 1
+            adding = Adding(engine.view, engine.train_state.parallel.module, factor)
+            engine.observe(adding)
             engine.step(batches, 0, {"lr": 0.1})
-            assert engine.raw is not None
+            assert adding.raw is not None
             sums = {}
-            for name, gradient in engine.raw.items():
-                exact, low = engine.exact[f"model.{name}"], engine.low[f"model.{name}"].double()
+            for name, gradient in adding.raw.items():
+                exact, low = adding.exact[f"model.{name}"], adding.low[f"model.{name}"].double()
                 if place.world_size > 1:
                     dist.all_reduce(exact)
                     dist.all_reduce(low)
                 sums[name] = [gradient, exact.numpy(), low.numpy()]
-            found[layout] = (engine.passes, sums)
+            found[layout] = (adding.passes, sums)
         finally:
             loader.close()
             engine.close()

@@ -14,7 +14,7 @@ from torch import nn
 import unisono
 from tests import processes
 from tests.engines.torch.test_engine import layout, started
-from tests.runs import configuration
+from tests.runs import configuration, parameters
 from tests.tasks import LinearTask, TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
@@ -145,7 +145,7 @@ def trained(place: Place, group: Group, config: Any) -> tuple[list[float], dict[
     engine, steps = started(place, group, TransformerTask(), config)
 
     def base() -> dict[str, int]:
-        return {n: replicas.digest(p) for n, p in engine._step.model.named_parameters() if ".lora_" not in n}
+        return {n: replicas.digest(p) for n, p in engine.view.module.named_parameters() if ".lora_" not in n}
 
     before = base()
     losses = [engine.step(batches, number, {"lr": 0.1}).loss for number, batches in enumerate(steps)]
@@ -194,7 +194,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
     )
     config = trainer_config(result.folder)
     with loop.Training(Whole(), config, Place(), Alone(), result.folder, writing=False) as training:
-        model: Any = training._engine._step.model.eval()  # type: ignore[attr-defined]
+        model: Any = training._engine.view.module.eval()  # type: ignore[attr-defined]
         with torch.no_grad():
             return result.folder, dict(model.state_dict()), model(TOKENS)
 
@@ -203,9 +203,9 @@ TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
 def trainer_config(folder: Path) -> Any:
-    from unisono.config import resolve
+    from unisono.config import foreign_run
 
-    return resolve.read(folder / "config.yaml")
+    return foreign_run.read_run(folder, trust=True)
 
 
 def arrays(folder: Path) -> ArrayReader:
@@ -271,4 +271,4 @@ def test_a_checkpoint_without_adapters_is_refused_by_a_run_that_has_them(tmp_pat
     engine, _ = processes.alone(started, TransformerTask(), configuration(adapter=LORA.model_dump()))
     with pytest.raises(CheckpointError, match="has no adapters: it was saved by a run without adapter=lora"):
         engine.load(arrays(tmp_path))
-    assert np.isfinite(engine.parameters()["norm.weight"]).all()
+    assert np.isfinite(parameters(engine)["norm.weight"]).all()

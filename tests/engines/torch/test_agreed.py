@@ -16,6 +16,7 @@ from tests.runs import SGD, Trace, configuration, distance, trace, traces
 from tests.tasks import LinearTask
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
+from unisono.engines.protocol import Job
 from unisono.engines.torch.engine import TorchEngine
 from unisono.runtime.communicator import Alone, Group, Place
 from unisono.runtime.errors import ConfigError, KernelError
@@ -155,7 +156,7 @@ def setup(place: Place, group: Group, choices: list[str]) -> Any:
     task = Choosing()
     split = Split.of(12, place.world_size, 3)
     loader = Loader(task, task.data(), StreamPlan.of(Order(ROWS, 0), 12, 2, None), split, place.rank)
-    engine = TorchEngine(task, made, place, group, split)
+    engine = TorchEngine(Job(task, made, place, group, split))
     try:
         return dict(engine.setup(next(iter(loader.steps())), {"lr": 0.1}).kernels)
     except KernelError as error:

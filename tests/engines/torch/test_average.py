@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import processes
 from tests.engines.torch.test_engine import layout, started
-from tests.runs import SGD, configuration, whole
+from tests.runs import SGD, averages, configuration, parameters, whole
 from tests.tasks import LinearTask, TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
@@ -47,7 +47,7 @@ def followed(place: Place, group: Group, config: Any) -> list[tuple[dict[str, np
     for number in range(len(steps) + 1):
         if number:
             engine.step(steps[number - 1], number - 1, {"lr": 0.1})
-        history.append((engine.parameters(), {name: whole(value) for name, value in engine._average.tensors.items()}))
+        history.append((parameters(engine), averages(engine)))
     engine.close()
     return history
 
@@ -75,13 +75,13 @@ def laid_out(place: Place, group: Group, config: Any) -> tuple[int, int, bool]:
     """Elements of the average on this process and in all, and whether it lies as the weights do."""
     engine, steps = started(place, group, TransformerTask(), config)
     engine.step(steps[0], 0, {"lr": 0.1})
-    weights = dict(engine._step.model.named_parameters())
-    own = sum(replicas.local(value).numel() for value in engine._average.tensors.values())
+    weights = dict(engine.view.module.named_parameters())
+    own = sum(replicas.local(value).numel() for value in engine.train_state.average.tensors.values())
     alike = all(
         isinstance(value, DTensor) and value.placements == weights[name].placements
-        for name, value in engine._average.tensors.items()
+        for name, value in engine.train_state.average.tensors.items()
     )
-    return own, sum(value.numel() for value in engine._average.tensors.values()), alike
+    return own, sum(value.numel() for value in engine.train_state.average.tensors.values()), alike
 
 
 def test_each_process_holds_the_average_of_its_own_shards() -> None:
@@ -106,13 +106,13 @@ def evaluated(place: Place, group: Group, config: Any, folder: Path) -> list[Any
     """What an evaluation says of the average, what one says once the weights are the average, and what was changed."""
     with trained(place, group, config, folder) as training:
         engine: Any = training._engine
-        before = {n: replicas.digest(p) for n, p in engine._step.model.named_parameters()}
-        average = {n: replicas.digest(p) for n, p in engine._average.tensors.items()}
+        before = {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
+        average = {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
         said = dict(training.evaluated)
         training.evaluate(4)
-        left = before == {n: replicas.digest(p) for n, p in engine._step.model.named_parameters()}
-        left = left and average == {n: replicas.digest(p) for n, p in engine._average.tensors.items()}
-        with engine._average.in_the_model():
+        left = before == {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
+        left = left and average == {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
+        with engine.train_state.average.swapped_in():
             put = engine.evaluate(training.held_out.batches(), 4, {"lr": 0.1}).values
         return [said, training.evaluated, put, left]
 
@@ -142,7 +142,7 @@ def test_the_configuration_says_which_weights_are_evaluated(tmp_path: Path, weig
 def test_the_weights_come_back_when_an_evaluation_fails(tmp_path: Path) -> None:
     engine, steps = processes.alone(started, TransformerTask(), configuration(ema={"decay": 0.9}))
     engine.step(steps[0], 0, {"lr": 0.1})
-    before = engine.parameters()
+    before = parameters(engine)
 
     def broken() -> Iterator[Any]:
         yield steps[0]
@@ -150,7 +150,7 @@ def test_the_weights_come_back_when_an_evaluation_fails(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="gone"):
         engine.evaluate(broken(), 1, {"lr": 0.1}, True)
-    assert all(np.array_equal(before[name], value) for name, value in engine.parameters().items())
+    assert all(np.array_equal(before[name], value) for name, value in parameters(engine).items())
 
 
 # checkpoints and guards -----------------------------------------------------------------------------------------------
@@ -171,8 +171,10 @@ def test_an_average_that_was_not_saved_begins_with_the_weights_and_says_so(
     with caplog.at_level(logging.WARNING, logger="unisono"):
         engine.load(reader)
     assert "no moving average" in caplog.text
-    weights = engine.parameters()
-    assert all(np.array_equal(whole(value), weights[name]) for name, value in engine._average.tensors.items())
+    weights = parameters(engine)
+    assert all(
+        np.array_equal(whole(value), weights[name]) for name, value in engine.train_state.average.tensors.items()
+    )
 
 
 def test_an_average_of_other_parameters_is_refused(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def drifted(place: Place, group: Group, config: Any) -> str:
     engine, steps = started(place, group, TransformerTask(), config)
     engine.step(steps[0], 0, {"lr": 0.1})
     with torch.no_grad():
-        engine._average.tensors["norm.weight"].add_(1e-6 * place.rank)
+        engine.train_state.average.tensors["norm.weight"].add_(1e-6 * place.rank)
     try:
         engine.step(steps[1], 1, {"lr": 0.1})
     except GuardError as error:

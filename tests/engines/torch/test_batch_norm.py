@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.runs import Recording, configuration, distance, whole
+from tests.runs import FirstGradients, configuration, distance, engine_of, parameters, whole
 from tests.tasks import LinearTask
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
@@ -156,17 +156,19 @@ def run(place: Place, group: Group, layouts: list[dict[str, Any]]) -> list[dict[
         source = task.data()
         plan = StreamPlan.of(Order(len(source), 0), 12, None, 1)
         split = Split.of(12, place.world_size, config.layout.micro_batch)
-        engine = Recording(task, config, place, group, split)
+        engine = engine_of(task, config, place, group, split)
         steps = list(Loader(task, source, plan, split, place.rank).steps())
         engine.setup(steps[0], {"lr": 0.05})
+        first = FirstGradients(engine.view)
+        engine.observe(first)
         results = [engine.step(batches, number, {"lr": 0.05}) for number, batches in enumerate(steps)]
         held_out = Loader(task, task.held_out(), StreamPlan.of(Order(9, 0), 12, None, 1), split, place.rank)
         evaluated = engine.evaluate(held_out.steps(), len(steps), {})
         told.append(
             {
-                "gradients": engine.raw,
-                "parameters": engine.parameters(),
-                "buffers": {name: whole(b) for name, b in engine._step.model.named_buffers()},
+                "gradients": first.raw,
+                "parameters": parameters(engine),
+                "buffers": {name: whole(b) for name, b in engine.view.module.named_buffers()},
                 "numbers": [value for r in results for value in (r.loss, r.grad_norm)] + [evaluated.loss],
                 "rows": [sum(len(m.rows) for m in batches if not m.idle) for batches in steps],
                 "random": engine.random,

@@ -163,7 +163,7 @@ def until(condition: Callable[[], bool], turns: int = 1500) -> None:
     raise AssertionError("the other process goes on waiting, long after its deadline")
 
 
-def rejoined(place: Place, group: Group, timeout: float) -> process_group.TorchGroup:
+def rejoined(place: Place, group: Group, timeout: float) -> process_group.TorchCommunicator:
     """Leave the process group and start another one with another deadline."""
     ports = group.gather(free_port(), "the new port")
     process_group.stop()
@@ -179,8 +179,8 @@ def late(wait: Callable[[], Any]) -> str:
     return "it came"
 
 
-def on_two(place: Place, group: process_group.TorchGroup, folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = {"who": (group.rank, group.size, group.place)}
+def on_two(place: Place, group: process_group.TorchCommunicator, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"who": (group.rank, group.size, group.process)}
     result["values"] = group.gather(VALUES[place.rank], "values")
     result["uneven"] = group.gather(["y" * 10 * place.rank], "lists of other lengths")
     result["nothing"] = group.gather(None, "nothing")

@@ -15,8 +15,8 @@ from tests.pairs import FEATURES, ROWS, Paired
 from tests.runs import Trace, configuration, distance, trace, traces
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
-from unisono.engines.torch.init_model import built
-from unisono.engines.torch.numerics.cross_sample import gathered
+from unisono.engines.torch.numerics.cross_sample import gather_rows
+from unisono.engines.torch.train_state import build_model
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError, NonFiniteError
@@ -45,7 +45,7 @@ def plain_gradients(task: Paired, rows: list[int]) -> dict[str, np.ndarray]:
         name: torch.from_numpy(np.stack([data[row][name] for row in rows])) for name in ("x", "number")
     }
     batch["x"] = batch["x"].double()
-    model = built(task.build, seed=0).double()
+    model = build_model(task.build, seed=0).double()
     outputs = task.outputs(model, batch, Context(0, training=True))
     everyone = None if task.cross_sample == "whole" else GlobalBatch(outputs, task.shared(batch), 0)
     if task.cross_sample == "whole":
@@ -140,7 +140,7 @@ def test_the_pass_without_gradients_updates_no_buffer() -> None:
     engine, steps = processes.alone(started, Normed(), config(micro=8))
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.01})
-    tracked = int(engine._step.model[1].num_batches_tracked)
+    tracked = int(engine.view.module[1].num_batches_tracked)
     engine.close()
     assert tracked == 2 * (2 * 2 + 1), "of two views: two passes in each of two steps, and one in the last"
 
@@ -206,8 +206,8 @@ def on_two(place: Place, group: Group, cases: list[tuple[Task, RunConfig]]) -> d
     ]
     nobody = [torch.ones(4 * (1 - place.rank), 2)]
     return {
-        "gathered": [array.tolist() for array in gathered(own, rows)],
-        "none of the second": gathered(nobody, [4, 0])[0].shape,
+        "gathered": [array.tolist() for array in gather_rows(own, rows)],
+        "none of the second": gather_rows(nobody, [4, 0])[0].shape,
         "refused": told(place, group, Ragged(Paired.Config()), config("ddp", 2)),
         "traces": traces(place, group, cases),
     }
@@ -345,7 +345,7 @@ class Drawing(Paired):
         (Twice, r"Twice, micro-batch 0: 'outputs both' has 8 rows, the micro-batch 4; .* is the row"),
         (Growing, r"Growing, micro-batch 1 returns .* and the one before .*: return the same shape for every row"),
         (Named, r"Named, micro-batch 0: 'shared name' is a list; .* and shared\(\) a dict of arrays"),
-        (Drawing, r"Drawing: the output 'error' came out otherwise in a second forward pass over the same rows"),
+        (Drawing, r"Drawing: the output 'error' differs in a second forward pass over the same rows"),
     ],
 )
 def test_what_cannot_cross_samples_is_refused_before_the_first_step(task: type[Paired], message: str) -> None:

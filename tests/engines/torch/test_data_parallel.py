@@ -165,7 +165,7 @@ def test_terms_that_depend_on_the_rows_are_refused() -> None:
 
 def test_with_one_device_the_step_is_not_wrapped() -> None:
     config = configuration(layout={"strategy": "dp"})
-    step = wrap.Step(LinearTask(), LinearTask().build())
+    step = wrap.StepModule(LinearTask(), LinearTask().build())
     assert wrap.wrap(step, config.layout, "fp32", CPU, 1, 60.0) is step
     assert data_parallel.devices_of(CPU) == []
 

@@ -223,4 +223,4 @@ def test_who_waits_for_a_rank_in_another_collective_says_so_before_the_deadline(
 def test_parameters_that_one_rank_alone_left_out_are_named(ended: dict[str, Ended]) -> None:
     found = ended["unused"]
     assert found.codes[1] == 2
-    assert "rank 1, step 3: a pass left parameters out that the first pass used (2.weight, 2.bias)" in found.told[1]
+    assert "rank 1, step 3: a pass left out parameters that the first pass used (2.weight, 2.bias)" in found.told[1]

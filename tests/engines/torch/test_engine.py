@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests import processes
-from tests.runs import Recording, configuration, distance, trace, traces, whole
+from tests.runs import configuration, distance, engine_of, parameters, trace, traces, whole
 from tests.tasks import LinearTask, TransformerTask
 from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
@@ -27,12 +27,12 @@ from unisono.task import Context, Loss, SampleContext
 STRATEGIES = ["ddp", "fsdp"]
 
 
-def started(place: Place, group: Group, task: Any, config: Any) -> tuple[Recording, Any]:
+def started(place: Place, group: Group, task: Any, config: Any) -> tuple[Any, Any]:
     """An engine that is set up, and the micro-batches of its steps."""
     source = task.data()
     plan = StreamPlan.of(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
-    engine = Recording(task, config, place, group, split)
+    engine = engine_of(task, config, place, group, split)
     steps = list(Loader(task, source, plan, split, place.rank).steps())
     engine.setup(steps[0], {"lr": 0.1})
     return engine, steps
@@ -43,14 +43,14 @@ def outcome(
 ) -> tuple[str, str, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What stops a run: the error's kind and text, and the parameters before it and after it."""
     engine, steps = started(place, group, task, config)
-    before = engine.parameters()
+    before = parameters(engine)
     try:
         for number, batches in enumerate(steps):
-            before = engine.parameters()
+            before = parameters(engine)
             engine.step(batches, number, {"lr": 0.1})
     except (NonFiniteError, GuardError) as error:
-        return type(error).__name__, str(error), before, engine.parameters()
-    return "", "", before, engine.parameters()
+        return type(error).__name__, str(error), before, parameters(engine)
+    return "", "", before, parameters(engine)
 
 
 def on(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -187,7 +187,7 @@ def test_an_update_that_changes_nothing_is_refused(monkeypatch: pytest.MonkeyPat
 def test_master_weights_stay_fp32_under_bf16_and_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(train={"global_batch": 8, "precision": "bf16"})
     engine, _ = processes.alone(started, LinearTask(), config)
-    assert {parameter.dtype for parameter in engine._step.model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in engine.view.module.parameters()} == {torch.float32}
     monkeypatch.setattr(precision, "to_master", lambda model, precision: None)
     half = type("Half", (LinearTask,), {"build": lambda self: nn.Linear(3, 1, dtype=torch.bfloat16)})
     with pytest.raises(GuardError, match=r"should be torch.float32, but these are not: weight \(torch.bfloat16\)"):
@@ -250,7 +250,7 @@ class Normalised(LinearTask):
 
 def statistics(place: Place, group: Group, config: Any) -> tuple[list[float], list[int]]:
     engine, steps = started(place, group, Normalised(), config)
-    norm = engine._step.model[0]
+    norm = engine.view.module[0]
     seen = [int(norm.num_batches_tracked)]
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.01})
@@ -310,7 +310,7 @@ def unused(place: Place, group: Group, config: Any) -> tuple[list[str], bool]:
     engine, steps = started(place, group, BranchingTask(), config)
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.01})
-    return records, engine._wrapped.find_unused_parameters
+    return records, engine.train_state.parallel.wrapped.find_unused_parameters
 
 
 def test_ddp_finds_out_about_unused_parameters_by_itself_and_names_them() -> None:
@@ -327,7 +327,7 @@ def tied(place: Place, group: Group, config: Any) -> tuple[bool, bool, list[str]
     engine, steps = started(place, group, TransformerTask(), config)
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.1})
-    model = engine._step.model
+    model = engine.view.module
     names = [shard.name for shard in engine.state() if "embedding" in shard.name or "head" in shard.name]
     return (
         model.head.weight is model.embedding.weight,

@@ -150,7 +150,7 @@ class Inner(nn.Module):
 def test_gradients_are_seen_by_name_as_backward_makes_them() -> None:
     step = Inner()
     seen: dict[str, torch.Tensor] = {}
-    with gradients.watching(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
+    with gradients.local_gradients(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
         step(torch.randn(4, 3)).backward()
     assert seen.keys() == {"model.used.weight", "model.used.bias"}
     assert all(torch.equal(seen[name], step.get_parameter(name).grad) for name in seen)
@@ -160,14 +160,14 @@ def test_what_is_seen_is_the_gradient_of_the_pass_and_not_what_was_there_before(
     step = Inner()
     seen: dict[str, torch.Tensor] = {}
     step.model.used.bias.grad = torch.full((1,), 100.0)
-    with gradients.watching(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
+    with gradients.local_gradients(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
         step(torch.zeros(1, 3)).backward()
     assert torch.equal(seen["model.used.bias"] + 100, step.model.used.bias.grad)
 
 
 def test_nobody_watches_afterwards_even_after_an_error() -> None:
     step, seen = Inner(), []
-    with pytest.raises(ZeroDivisionError), gradients.watching(step, lambda name, _: seen.append(name)):
+    with pytest.raises(ZeroDivisionError), gradients.local_gradients(step, lambda name, _: seen.append(name)):
         step(torch.ones(1, 3)).backward()
         raise ZeroDivisionError
     before = len(seen)
@@ -177,7 +177,7 @@ def test_nobody_watches_afterwards_even_after_an_error() -> None:
 
 def test_a_pass_without_gradients_is_not_watched() -> None:
     step = Inner()
-    with gradients.watching(step, lambda name, _: pytest.fail(name)), torch.no_grad():
+    with gradients.local_gradients(step, lambda name, _: pytest.fail(name)), torch.no_grad():
         step(torch.ones(1, 3))
 
 
@@ -201,8 +201,8 @@ def batch(rank: int) -> dict[str, torch.Tensor]:
 def gradients_of(step: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     """What backward is seen to make of a rank's batch."""
     seen: dict[str, torch.Tensor] = {}
-    with gradients.watching(
-        wrap.unwrapped(step), lambda name, gradient: seen.__setitem__(name, gradient.detach().clone())
+    with gradients.local_gradients(
+        getattr(step, "module", step), lambda name, gradient: seen.__setitem__(name, gradient.detach().clone())
     ):
         total, _ = step(batch(rank), Context(0, training=True), {"square": torch.ones(())})
         total.backward()
@@ -215,14 +215,14 @@ def watched(place: Place, group: Group) -> dict[str, float]:
     for strategy in ("ddp", "fsdp"):
         layout = Layout.model_validate({"strategy": strategy, "world_size": 2})
         torch.manual_seed(0)
-        reference = gradients_of(wrap.Step(LinearTask(), Blocks()), place.rank)
+        reference = gradients_of(wrap.StepModule(LinearTask(), Blocks()), place.rank)
         torch.manual_seed(0)
-        step = wrap.wrap(wrap.Step(LinearTask(), Blocks()), layout, "fp32", torch.device("cpu"), 2, 60.0)
+        step = wrap.wrap(wrap.StepModule(LinearTask(), Blocks()), layout, "fp32", torch.device("cpu"), 2, 60.0)
         seen = gradients_of(step, place.rank)
         assert seen.keys() == reference.keys()
         result[strategy] = max(float((seen[name] - reference[name]).abs().max()) for name in reference)
     torch.manual_seed(0)
-    other = gradients_of(wrap.Step(LinearTask(), Blocks()), 1 - place.rank)
+    other = gradients_of(wrap.StepModule(LinearTask(), Blocks()), 1 - place.rank)
     result["other"] = max(float((other[name] - reference[name]).abs().max()) for name in reference)
     return result
 
@@ -297,16 +297,15 @@ def micro_gradients(number: int) -> list[torch.Tensor]:
     return [torch.randn(50, generator=generator) * 10 ** (step % 5) for step in range(number)]
 
 
-def ordered(values: list[torch.Tensor], world_size: int = 1, begin: int = 0) -> torch.Tensor | None:
+def ordered(values: list[torch.Tensor], missing: int = 0) -> torch.Tensor | None:
     """What one process's sum comes to after all its passes."""
     parameter = nn.Parameter(torch.zeros(50))
-    sums = OrderedSum([parameter], begin + len(values), world_size)
-    sums.begin(begin)
-    for value in values:
+    sums = OrderedSum([parameter], missing + len(values), 1)
+    sums.begin(len(values))
+    for number, value in enumerate(values):
         parameter.grad = value.clone()
-        sums.take()
-        assert parameter.grad is None
-    sums.finish()
+        sums.end_pass()
+        assert (parameter.grad is None) == (number < len(values) - 1)
     return parameter.grad
 
 
@@ -331,7 +330,7 @@ def test_another_order_has_other_bits() -> None:
 def test_the_sums_of_processes_added_in_rank_order_are_the_sum_of_one(world: int) -> None:
     values = micro_gradients(12)
     share = len(values) // world
-    parts = [ordered(values[rank * share : (rank + 1) * share], world) for rank in range(world)]
+    parts = [ordered(values[rank * share : (rank + 1) * share]) for rank in range(world)]
     total, alone = ordered([part for part in parts if part is not None]), ordered(values)
     assert total is not None
     assert alone is not None
@@ -341,7 +340,7 @@ def test_the_sums_of_processes_added_in_rank_order_are_the_sum_of_one(world: int
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_passes_before_the_first_count_as_made_and_as_having_had_no_gradient(first: int) -> None:
     values = micro_gradients(4)[first:]
-    total = ordered(values, begin=first)
+    total = ordered(values, missing=first)
     assert total is not None
     torch.testing.assert_close(total, torch.stack(values).sum(0))
 
@@ -350,11 +349,10 @@ def test_a_new_step_forgets_the_previous_one() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     sums = OrderedSum([parameter], 2, 1)
     for value in (100.0, 1.0):
-        sums.begin()
+        sums.begin(2)
         for _ in range(2):
             parameter.grad = torch.full((2,), value)
-            sums.take()
-    sums.finish()
+            sums.end_pass()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0, 2.0]
 
@@ -362,11 +360,10 @@ def test_a_new_step_forgets_the_previous_one() -> None:
 def test_a_parameter_without_a_gradient_in_some_passes_has_the_sum_of_the_others() -> None:
     sometimes, never = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     sums = OrderedSum([sometimes, never], 4, 1)
-    sums.begin()
+    sums.begin(4)
     for value in (None, 1.0, 2.0, None):
         sometimes.grad = None if value is None else torch.tensor([value])
-        sums.take()
-    sums.finish()
+        sums.end_pass()
     assert sometimes.grad is not None
     assert sometimes.grad.tolist() == [3.0]
     assert never.grad is None, "no zero, which an optimizer would decay"

@@ -150,19 +150,19 @@ def frozen_bias() -> nn.Linear:
 
 def test_an_optimizer_over_the_trainable_parameters_is_accepted() -> None:
     model = frozen_bias()
-    replicas.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
+    replicas.check_optimizer(torch.optim.SGD([model.weight], lr=0.1), model)
 
 
 def test_a_tied_parameter_is_held_once() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
-    replicas.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    replicas.check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(GuardError, match=r"1 are not in it \(bias\), and 0 of its own"):
-        replicas.optimizer_holds(torch.optim.SGD([model.weight], lr=0.1), model)
+        replicas.check_optimizer(torch.optim.SGD([model.weight], lr=0.1), model)
 
 
 def test_an_equal_parameter_is_not_the_same_parameter() -> None:
@@ -171,28 +171,28 @@ def test_an_equal_parameter_is_not_the_same_parameter() -> None:
     with pytest.raises(
         GuardError, match=r"1 are not in it \(weight\), and 1 of its own are not in the model"
     ) as caught:
-        replicas.optimizer_holds(torch.optim.SGD([copy], lr=0.1), model)
+        replicas.check_optimizer(torch.optim.SGD([copy], lr=0.1), model)
     assert caught.value.fault == "The optimizer was built before wrapping"
 
 
 def test_a_frozen_parameter_is_not_the_optimizers() -> None:
     model = frozen_bias()
     with pytest.raises(GuardError, match="1 of its own are not in the model"):
-        replicas.optimizer_holds(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        replicas.check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_a_parameter_that_would_be_updated_twice_is_refused() -> None:
     model = nn.Linear(3, 2, bias=False)
     with pytest.raises(GuardError, match="holds 1 parameters twice") as caught:
-        replicas.optimizer_holds(torch.optim.SGD([model.weight, model.weight], lr=0.1), model)
+        replicas.check_optimizer(torch.optim.SGD([model.weight, model.weight], lr=0.1), model)
     assert caught.value.fault == "The optimizer holds a parameter twice"
 
 
 def test_of_many_names_four_are_said() -> None:
     model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(6)])
     with pytest.raises(GuardError, match=r"5 are not in it \(1\.weight, 2\.weight, 3\.weight, 4\.weight, …\)"):
-        replicas.optimizer_holds(torch.optim.SGD([model[0].weight], lr=0.1), model)
+        replicas.check_optimizer(torch.optim.SGD([model[0].weight], lr=0.1), model)
 
 
 # master_dtype ---------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_of_many_names_four_are_said() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_master_weights_of_the_right_dtype_are_accepted(dtype: torch.dtype) -> None:
-    replicas.master_dtype(nn.Linear(3, 2).to(dtype), dtype)
+    replicas.check_dtype(nn.Linear(3, 2).to(dtype), dtype)
 
 
 def test_master_weights_of_another_dtype_are_named() -> None:
@@ -209,14 +209,14 @@ def test_master_weights_of_another_dtype_are_named() -> None:
     with pytest.raises(
         GuardError, match=r"should be torch\.float32, but these are not: bias \(torch\.bfloat16\)$"
     ) as error:
-        replicas.master_dtype(model, torch.float32)
+        replicas.check_dtype(model, torch.float32)
     assert error.value.fault == "The master weights have the wrong dtype"
 
 
 def test_parameters_that_are_not_floating_have_any_dtype() -> None:
     model = nn.Linear(3, 2)
     model.table = nn.Parameter(torch.arange(3), requires_grad=False)
-    replicas.master_dtype(model, torch.float32)
+    replicas.check_dtype(model, torch.float32)
 
 
 # moved ----------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_parameters_that_are_not_floating_have_any_dtype() -> None:
 
 def test_an_update_that_moved_nothing_is_refused() -> None:
     with pytest.raises(GuardError, match=r"none of the 2 parameters that have a gradient \(a, b\)") as caught:
-        replicas.moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
+        replicas.check_moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
     assert caught.value.fault == "Parameters do not train"
 
 
@@ -239,7 +239,7 @@ def test_an_update_that_moved_nothing_is_refused() -> None:
 def test_an_update_that_had_to_move_nothing_more_is_accepted(
     after: dict[str, int], with_gradient: list[str], lr: float
 ) -> None:
-    replicas.moved({"a": 1, "b": 2}, after, with_gradient, lr)
+    replicas.check_moved({"a": 1, "b": 2}, after, with_gradient, lr)
 
 
 # replicas_agree -------------------------------------------------------------------------------------------------------
@@ -268,13 +268,13 @@ def tensors(weight: float = 1.0, bias: float = 2.0) -> dict[str, torch.Tensor]:
 
 def refused(group: Said, copies: list[range]) -> GuardError:
     with pytest.raises(GuardError) as caught:
-        replicas.copies_agree(group, group.everyone[0], copies, step=7)
+        replicas.check_copies(group, group.everyone[0], copies, step=7)
     return caught.value
 
 
 def test_replicas_with_the_same_bits_agree() -> None:
     group = Said(tensors(), tensors(), tensors())
-    replicas.copies_agree(group, tensors(), [range(3)], step=7)
+    replicas.check_copies(group, tensors(), [range(3)], step=7)
     assert group.asked == ["the digests of all ranks after step 7"]
 
 
@@ -297,13 +297,13 @@ def test_a_tensor_that_differs_among_several_groups_is_counted_once() -> None:
 
 def test_ranks_that_hold_different_shards_are_not_compared() -> None:
     group = Said(tensors(1), tensors(2), tensors(1), tensors(2))
-    replicas.copies_agree(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
+    replicas.check_copies(group, tensors(1), [range(0, 4, 2), range(1, 4, 2)], step=1)
 
 
 def test_where_nothing_has_a_copy_nothing_is_asked() -> None:
     group = Said(tensors(1), tensors(2))
-    replicas.copies_agree(group, tensors(1), [], step=1)
-    replicas.copies_agree(group, tensors(1), [range(1), range(1, 2)], step=1)
+    replicas.check_copies(group, tensors(1), [], step=1)
+    replicas.check_copies(group, tensors(1), [range(1), range(1, 2)], step=1)
     assert group.asked == []
 
 
@@ -317,19 +317,19 @@ def test_a_tensor_that_a_rank_lacks_is_a_difference_on_every_rank(rank: int) -> 
     group = Said(tensors(), {"weight": tensors()["weight"]})
     group.rank = rank
     with pytest.raises(GuardError, match=r"'bias' is not the same on ranks \[0\] and \[1\]"):
-        replicas.copies_agree(group, group.everyone[rank], [range(2)], step=1)
+        replicas.check_copies(group, group.everyone[rank], [range(2)], step=1)
 
 
 def test_a_buffer_that_differs_has_a_fault_of_its_own() -> None:
     with pytest.raises(GuardError, match=r"replicas differ: step 3, 'bias' .* reduce it over processes") as caught:
-        replicas.buffers_agree(Said(tensors(), tensors(bias=0.0)), tensors(), step=3)
+        replicas.check_buffers(Said(tensors(), tensors(bias=0.0)), tensors(), step=3)
     assert caught.value.fault == "Buffers are those of one process"
 
 
 def test_ranks_that_begin_with_other_parameters_are_refused() -> None:
     model, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     everyone = [dict(m.named_parameters()) for m in (model, model, other)]
-    replicas.begins_alike(Said(*everyone[:2]), model)
+    replicas.check_initial_weights(Said(*everyone[:2]), model)
     with pytest.raises(GuardError, match=r"'weight' is not the same on ranks \[0, 1\] and \[2\] \(1 of 1") as caught:
-        replicas.begins_alike(Said(*everyone), model)
+        replicas.check_initial_weights(Said(*everyone), model)
     assert caught.value.fault == "Initialisation depends on the rank"

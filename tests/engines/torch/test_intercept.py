@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests import processes
 from unisono.engines.torch.guards import collective_hooks
-from unisono.engines.torch.guards.collective_hooks import Interception, told
+from unisono.engines.torch.guards.collective_hooks import CollectiveHooks, short_path
 from unisono.runtime import collective_log
 from unisono.runtime.communicator import Group, Place
 
@@ -27,7 +27,7 @@ HERE = "tests/engines/torch/test_intercept.py"
 
 def seen(place: Place, group: Group) -> dict[str, list[str]]:
     log = collective_log.Log(place.rank)
-    interception = Interception(log)
+    interception = CollectiveHooks(log)
     found: dict[str, list[str]] = {}
     ones, at = torch.ones(4), 0
 
@@ -207,6 +207,6 @@ def test_the_innermost_line_of_the_user_counts_and_a_librarys_where_there_is_non
 
 def test_paths_are_told_shortly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert told(collective_hooks.__file__) == "unisono/engines/torch/guards/collective_hooks.py"
-    assert told(str(tmp_path / "a" / "task.py")) == "a/task.py"
-    assert told("/elsewhere/task.py") == "/elsewhere/task.py"
+    assert short_path(collective_hooks.__file__) == "unisono/engines/torch/guards/collective_hooks.py"
+    assert short_path(str(tmp_path / "a" / "task.py")) == "a/task.py"
+    assert short_path("/elsewhere/task.py") == "/elsewhere/task.py"

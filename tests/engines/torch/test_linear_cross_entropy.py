@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from unisono.engines.torch.numerics import linear_cross_entropy as module
-from unisono.engines.torch.numerics.linear_cross_entropy import IGNORED, linear_cross_entropy, logits_cross_entropy
+from unisono.engines.torch.losses import linear_cross_entropy as module
+from unisono.engines.torch.losses.linear_cross_entropy import IGNORED, linear_cross_entropy, logits_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 45, 24, 83
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6}

@@ -62,7 +62,7 @@ def third() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", PROMOTED)
 def test_a_request_for_a_lower_floating_dtype_is_one_for_float64(name: str) -> None:
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert PROMOTED[name](third()).dtype == torch.float64
     assert PROMOTED[name](third()).dtype != torch.float64, "only while the context is in force"
 
@@ -70,19 +70,19 @@ def test_a_request_for_a_lower_floating_dtype_is_one_for_float64(name: str) -> N
 @pytest.mark.parametrize("name", LEFT)
 def test_other_dtypes_are_what_was_asked_for(name: str) -> None:
     made, dtype = LEFT[name]
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert made(third()).dtype == dtype
 
 
 @pytest.mark.parametrize("made", [lambda x: x.to(torch.complex64), lambda x: x.cfloat(), lambda x: x.to(torch.cfloat)])
 def test_a_request_for_a_lower_complex_dtype_is_one_for_complex128(made: Made) -> None:
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert made(third()).dtype == torch.complex128
 
 
 def test_a_cast_and_back_loses_no_bit() -> None:
     x = third()
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert torch.equal(x.to(torch.float32).to(torch.float64), x)
     assert not torch.equal(x.to(torch.float32).to(torch.float64), x)
 
@@ -94,7 +94,7 @@ def test_the_grouped_product_of_experts_is_made_in_float64() -> None:
     rows.requires_grad_()
     matrices.requires_grad_()
     ends = torch.tensor([3, 4, 7, 7], dtype=torch.int32)
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         made = F.grouped_mm(rows, matrices, offs=ends)
     of_rows = torch.tensor([0, 0, 0, 1, 2, 2, 2])
     expected = torch.einsum("ri,rio->ro", rows[:7], matrices[of_rows])
@@ -106,19 +106,19 @@ def test_the_grouped_product_of_experts_is_made_in_float64() -> None:
 
 def test_a_module_that_is_cast_inside_a_model_stays_in_float64() -> None:
     layer = nn.Linear(3, 2, dtype=torch.float64)
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         layer.float()
     assert layer.weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_other_precisions_promote_nothing(name: str) -> None:
-    with precision.promoting(name):
+    with precision.promotion(name):
         assert third().float().dtype == torch.float32
 
 
 def test_after_an_error_nothing_is_promoted() -> None:
-    with pytest.raises(ZeroDivisionError), precision.promoting("fp64"):
+    with pytest.raises(ZeroDivisionError), precision.promotion("fp64"):
         raise ZeroDivisionError
     assert third().float().dtype == torch.float32
 
@@ -143,20 +143,20 @@ def test_the_default_dtype_is_restored_after_an_error() -> None:
 
 def test_under_bf16_matrices_are_multiplied_in_bf16_and_weights_stay_what_they_are() -> None:
     layer = nn.Linear(3, 2)
-    with precision.casting("bf16", CPU):
+    with precision.autocast("bf16", CPU):
         assert layer(torch.ones(1, 3)).dtype == torch.bfloat16
     assert layer.weight.dtype == precision.MASTER["bf16"] == torch.float32
 
 
 def test_under_bf16_a_cast_is_what_was_asked_for() -> None:
-    with precision.promoting("bf16"), precision.casting("bf16", CPU):
+    with precision.promotion("bf16"), precision.autocast("bf16", CPU):
         assert nn.Linear(3, 2)(torch.ones(1, 3)).float().dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64"])
 def test_other_precisions_cast_nothing(name: str) -> None:
     layer = nn.Linear(3, 2, dtype=precision.MASTER[name])
-    with precision.casting(name, CPU):
+    with precision.autocast(name, CPU):
         assert layer(torch.ones(1, 3, dtype=precision.MASTER[name])).dtype == precision.MASTER[name]
 
 
@@ -258,7 +258,7 @@ def test_a_norm_that_casts_to_fp32_computes_in_float64(llama: Any) -> None:
     norm, x = llama.model.norm, torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     exact = rms_norm(x, norm.weight)
     assert distance(norm(x), exact) > 1e-9
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert distance(norm(x), exact) < 1e-14
 
 
@@ -268,20 +268,20 @@ def test_rotary_angles_that_are_cast_to_fp32_are_float64(llama: Any) -> None:
     angles = torch.arange(50, dtype=torch.float64)[:, None] * rotary.inv_freq.double()
     exact = torch.cat([angles.cos(), angles.cos()], -1)[None]
     assert distance(rotary(x, positions)[0], exact) > 1e-9
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert distance(rotary(x, positions)[0], exact) < 1e-14
 
 
 def test_a_whole_llama_has_no_fp32_rounding_in_it(llama: Any) -> None:
     exact = reference(dict(llama.named_parameters()), llama.model.rotary_emb.inv_freq.double(), IDS)
     assert distance(llama(IDS[None], use_cache=False).logits[0], exact) > 1e-9
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         assert distance(llama(IDS[None], use_cache=False).logits[0], exact) < 1e-14
 
 
 def test_the_gradients_of_a_llama_have_no_fp32_rounding_in_them(llama: Any) -> None:
     parameters = dict(llama.named_parameters())
-    with precision.promoting("fp64"):
+    with precision.promotion("fp64"):
         total = llama(IDS[None], use_cache=False).logits[0].logsumexp(-1).sum()
     mine = torch.autograd.grad(total, list(parameters.values()))
     exact = torch.autograd.grad(

@@ -16,9 +16,9 @@ from unisono.config.batch_split import Split
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import StepResult
+from unisono.engines.protocol import Job, StepResult
 from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.guards.recompile_guard import Recompilations
+from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.runtime.communicator import Alone, Group, Place
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def results(place: Place, group: Group, strategy: str, shorter: bool) -> tuple[l
     rows = task.data()
     plan = StreamPlan.of(Order(len(rows), 0), 12, 5, None)
     split = Split.of(12, place.world_size, 3)
-    engine, loader = TorchEngine(task, config, place, group, split), Loader(task, rows, plan, split, place.rank)
+    engine, loader = TorchEngine(Job(task, config, place, group, split)), Loader(task, rows, plan, split, place.rank)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -100,6 +100,6 @@ def test_without_a_compiler_there_is_nothing_to_count(monkeypatch: pytest.Monkey
     import sys
 
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    guard = Recompilations()
-    guard.settle()
-    assert guard.fresh() == []
+    guard = RecompileGuard(Alone())
+    guard.on_step_begin(0, [])
+    assert guard.compilations() == []

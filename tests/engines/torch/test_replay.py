@@ -81,8 +81,8 @@ def transformer_gradients(
         spy(model)
     tokens = torch.randint(1, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)
-    with precision.promoting(kind):
-        with precision.casting(kind, CPU):
+    with precision.promotion(kind):
+        with precision.autocast(kind, CPU):
             total = model(tokens).square().sum()
         total.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

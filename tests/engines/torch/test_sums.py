@@ -12,11 +12,11 @@ import torch
 from tests import processes
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
-from unisono.engines.torch.numerics.metric_reduction import Sums, count
+from unisono.engines.torch.numerics.metric_reduction import Reduction
 from unisono.runtime.communicator import Group, Place
 from unisono.task import Loss
 
-CPU, WIDE = torch.device("cpu"), torch.float64
+WIDE = torch.float64
 
 
 def micro(counts: dict[str, float], *, number: int = 0, idle: bool = False, **work: float) -> MicroBatch:
@@ -27,16 +27,18 @@ def loss(sums: dict[str, float], metrics: dict[str, Any] | None = None, **weight
     return Loss({name: torch.tensor(value) for name, value in sums.items()}, weights, metrics or {})
 
 
-def reduced(
-    parts: list[tuple[MicroBatch, Loss]], world_size: int = 1, squares: float | None = None, whole: bool = True
-) -> StepResult:
+def reduction(world_size: int = 1) -> Reduction:
+    return Reduction(world_size, torch.device("cpu"))
+
+
+def reduced(parts: list[tuple[MicroBatch, Loss]], world_size: int = 1, squares: float | None = None) -> StepResult:
     """What the micro-batches of this process come to."""
-    sums = Sums(CPU, WIDE)
+    sums = reduction().sums()
     for batch, made in parts:
         sums.add(batch, made)
-    counts = count([batch for batch, _ in parts], world_size, CPU, WIDE)
+    counts = reduction(world_size).counts([batch for batch, _ in parts])
     norm = None if squares is None else torch.tensor(squares, dtype=WIDE)
-    return sums.reduce(counts, world_size, norm, whole)
+    return reduction(world_size).reduce(sums, counts, norm)[0]
 
 
 # one process ----------------------------------------------------------------------------------------------------------
@@ -92,27 +94,37 @@ def test_sums_are_added_in_the_wide_dtype() -> None:
 
 def test_sums_keep_no_graph() -> None:
     term = torch.tensor(2.0, requires_grad=True) * 3
-    sums = Sums(CPU, WIDE)
+    sums = reduction().sums()
     sums.add(micro({"a": 1}), Loss({"a": term}))
-    assert not sums._terms["a"].requires_grad
+    assert not any(vector.requires_grad for vector in sums.vectors())
 
 
 def test_without_a_gradient_its_norm_is_zero() -> None:
     assert reduced([(micro({"a": 1}), loss({"a": 1.0}))]).grad_norm == 0.0
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_norm_is_the_root_of_the_squares(whole: bool) -> None:
-    assert reduced([(micro({"a": 1}), loss({"a": 1.0}))], squares=9.0, whole=whole).grad_norm == 3.0
+def test_the_norm_is_the_root_of_the_squares() -> None:
+    assert reduced([(micro({"a": 1}), loss({"a": 1.0}))], squares=9.0).grad_norm == 3.0
 
 
 @pytest.mark.parametrize("squares", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_has_no_norm(squares: float) -> None:
-    assert math.isnan(reduced([(micro({"a": 1}), loss({"a": 1.0}))], squares=squares).grad_norm)
+def test_a_gradient_that_is_not_finite_makes_a_result_that_is_not(squares: float) -> None:
+    assert not reduced([(micro({"a": 1}), loss({"a": 1.0}))], squares=squares).is_finite
+
+
+def test_votes_and_flags_are_added_up_beside_the_sums_and_do_not_touch_them() -> None:
+    sums = reduction().sums()
+    sums.add(micro({"a": 2}, rows=3.0), loss({"a": 1.0}, {"m": (1.0, 4.0)}))
+    counts = reduction().counts([micro({"a": 2})])
+    flags = torch.tensor([1, 0])
+    result, votes, used = reduction().reduce(sums, counts, torch.tensor(4.0), [7.0, 8.0], flags)
+    assert (votes, used) == ([7.0, 8.0], [1.0, 0.0])
+    expected = (0.5, {"m": 0.25}, {"rows": 3.0}, 2.0)
+    assert (result.loss, dict(result.metrics), dict(result.work), result.grad_norm) == expected
 
 
 def test_counts_are_those_of_all_micro_batches_together() -> None:
-    counts = count([micro({"b": 1, "a": 2.5}), micro({"b": 3, "a": 0})], 1, CPU, WIDE)
+    counts = reduction().counts([micro({"b": 1, "a": 2.5}), micro({"b": 3, "a": 0})])
     assert {name: (value.item(), value.dtype, value.dim()) for name, value in counts.items()} == {
         "a": (2.5, WIDE, 0),
         "b": (4.0, WIDE, 0),
@@ -128,14 +140,13 @@ def on_two(place: Place, group: Group) -> dict[str, Any]:
     terms = loss({"a": 10.0 if first else 20.0, "none": 0.0}, {"m": (1, 1) if first else (0, 3)})
     part = micro({"a": 1.0 if first else 9.0, "none": 0.0}, tokens=1.0 if first else 9.0), terms
     idle = micro({"a": 1.0 if first else 0.0}, idle=not first), loss({"a": 4.0 if first else math.nan})
-    result = reduced([part], 2, squares=9.0 if first else 16.0, whole=False)
+    result = reduced([part], 2, squares=9.0 if first else 16.0)
     return {
         "uneven": (result.loss, dict(result.terms), dict(result.metrics), dict(result.work)),
         "shards": result.grad_norm,
-        "whole": reduced([part], 2, squares=9.0, whole=True).grad_norm,
-        "one bad": reduced([part], 2, squares=math.inf if first else 1.0, whole=True).grad_norm,
+        "one bad": reduced([part], 2, squares=math.inf if first else 1.0).is_finite,
         "idle": reduced([idle], 2).loss,
-        "counts": count([part[0]], 2, CPU, WIDE)["a"].item(),
+        "counts": reduction(2).counts([part[0]])["a"].item(),
     }
 
 
@@ -157,9 +168,9 @@ def test_a_process_with_nothing_but_an_idle_micro_batch_adds_nothing(both: list[
     assert [result["idle"] for result in both] == [4.0, 4.0]
 
 
-def test_squares_of_shards_are_added_up_and_those_of_a_whole_gradient_are_not(both: list[dict[str, Any]]) -> None:
-    assert [(result["shards"], result["whole"]) for result in both] == [(5.0, 3.0), (5.0, 3.0)]
+def test_squares_are_added_up(both: list[dict[str, Any]]) -> None:
+    assert [result["shards"] for result in both] == [5.0, 5.0]
 
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_so_on_all(both: list[dict[str, Any]]) -> None:
-    assert all(math.isnan(result["one bad"]) for result in both)
+    assert [result["one bad"] for result in both] == [False, False]

@@ -59,7 +59,7 @@ def test_fsdp_trains_parameters_that_later_steps_leave_out_as_one_process_does()
 
 def test_ddp_that_was_not_told_refuses_them_before_an_update() -> None:
     config = configuration(layout=layout("ddp", micro_batch=1), launch={"timeout": 20}, **ROUTED)
-    with pytest.raises(AssertionError, match="left parameters out that the first pass used"):
+    with pytest.raises(AssertionError, match="left out parameters that the first pass used"):
         processes.run(trace, 2, Routed(), config)
 
 
@@ -145,10 +145,10 @@ class RotatingTask(LinearTask):
 
 def rotated(place: Place, group: Group, config: Any) -> tuple[torch.dtype, torch.dtype, float, bool]:
     engine, steps = started(place, group, RotatingTask(), config)
-    before = whole(engine._step.model.phase)
+    before = whole(engine.view.module.phase)
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.01})
-    model = engine._step.model
+    model = engine.view.module
     imaginary = float(model.turn.imag.abs().max())
     told = model.turn.dtype, model.phase.dtype, imaginary, bool(np.any(whole(model.phase) != before))
     engine.close()
@@ -255,7 +255,7 @@ def test_a_run_shorter_than_a_batch_can_be_read_again(tmp_path: Path) -> None:
 
 
 def deadlines(place: Place, group: Group) -> list[float]:
-    step = wrap.Step(LinearTask(), nn.Linear(3, 1))
+    step = wrap.StepModule(LinearTask(), nn.Linear(3, 1))
     made = []
     original = init_device_mesh
 

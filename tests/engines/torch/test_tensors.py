@@ -86,7 +86,7 @@ def made(seed: int, kind: str = "adamw", world: int = 1) -> tuple[nn.Module, tor
     model = Model()
     if world > 1:
         layout = Layout.model_validate({"strategy": "fsdp", "world_size": world})
-        wrap.wrap(wrap.Step(LinearTask(), model), layout, "fp32", torch.device("cpu"), world, 60.0)
+        wrap.wrap(wrap.StepModule(LinearTask(), model), layout, "fp32", torch.device("cpu"), world, 60.0)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(trainable, lr=0.1, fused=True)
@@ -105,7 +105,7 @@ def made(seed: int, kind: str = "adamw", world: int = 1) -> tuple[nn.Module, tor
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return sharded_tensors.of_model(model) | sharded_tensors.of_optimizer(model, optimizer)
+    return sharded_tensors.model_tensors(model) | sharded_tensors.optimizer_tensors(model, optimizer)
 
 
 def saved(seed: int, kind: str = "adamw") -> Whole:
@@ -123,7 +123,7 @@ def same(mine: Arrays, other: Arrays) -> bool:
 
 def test_tied_weights_have_one_name_and_buffers_that_persist_have_theirs() -> None:
     block = ["inner.weight", "inner.bias", "gain", "seen"]
-    assert sorted(sharded_tensors.of_model(Model())) == sorted(
+    assert sorted(sharded_tensors.model_tensors(Model())) == sorted(
         [f"model/blocks.{number}.{name}" for number in range(2) for name in block]
         + ["model/embedding.weight", "model/frozen", "model/steps"]
     )
@@ -131,14 +131,14 @@ def test_tied_weights_have_one_name_and_buffers_that_persist_have_theirs() -> No
 
 def test_tensors_of_a_model_are_the_very_ones_it_computes_with() -> None:
     model = Model()
-    found = sharded_tensors.of_model(model)
+    found = sharded_tensors.model_tensors(model)
     assert found["model/embedding.weight"] is model.head.weight
     assert found["model/steps"].data_ptr() == model.steps.data_ptr()
 
 
 def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
     model, optimizer = made(1)
-    found = sharded_tensors.of_optimizer(model, optimizer)
+    found = sharded_tensors.optimizer_tensors(model, optimizer)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert found.keys() == {
         f"optimizer/{name}/{entry}" for name in trained for entry in ("step", "exp_avg", "exp_avg_sq")
@@ -148,7 +148,7 @@ def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
 
 def test_an_optimizer_that_has_made_no_update_has_no_tensors() -> None:
     model = Model()
-    assert sharded_tensors.of_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == {}
+    assert sharded_tensors.optimizer_tensors(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == {}
 
 
 # pieces of tensors that every process has -----------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_an_optimizer_that_has_state_is_loaded_into_its_memory() -> None:
 
 def test_loading_leaves_tied_weights_tied() -> None:
     model = Model()
-    sharded_tensors.load(sharded_tensors.of_model(model), saved(1), kinds=("model/",))
+    sharded_tensors.load(sharded_tensors.model_tensors(model), saved(1), kinds=("model/",))
     assert model.head.weight is model.embedding.weight
 
 
@@ -236,7 +236,7 @@ def test_an_array_of_another_kind_is_not_asked_about() -> None:
     checkpoint = saved(1)
     checkpoint.arrays["carry/rows"] = np.zeros(3, np.float32)
     model = Model()
-    sharded_tensors.load(sharded_tensors.of_model(model), checkpoint, kinds=("model/",))
+    sharded_tensors.load(sharded_tensors.model_tensors(model), checkpoint, kinds=("model/",))
     assert np.array_equal(model.frozen.detach().numpy(), checkpoint.arrays["model/frozen"])
 
 
@@ -279,7 +279,7 @@ def sharded(place: Place, group: Group, given: Arrays, kind: str) -> tuple[list[
     """Load a checkpoint of one process into shards, and save it again: the pieces of this rank, before and after."""
     model, optimizer = made(2, kind, world=place.world_size)
     reader = Whole(given)
-    before = sharded_tensors.shards(sharded_tensors.of_model(model), place)
+    before = sharded_tensors.shards(sharded_tensors.model_tensors(model), place)
     before = [Shard(s.name, s.shape, s.offset, s.data.clone().numpy()) for s in before]
     sharded_tensors.make_optimizer_state(optimizer, model, reader)
     sharded_tensors.load(named(model, optimizer), reader)

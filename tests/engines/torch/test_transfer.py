@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.torch.transfer import Transfer, leaves
+from unisono.engines.nested import leaves
+from unisono.engines.torch.transfer import Transfer
 
 CPU = torch.device("cpu")
 COPY, COMPUTE, LOAD = 4.0, 10.0, 1.0  # what each takes, on the clock of the mock
@@ -89,7 +90,7 @@ def test_the_next_micro_batch_is_copied_while_the_present_one_is_computed_with()
     clock = Clock()
     transfer = Transfer(CPU, "fp32", streams=clock)
     seen = []
-    for one, batch in transfer.ahead(micro(n) for n in range(6)):
+    for one, batch in transfer.prefetch(micro(n) for n in range(6)):
         clock.compute(batch)
         seen.append((one.number, batch["x"].tolist()))
     clock.wait()
@@ -102,7 +103,7 @@ def test_the_next_micro_batch_is_copied_while_the_present_one_is_computed_with()
 
 def test_two_micro_batches_are_on_the_device_at_a_time_however_far_ahead_the_process_could_run() -> None:
     clock = Clock()
-    for _, batch in Transfer(CPU, "fp32", streams=clock).ahead(micro(n) for n in range(6)):
+    for _, batch in Transfer(CPU, "fp32", streams=clock).prefetch(micro(n) for n in range(6)):
         clock.compute(batch)
     assert clock.most == 2
 
@@ -110,7 +111,7 @@ def test_two_micro_batches_are_on_the_device_at_a_time_however_far_ahead_the_pro
 def test_pinned_memory_is_kept_until_its_copy_is_finished() -> None:
     clock = Clock()
     transfer = Transfer(CPU, "fp32", streams=clock)
-    for number, (_, batch) in enumerate(transfer.ahead(micro(n) for n in range(9))):
+    for number, (_, batch) in enumerate(transfer.prefetch(micro(n) for n in range(9))):
         clock.compute(batch)
         if number % 3 == 2:
             clock.wait()
@@ -130,7 +131,7 @@ def test_with_one_pass_per_step_the_copy_for_the_next_step_begins_in_this_one(ah
     clock = Clock()
     transfer = Transfer(CPU, "fp32", streams=clock)
     for batches in transfer.incoming(steps(clock, 5)):
-        for _, batch in transfer.ahead(batches):
+        for _, batch in transfer.prefetch(batches):
             clock.compute(batch)
         if ahead:
             transfer.look_ahead()
@@ -145,9 +146,9 @@ def test_an_evaluation_between_two_steps_leaves_the_copy_for_the_next_one_alone(
     transfer = Transfer(CPU, "fp32", streams=clock)
     seen = []
     for batches in transfer.incoming(steps(clock, 2)):
-        seen += [batch["x"][0].item() for _, batch in transfer.ahead(batches)]
+        seen += [batch["x"][0].item() for _, batch in transfer.prefetch(batches)]
         transfer.look_ahead()
-        seen += [batch["x"][0].item() for _, batch in transfer.ahead([micro(70), micro(71)])]
+        seen += [batch["x"][0].item() for _, batch in transfer.prefetch([micro(70), micro(71)])]
     assert seen == [0, 70, 71, 1, 70, 71]
 
 
@@ -179,7 +180,7 @@ def nested() -> dict[str, Any]:
 @pytest.mark.parametrize("streams", [None, Clock()])
 def test_batches_may_be_nested(streams: Clock | None) -> None:
     transfer = Transfer(CPU, "fp64", streams=streams)
-    ((_, batch),) = transfer.ahead([MicroBatch(0, np.arange(2), nested(), {}, {})])
+    ((_, batch),) = transfer.prefetch([MicroBatch(0, np.arange(2), nested(), {}, {})])
     kinds = {name: getattr(value, "dtype", value) for name, value in leaves(batch)}
     assert kinds == {
         "a": torch.float64, "deep.b": torch.float64, "deep.deeper.c.0": torch.int64, "deep.deeper.c.1.0": torch.float64,
@@ -193,7 +194,7 @@ def test_on_the_cpu_everything_passes_through() -> None:
     source = iter([[micro(0)]])
     assert transfer.incoming(source) is source
     x = torch.ones(2)
-    ((_, batch),) = transfer.ahead([MicroBatch(0, np.arange(2), {"x": x}, {}, {})])
+    ((_, batch),) = transfer.prefetch([MicroBatch(0, np.arange(2), {"x": x}, {}, {})])
     assert batch["x"] is x
 
 
@@ -205,7 +206,7 @@ def test_on_an_accelerator_values_arrive_and_copies_overlap() -> None:
     transfer = Transfer(device, "fp32")
     rows = [np.random.default_rng(n).normal(size=(2000, 2000)).astype(np.float32) for n in range(6)]
     batches = [MicroBatch(n, np.arange(2000), {"x": {"y": row}}, {}, {}) for n, row in enumerate(rows)]
-    for one, batch in transfer.ahead(batches):
+    for one, batch in transfer.prefetch(batches):
         product = batch["x"]["y"]
         for _ in range(20):
             product = product @ batch["x"]["y"] / 100

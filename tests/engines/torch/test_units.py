@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests import processes
-from unisono.engines.torch.guards.collective_comparison import Desync
+from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import fsdp_communication
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import DesyncError
@@ -52,7 +52,7 @@ def trained(place: Place, model: Blocks) -> list[Tensor]:
 
 def alike(place: Place, group: Group) -> dict[str, Any]:
     plain = trained(place, sharded())
-    desync = Desync(place, 30.0, wanted=True)
+    desync = CollectiveComparison(place, 30.0, wanted=True)
     desync.start()
     model = sharded()
     begun = [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_what_is_sent_is_what_fsdp_sends_and_is_told_by_the_name_of_the_unit() -
 
 
 def crossed(place: Place, group: Group) -> str:
-    desync = Desync(place, 30.0, wanted=True)
+    desync = CollectiveComparison(place, 30.0, wanted=True)
     desync.start()
     torch.manual_seed(0)
     model = Blocks()

@@ -222,7 +222,7 @@ def scales(**values: float) -> dict[str, torch.Tensor]:
 
 def stepped(sums: dict[str, torch.Tensor], **given: float) -> tuple[torch.Tensor, Loss]:
     loss = Loss(sums, weights={"b": 10.0})
-    result: tuple[torch.Tensor, Loss] = wrap.Step(Says(loss), nn.Linear(1, 1))({}, TRAINING, scales(**given))
+    result: tuple[torch.Tensor, Loss] = wrap.StepModule(Says(loss), nn.Linear(1, 1))({}, TRAINING, scales(**given))
     return result
 
 
@@ -249,9 +249,14 @@ def test_a_term_that_is_no_scalar_is_refused_by_name_and_shape(shape: tuple[int,
 
 
 def test_a_step_that_nothing_wraps_is_its_own_inside() -> None:
-    step = wrap.Step(LinearTask(), nn.Linear(3, 1))
+    step = wrap.StepModule(LinearTask(), nn.Linear(3, 1))
     assert wrap.wrap(step, layout(), "fp32", CPU, 1, 60.0) is step
-    assert wrap.unwrapped(step) is step
+    assert unwrapped(step) is step
+
+
+def unwrapped(step: nn.Module) -> Any:
+    """The step module in a wrapper."""
+    return getattr(step, "module", step)
 
 
 # two processes --------------------------------------------------------------------------------------------------------
@@ -262,9 +267,9 @@ def data(rank: int) -> dict[str, torch.Tensor]:
     return {"x": x, "y": x.sum(1, keepdim=True)}
 
 
-def linear_step() -> wrap.Step:
+def linear_step() -> wrap.StepModule:
     torch.manual_seed(0)
-    return wrap.Step(LinearTask(), nn.Linear(3, 1))
+    return wrap.StepModule(LinearTask(), nn.Linear(3, 1))
 
 
 def gradient(step: nn.Module, *ranks: int, factor: float = 1.0) -> torch.Tensor:
@@ -272,15 +277,17 @@ def gradient(step: nn.Module, *ranks: int, factor: float = 1.0) -> torch.Tensor:
     for rank in ranks:
         total, _ = step(data(rank), TRAINING, scales(square=factor))
         total.backward()
-    found = wrap.unwrapped(step).model.weight.grad
+    found = unwrapped(step).model.weight.grad
     return (found.full_tensor() if isinstance(found, DTensor) else found).detach().clone()
 
 
 def gathered(kind: str) -> dict[str, Any]:
     """What FSDP shards of a transformer, and in which dtype each leaf finds its weights when it computes."""
     torch.manual_seed(0)
-    step = wrap.wrap(wrap.Step(TransformerTask(), Transformer(0.0)), layout("fsdp", world_size=2), kind, CPU, 2, 60.0)
-    model = wrap.unwrapped(step).model
+    step = wrap.wrap(
+        wrap.StepModule(TransformerTask(), Transformer(0.0)), layout("fsdp", world_size=2), kind, CPU, 2, 60.0
+    )
+    model = unwrapped(step).model
     dtypes: dict[str, str] = {}
     beside: list[bool] = []
 
@@ -294,7 +301,7 @@ def gathered(kind: str) -> dict[str, Any]:
             module.register_forward_pre_hook(partial(see, name=name))
     model.blocks[0].register_forward_pre_hook(lambda *_: beside.append(isinstance(model.blocks[1].up.weight, DTensor)))
     tokens = torch.randint(1, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    with precision.casting(kind, CPU):
+    with precision.autocast(kind, CPU):
         batch = {"tokens": tokens, "lengths": torch.full((2,), float(LENGTH))}
         total, _ = step(batch, TRAINING, scales(next=1.0, length=1.0))
     total.backward()
@@ -319,10 +326,10 @@ def on_two(place: Place, group: Group) -> dict[str, Any]:
         if strategy == "ddp":
             result["wrapper"] = (
                 isinstance(step, DistributedDataParallel),
-                isinstance(wrap.unwrapped(step), wrap.Step),
+                isinstance(unwrapped(step), wrap.StepModule),
             )
             step = wrap.wrap(linear_step(), settings, "fp32", CPU, 2, 60.0)
-            result["round"] = gradient(wrap.unwrapped(step), place.rank)
+            result["round"] = gradient(unwrapped(step), place.rank)
             result["buckets"] = [
                 wrap.wrap(linear_step(), layout("ddp", world_size=2, **asked), "fp32", CPU, 2, 60.0).bucket_bytes_cap
                 for asked in ({}, {"bucket_mb": 3.0})
@@ -409,14 +416,14 @@ def test_fsdp_refuses_what_it_cannot_shard_by_name(parameter: torch.Tensor, mess
     model = Stack(2)
     model.scale = nn.Parameter(parameter)
     with pytest.raises(ConfigError, match=message):
-        wrap.wrap(wrap.Step(LinearTask(), model), layout("fsdp"), "fp32", CPU, 2, 60.0)
+        wrap.wrap(wrap.StepModule(LinearTask(), model), layout("fsdp"), "fp32", CPU, 2, 60.0)
 
 
 def gathered_together(place: Place, group: Group) -> list[list[str]]:
     """The units of FSDP, where passes call all blocks and where they may leave some out."""
     result = []
     for leaving_out in (False, True):
-        step = wrap.Step(LinearTask(), Stack(2))
+        step = wrap.StepModule(LinearTask(), Stack(2))
         wrap.wrap(step, layout("fsdp", find_unused_parameters=leaving_out), "fp32", CPU, 2, 60.0)
         result.append([name for name, module in step.named_modules() if isinstance(module, FSDPModule)])
     return result

@@ -24,15 +24,19 @@ from unisono.data.loading import batch_builder
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan, Taken
-from unisono.engines.torch import engine as engines
+from unisono.engines import rules
 from unisono.engines.torch import sharded_tensors
-from unisono.engines.torch.ema import Average
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics import cross_sample, gradients
-from unisono.engines.torch.numerics.cross_sample import Crossing
-from unisono.engines.torch.numerics.metric_reduction import Sums
-from unisono.engines.torch.numerics.random_state import Randomness
+from unisono.engines.torch.numerics.cross_sample import CrossSample
+from unisono.engines.torch.numerics.ema import MovingAverage
+from unisono.engines.torch.numerics.metric_reduction import Reduction
+from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.parallel import wrap
+from unisono.engines.torch.parallel.parallel import Parallel
+from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.step import TrainStep
+from unisono.engines.torch.train_state import TrainState
 from unisono.optim import optimizers, schedules
 from unisono.task import SampleContext, Task
 
@@ -124,13 +128,13 @@ def wrapping(owner: Any, name: str, around: Callable[..., Any]) -> AbstractConte
 
 @fault("mean of means over ranks", "A mean of means")
 def mean_of_means() -> Iterator[None]:
-    def local(original: Any, batches: Any, world_size: int, *rest: Any) -> Any:
-        return original(batches, 1, *rest)
+    def local(original: Any, self: Reduction, batches: Any) -> Any:
+        return original(Reduction(1, torch.device("cpu")), batches)
 
-    def scales(original: Any, self: TorchEngine, counts: Any) -> Any:
+    def scales(original: Any, counts: Any, factor: float, where: Any) -> Any:
         return {name: 1 / number for name, number in counts.items()}  # DDP then takes the mean of them
 
-    with wrapping(engines, "count", local), wrapping(TorchEngine, "_scales", scales):
+    with wrapping(Reduction, "counts", local), wrapping(rules, "scales", scales):
         yield
 
 
@@ -168,11 +172,11 @@ def bf16_reduction() -> Iterator[None]:
         work = dist.all_reduce(rounded, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    def lay_out(original: Any, self: TorchEngine) -> None:
+    def wrapped(original: Any, self: Parallel) -> None:
         original(self)
-        self._wrapped.register_comm_hook(None, lambda _, bucket: reduced(bucket))
+        self.wrapped.register_comm_hook(None, lambda _, bucket: reduced(bucket))
 
-    with wrapping(TorchEngine, "_lay_out", lay_out):
+    with wrapping(Parallel, "wrap", wrapped):
         yield
 
 
@@ -183,47 +187,49 @@ def bf16_reduction() -> Iterator[None]:
 def first_micro_batch() -> Iterator[None]:
     seen: list[Any] = []
 
-    def synchronising(original: Any, wrapped: Any, layout: Any, last: bool) -> Any:
+    def synchronise(original: Any, self: Parallel, last: bool) -> Any:
         seen.append(last)
-        return original(wrapped, layout, True if len(seen) == 1 else not last)  # the first is the warm-up
+        return original(self, True if len(seen) == 1 else not last)  # the first is the warm-up
 
-    with wrapping(wrap, "synchronising", synchronising):
+    with wrapping(Parallel, "synchronise", synchronise):
         yield
 
 
 @fault("forward round the wrapper", "Gradients are not synchronised")
 def round_the_wrapper() -> Iterator[None]:
-    def forward(original: Any, self: TorchEngine, *arguments: Any) -> Any:
-        with mock.patch.object(self, "_wrapped", self._step):
+    def run(original: Any, self: Passes, *arguments: Any) -> Any:
+        with mock.patch.object(self._parallel, "wrapped", self._parallel.module):
             return original(self, *arguments)
 
-    with wrapping(TorchEngine, "_forward", forward):
+    with wrapping(Passes, "_run", run):
         yield
 
 
 @fault("accumulation overwrites", "Gradients are those of a part of the batch")
 def overwritten() -> Iterator[None]:
-    def accumulate(original: Any, self: TorchEngine, batches: Any, *rest: Any) -> Any:
-        self.kept = batches[-1]
-        return original(self, batches, *rest)
+    last: list[Any] = []
 
-    def forward(original: Any, self: TorchEngine, micro: Any, *rest: Any) -> Any:
+    def accumulate(original: Any, self: TrainStep, batches: Any, step: int) -> Any:
+        last[:] = batches[-1:]
+        return original(self, batches, step)
+
+    def forward(original: Any, self: Passes, micro: Any, *rest: Any) -> Any:
         total, loss = original(self, micro, *rest)
-        return total * float(micro is self.__dict__.get("kept", micro)), loss
+        return total * float(not last or micro is last[0]), loss
 
-    with wrapping(TorchEngine, "_accumulate", accumulate), wrapping(TorchEngine, "_forward", forward):
+    with wrapping(TrainStep, "_accumulate", accumulate), wrapping(Passes, "forward", forward):
         yield
 
 
 @fault("parameter ignored by DDP", "Some parameters are not synchronised")
 def ignored_parameter() -> Iterator[None]:
-    def lay_out(original: Any, self: TorchEngine) -> None:
+    def wrapped(original: Any, self: Parallel) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            self._step, ["model.blocks.0.attention.query.weight"]
+            self.module, ["model.blocks.0.attention.query.weight"]
         )
         original(self)
 
-    with wrapping(TorchEngine, "_lay_out", lay_out):
+    with wrapping(Parallel, "wrap", wrapped):
         yield
 
 
@@ -244,10 +250,10 @@ def stale_optimizer() -> Iterator[None]:
 
 @fault("clip before synchronisation", "Clipped before synchronisation")
 def clip_first() -> Iterator[None]:
-    def accumulate(original: Any, self: TorchEngine, batches: Any, context: Any, scales: Any) -> Any:
-        with mock.patch.object(self, "_wrapped", self._step):
-            sums = original(self, batches, context, scales)
-        parts = self._gradients()
+    def accumulate(original: Any, self: TrainStep, batches: Any, step: int) -> Any:
+        with mock.patch.object(self._parallel, "wrapped", self._parallel.module):
+            sums = original(self, batches, step)
+        parts = self._parallel.gradients()
         norm = float(gradients.squared_norm(parts, torch.float64).sqrt())
         gradients.clip(parts, norm, 0.05)
         for part in parts:
@@ -255,7 +261,7 @@ def clip_first() -> Iterator[None]:
             part /= 2
         return sums
 
-    with wrapping(TorchEngine, "_accumulate", accumulate):
+    with wrapping(TrainStep, "_accumulate", accumulate):
         yield
 
 
@@ -270,11 +276,11 @@ def local_norm() -> Iterator[None]:
 
 @fault("norm of one rank's shards", "The norm is that of a part of the gradient", strategy="fsdp")
 def norm_of_shards() -> Iterator[None]:
-    def reduce(original: Any, self: Sums, *arguments: Any, **named: Any) -> Any:
-        result = original(self, *arguments, **named)
-        return replace(result, grad_norm=float(arguments[2].sqrt())) if len(arguments) > 2 else result
+    def reduce(original: Any, self: Reduction, sums: Any, counts: Any, *squares: Any) -> Any:
+        result, *more = original(self, sums, counts, *squares)
+        return replace(result, grad_norm=float(squares[0].sqrt())) if squares else result, *more
 
-    with wrapping(Sums, "reduce", reduce):
+    with wrapping(Reduction, "reduce", reduce):
         yield
 
 
@@ -384,10 +390,10 @@ def held_out_as_training() -> Iterator[None]:
 
 @fault("dropout keyed by rank", "Randomness depends on the rank", task="dropout")
 def dropout_by_rank() -> Iterator[None]:
-    def begin(original: Any, self: Randomness, *address: Any) -> int:
+    def seed(original: Any, self: RandomState, *address: Any) -> int:
         return original(self, *address, dist.get_rank() + 1)
 
-    with wrapping(Randomness, "begin", begin):
+    with wrapping(RandomState, "seed", seed):
         yield
 
 
@@ -403,23 +409,23 @@ def init_by_rank() -> Iterator[None]:
 
 @fault("initial weights 1e-3 off on one rank", "Initialisation depends on the layout", strategy="fsdp")
 def init_off() -> Iterator[None]:
-    def lay_out(original: Any, self: TorchEngine) -> None:
+    def wrapped(original: Any, self: Parallel) -> None:
         with torch.no_grad():
-            for parameter in self._step.parameters():
+            for parameter in self.module.parameters():
                 parameter.mul_(1.001 if dist.get_rank() else 1.0)
         original(self)
 
-    with wrapping(TorchEngine, "_lay_out", lay_out):
+    with wrapping(Parallel, "wrap", wrapped):
         yield
 
 
 @fault("tied head untied", "Tied weights were untied", strategy="fsdp")
 def untied() -> Iterator[None]:
-    def lay_out(original: Any, self: TorchEngine) -> None:
-        self._step.model.head.weight = nn.Parameter(self._step.model.head.weight.detach().clone())
+    def wrapped(original: Any, self: Parallel) -> None:
+        self.module.model.head.weight = nn.Parameter(self.module.model.head.weight.detach().clone())
         original(self)
 
-    with wrapping(TorchEngine, "_lay_out", lay_out):
+    with wrapping(Parallel, "wrap", wrapped):
         yield
 
 
@@ -430,11 +436,12 @@ FAULTS["batch norm is local"] = Fault(nothing, "", task="batch norm", mark="ABST
 
 @fault("a metric of rank 0", "A metric is not summed over ranks")
 def metric_of_one_rank() -> Iterator[None]:
-    def reduce(original: Any, self: Sums, *arguments: Any, **named: Any) -> Any:
-        own = {name: (pair[0] / pair[1]).item() for name, pair in self._metrics.items()}
-        return replace(original(self, *arguments, **named), metrics=own)
+    def reduce(original: Any, self: Reduction, sums: Any, *arguments: Any) -> Any:
+        own = {name: (pair[0] / pair[1]).item() for name, pair in sums._metrics.items()}
+        result, *more = original(self, sums, *arguments)
+        return replace(result, metrics=own), *more
 
-    with wrapping(Sums, "reduce", reduce):
+    with wrapping(Reduction, "reduce", reduce):
         yield
 
 
@@ -442,7 +449,7 @@ def metric_of_one_rank() -> Iterator[None]:
 def evaluation_mode() -> Iterator[None]:
     def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
         result = original(self, *arguments)
-        self._step.eval()
+        self.train_state.parallel.module.eval()
         return result
 
     with wrapping(TorchEngine, "evaluate", evaluate):
@@ -451,53 +458,53 @@ def evaluation_mode() -> Iterator[None]:
 
 @fault("a frozen parameter is trained", "A frozen parameter is trained", task="frozen")
 def frozen_trained() -> Iterator[None]:
-    def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
+    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
         with torch.no_grad():
-            self._step.model[0].weight.add_(1e-3)
+            self.module[0].weight.add_(1e-3)
         original(self, step, scalars)
 
-    with wrapping(TorchEngine, "_update", update):
+    with wrapping(TrainState, "update", update):
         yield
 
 
 @fault("a weight changed on one rank", "Replicas drift apart")
 def changed_on_one_rank() -> Iterator[None]:
-    def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
+    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
         original(self, step, scalars)
         with torch.no_grad():
-            next(self._step.parameters()).add_(1e-3 * dist.get_rank())
+            next(self.module.parameters()).add_(1e-3 * dist.get_rank())
 
-    with wrapping(TorchEngine, "_update", update):
+    with wrapping(TrainState, "update", update):
         yield
 
 
 @fault("gradients are not cleared", "Gradients of the step before are added")
 def not_cleared() -> Iterator[None]:
-    def update(original: Any, self: TorchEngine, step: int, scalars: Mapping[str, float]) -> None:
-        with mock.patch.object(self._optimizer, "zero_grad", lambda **_: None):
+    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
+        with mock.patch.object(self.optimizer, "zero_grad", lambda **_: None):
             original(self, step, scalars)
 
-    with wrapping(TorchEngine, "_update", update):
+    with wrapping(TrainState, "update", update):
         yield
 
 
 @fault("moving average renewed per micro-batch", "The moving average drifts", task="averaged")
 def average_per_micro_batch() -> Iterator[None]:
-    def follow(original: Any, self: Average, made: int) -> None:
+    def update(original: Any, self: MovingAverage, updates: int) -> None:
         for _ in range(2):
-            original(self, made)
+            original(self, updates)
 
-    with wrapping(Average, "follow", follow):
+    with wrapping(MovingAverage, "update", update):
         yield
 
 
 @fault("moving average on the first rank only", "The moving average drifts", task="averaged")
 def average_of_one_rank() -> Iterator[None]:
-    def follow(original: Any, self: Average, made: int) -> None:
+    def update(original: Any, self: MovingAverage, updates: int) -> None:
         if dist.get_rank() == 0:
-            original(self, made)
+            original(self, updates)
 
-    with wrapping(Average, "follow", follow):
+    with wrapping(MovingAverage, "update", update):
         yield
 
 
@@ -512,13 +519,13 @@ def average_of_shards() -> Iterator[None]:
 
 @fault("local pairs only", "Pairs across processes are missing", task="pairs")
 def local_pairs() -> Iterator[None]:
-    def of_this_rank(original: Any, self: Crossing, *arguments: Any) -> Any:
+    def of_this_rank(original: Any, self: CrossSample, *arguments: Any) -> Any:
         return replace(original(self, *arguments), first=0)
 
     with (
-        mock.patch.object(cross_sample, "gathered", lambda own, rows: list(own)),
-        mock.patch.object(cross_sample, "summed", lambda vector, *_: vector),
-        wrapping(Crossing, "_gathered", of_this_rank),
+        mock.patch.object(cross_sample, "gather_rows", lambda own, rows: list(own)),
+        mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector),
+        wrapping(CrossSample, "_gather", of_this_rank),
     ):
         yield
 
@@ -534,7 +541,7 @@ def block_diagonal() -> Iterator[None]:
 
 @fault("gather without a gradient", "Gathered rows carry no gradient", task="pairs")
 def detached_gather() -> Iterator[None]:
-    with mock.patch.object(cross_sample, "summed", lambda vector, *_: vector):
+    with mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector):
         yield
 
 
@@ -546,29 +553,29 @@ def detached_contrast() -> Iterator[None]:
 
 @fault("gradient of the gather × N", "All gradients are scaled by N", task="pairs")
 def gather_times_n() -> Iterator[None]:
-    with wrapping(cross_sample, "summed", lambda original, *arguments: original(*arguments) * 2):
+    with wrapping(cross_sample, "sum_vector", lambda original, *arguments: original(*arguments) * 2):
         yield
 
 
 @fault("the whole of one rank's rows", "Pairs across processes are missing", task="whole")
 def whole_of_a_rank() -> Iterator[None]:
-    def counted_everywhere(original: Any, self: Crossing, *arguments: Any) -> Any:
+    def counted_everywhere(original: Any, self: CrossSample, *arguments: Any) -> Any:
         return replace(original(self, *arguments), first=0)
 
     with (
-        mock.patch.object(cross_sample, "gathered", lambda own, rows: list(own)),
-        wrapping(Crossing, "_gathered", counted_everywhere),
+        mock.patch.object(cross_sample, "gather_rows", lambda own, rows: list(own)),
+        wrapping(CrossSample, "_gather", counted_everywhere),
     ):
         yield
 
 
 @fault("gradient of the whole added up over ranks", "All gradients are scaled by N", task="whole")
 def whole_added_up() -> Iterator[None]:
-    def whole(original: Any, self: Crossing, *arguments: Any) -> Any:
+    def whole(original: Any, self: CrossSample, *arguments: Any) -> Any:
         vector = original(self, *arguments)
-        return vector if vector is None else cross_sample.summed(vector, 2, False)
+        return vector if vector is None else cross_sample.sum_vector(vector, 2, False)
 
-    with wrapping(Crossing, "_whole", whole):
+    with wrapping(CrossSample, "_whole", whole):
         yield
 
 
@@ -578,7 +585,7 @@ def whole_added_up() -> Iterator[None]:
 @fault("moments dropped on resume", "The state of the optimizer was lost", resumed=1)
 def moments_dropped() -> Iterator[None]:
     def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        sharded_tensors.load(sharded_tensors.of_model(self._step.model), reader, kinds=("model/",))
+        sharded_tensors.load(sharded_tensors.model_tensors(self.train_state.module), reader, kinds=("model/",))
 
     with wrapping(TorchEngine, "load", load):
         yield
@@ -586,16 +593,16 @@ def moments_dropped() -> Iterator[None]:
 
 @fault("moving average begins anew on resume", "The moving average was lost", task="averaged", resumed=1)
 def average_dropped() -> Iterator[None]:
-    def load(original: Any, self: Average, reader: Any) -> None:
+    def load(original: Any, self: MovingAverage, reader: Any) -> None:
         original(self, mock.Mock(shapes={}))
 
-    with wrapping(Average, "load", load):
+    with wrapping(MovingAverage, "load", load):
         yield
 
 
 @fault("random state lost on resume", "The state was not carried on", task="dropout", resumed=1)
 def generator_lost() -> Iterator[None]:
-    def begin(original: Any, self: Randomness, *address: Any) -> int:
+    def seed(original: Any, self: RandomState, *address: Any) -> int:
         calls = self.__dict__.setdefault("calls", [])
         calls.append(address)
         known = address if address[0] != "dropout" or not self.__dict__.get("again") else ("dropout", 0, address[2])
@@ -603,9 +610,9 @@ def generator_lost() -> Iterator[None]:
 
     def load(original: Any, self: TorchEngine, reader: Any) -> None:
         original(self, reader)
-        self._randomness.again = True
+        self._parts.random_state.again = True
 
-    with wrapping(Randomness, "begin", begin), wrapping(TorchEngine, "load", load):
+    with wrapping(RandomState, "seed", seed), wrapping(TorchEngine, "load", load):
         yield
 
 

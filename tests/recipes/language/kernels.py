@@ -26,8 +26,8 @@ def gradients(language: Language, precision: str, change: Any = None, device: st
     model.to(device)
     made = language.collate([language.data()[row] for row in range(rows)])
     batch = {name: torch.from_numpy(array).to(device) for name, array in made.items()}
-    with precisions.promoting(precision):
-        with precisions.casting(precision, torch.device(device)):
+    with precisions.promotion(precision):
+        with precisions.autocast(precision, torch.device(device)):
             outputs = language.outputs(model, batch, Context(0, training=True))
             totals = language.totals(outputs, batch, Context(0, training=True)) if language.needs_totals else {}
             loss = language.loss(outputs, batch, Context(0, training=True, totals=totals))

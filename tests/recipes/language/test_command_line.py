@@ -84,12 +84,12 @@ def sources(cache: Path, run: Path) -> set[str]:
     import numpy as np
     import pyarrow.parquet as pq
 
-    from unisono.config import resolve
+    from unisono.config import foreign_run
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
     from unisono.launch.rank_process import task_of
 
-    config = resolve.read(run / "config.yaml")
+    config = foreign_run.read_run(run, trust=True)
     language = task_of(config)
     of_documents = []
     for path in sorted(Path(config.data.path).rglob("*")):

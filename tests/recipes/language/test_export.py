@@ -20,10 +20,10 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.exchange.export import _plan_of_model, _write, adapter_of, newest
 from unisono.checkpoint.exchange.hf_shards import Sharded
 from unisono.cli import main
-from unisono.config import resolve
+from unisono.config import foreign_run
 from unisono.config.schema.export_verb import Export
 from unisono.engines.torch.lora import Adapter
-from unisono.engines.torch.sharded_tensors import load, of_model
+from unisono.engines.torch.sharded_tensors import load, model_tensors
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import Pretrained
 from unisono.recipes.language.tokenizer import Tokenizer
@@ -223,14 +223,14 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
 
     out = exported(adapted, tmp_path / "out")
     assert {path.name for path in out.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
-    config = resolve.read(adapted / "config.yaml")
+    config = foreign_run.read_run(adapted, trust=True)
     base = of_transformers(config.model.path)
     plain = logits(base)
     theirs = logits(PeftModel.from_pretrained(base, out))
     mine: Any = of_transformers(config.model.path)
     adapters = Adapter(adapter_of(adapted), mine, seed=5)
     saved = commit.read(newest(adapted))
-    load(adapters.kept(of_model(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
+    load(adapters.saved(model_tensors(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
     assert torch.equal(theirs, logits(mine))
     assert not torch.equal(theirs, plain)
 

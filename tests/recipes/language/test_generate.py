@@ -77,6 +77,14 @@ def test_the_greedy_choice_is_the_likeliest_token_each_time(run: Path) -> None:
     assert written_by(run, prompt, tokens=12) == engine.decode(ids)
 
 
+def test_documents_that_are_given_are_predicted_as_the_run_would_read_them(run: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", [*TEXTS, "zebras quietly vex a jumbled quorum"])
+    words = [f"data.path={tmp_path / 'corpus'}", f"data.cache={tmp_path / 'cache'}"]
+    assert main.main(["predict", str(run), "rows=training", f"out={tmp_path / 'p.csv'}", *words]) == 0
+    nats = [float(row["nats_per_target"]) for row in unisono.open_source(tmp_path / "p.csv", key="out")]
+    assert max(nats[:3]) < 0.3 and nats[3] > 2  # another tokenizer than the run's would find all of them unlikely
+
+
 def test_the_command_prints_the_same_every_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert written(capsys, run, "sphinx of") == written(capsys, run, "sphinx of") == TEXTS[2] + "\n"
 

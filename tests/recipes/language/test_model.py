@@ -389,6 +389,6 @@ def test_the_work_of_a_batch_leaves_padding_out(data: Corpus) -> None:
 
 
 def test_targets_that_are_padding_are_the_same_everywhere() -> None:
-    from unisono.engines.torch.numerics import linear_cross_entropy
+    from unisono.engines.torch.losses import linear_cross_entropy
 
     assert IGNORED == linear_cross_entropy.IGNORED == -100

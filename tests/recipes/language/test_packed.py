@@ -187,7 +187,7 @@ def gradients(task: Language, batches: list[dict[str, np.ndarray]], change: Any 
     total = 0.0
     for made in batches:
         batch = {name: torch.from_numpy(array) for name, array in made.items()}
-        with precisions.promoting("fp64"), precisions.casting("fp64", torch.device("cpu")):
+        with precisions.promotion("fp64"), precisions.autocast("fp64", torch.device("cpu")):
             outputs = task.outputs(model, batch, Context(0, training=True))
             loss = task.loss(outputs, batch, Context(0, training=True))
         summed = sum(loss.weights.get(name, 1.0) * term for name, term in loss.sums.items())

@@ -28,6 +28,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
+from unisono.engines.protocol import Job
 from unisono.engines.torch.engine import TorchEngine
 from unisono.recipes.language.generate import generate
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
@@ -150,12 +151,12 @@ def train(place: Place, group: Group, language: Language, config: RunConfig) -> 
     plan = StreamPlan.of(Order(len(language.data()), 0), config.train.global_batch, config.train.steps, None)
     split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(language, language.data(), plan, split, place.rank)
-    engine = TorchEngine(language, config, place, group, split)
+    engine = TorchEngine(Job(language, config, place, group, split))
     scalars = {"lr": config.optim.lr}
     try:
         engine.setup(next(iter(loader.steps())), scalars)
         losses = [engine.step(batches, step, scalars).loss for step, batches in enumerate(loader.steps())]
-        found = engine._step.model
+        found = engine.view.module
         head, embedding = found.get_output_embeddings().weight, found.get_input_embeddings().weight
         saved = [shard.name for shard in engine.state() if "embed" in shard.name or "head" in shard.name]
         return {

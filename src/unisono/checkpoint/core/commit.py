@@ -32,9 +32,9 @@ from unisono.checkpoint.core.retention import Known, Retention
 from unisono.engines.state import Shard
 from unisono.runtime.communicator import Alone, Group, Json
 from unisono.runtime.errors import CheckpointError, FormatError, NonFiniteError, SaveError, UnisonoError
-from unisono.runtime.files import sync
+from unisono.runtime.files import remove_folder, sync
 
-__all__ = ["Checkpoint", "aside", "find", "in_order", "name_of", "open_", "read", "save"]
+__all__ = ["Checkpoint", "aside", "find", "in_order", "name_of", "open_", "read", "save", "sweep"]
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def save(
             if allowed is not None:
                 allowed()
             _make(folder)
-            _sweep(folder)
+            sweep(folder)
             _refuse_to_overwrite(final)
             temporary.mkdir()
         return [arrays.size(shards), temporary.name]
@@ -308,7 +308,7 @@ def _remove_older(folder: Path, made: int, retention: Retention) -> None:
     for step in retention.going(made, metrics):
         old = known[step]
         try:  # goes as it came, by one rename: a half of it must not be found
-            shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
+            remove_folder(old.rename(folder / f"{_TEMPORARY}{old.name}"))
         except OSError as error:
             log.warning("%s could not be removed: %s", old, error)
 
@@ -317,10 +317,13 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what an interrupted save left behind."""
+def sweep(folder: Path) -> None:
+    """Remove what an interrupted save left behind. What cannot be removed is reported, and stops nothing."""
     for path in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path)
+        try:
+            remove_folder(path)
+        except OSError as error:
+            log.warning("%s was left by an interrupted save and cannot be removed: %s", path, error)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -182,7 +182,7 @@ def _plan_of_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
     """The plan of a model that is in memory."""
     from unisono.engines.torch import sharded_tensors
 
-    held = {name.removeprefix(_MODEL): value.detach() for name, value in sharded_tensors.of_model(model).items()}
+    held = {name.removeprefix(_MODEL): value.detach() for name, value in sharded_tensors.model_tensors(model).items()}
     arrays = {n: Entry(n, _target(value.dtype, words), tuple(value.shape)) for n, value in held.items()}
     form = (
         export_formats.plain(arrays)

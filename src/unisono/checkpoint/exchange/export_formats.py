@@ -6,9 +6,7 @@ is asked for nothing that would need the model's memory: transformers' model is 
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.checkpoint.exchange import hf_config
 from unisono.checkpoint.exchange.hf_shards import Entry
 from unisono.config.schema.run import Lora
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
 _TOKENIZER = (
@@ -183,12 +183,12 @@ def _skeleton(assets: Path) -> Any:
             "among the assets. to=safetensors writes the arrays under their own names, for torch or any other reader"
         )
     try:
-        config = library.AutoConfig.from_pretrained(assets, local_files_only=True)
+        config = hf_config.read_config(assets)
         named = getattr(library, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             if isinstance(named, type) and issubclass(named, library.PreTrainedModel):
                 return named._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
-            return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way
         raise RunError(
             f"{assets / 'config.json'} describes no model that transformers can make: {error}. to=safetensors writes "
@@ -228,10 +228,10 @@ def _write_config(model: Any, assets: Path, folder: Path, dtype: torch.dtype | N
         text.use_cache = True
     special = assets / "special_tokens.json"
     if (assets / "generation_config.json").is_file():
-        shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
+        hf_config.copy_settings(assets, "generation_config.json", folder)
     else:
         if special.is_file():
-            ids = json.loads(special.read_text(encoding="utf-8"))
+            ids = safe_paths.read_json(assets, special.name)
             text.bos_token_id, text.eos_token_id = ids["first"], ids["last"]
         if model.can_generate():
             generation = GenerationConfig.from_model_config(config)
@@ -247,15 +247,15 @@ def _write_tokenizer(assets: Path, folder: Path) -> None:
         return
     if (assets / "tokenizer_config.json").is_file() or find_spec("transformers") is None:
         for name in _TOKENIZER:
-            if (assets / name).is_file():
-                shutil.copyfile(assets / name, folder / name)
+            if (assets / name).exists():
+                hf_config.copy_settings(assets, name, folder)
         return
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    engine = Tokenizer.from_file(str(assets / "tokenizer.json"))
+    engine = Tokenizer.from_str(safe_paths.read_text(assets, "tokenizer.json"))
     special = assets / "special_tokens.json"
-    ids = json.loads(special.read_text(encoding="utf-8")) if special.is_file() else {}
+    ids = safe_paths.read_json(assets, special.name) if special.is_file() else {}
     tokens = {"bos_token": ids.get("first"), "eos_token": ids.get("last"), "pad_token": ids.get("last")}
     named = {name: engine.id_to_token(number) for name, number in tokens.items() if number is not None}
     PreTrainedTokenizerFast(tokenizer_object=engine, **named).save_pretrained(folder)
@@ -265,10 +265,10 @@ def _is_causal(assets: Path) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        kind = json.loads((assets / "config.json").read_text(encoding="utf-8"))["model_type"]
+        kind = safe_paths.read_json(assets, "config.json", hf_config.LARGEST)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _dtype(outputs: list[Output]) -> torch.dtype | None:

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError
-from unisono.runtime.files import inside
+from unisono.runtime.text import one_line
 
 BLOCK = 64 << 20  # bytes that are read, converted and written at a time
 CODES = {
@@ -28,7 +29,7 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-_LARGEST_INDEX = 256 << 20  # bytes; that of a model with a million tensors is smaller
+LARGEST_INDEX = 256 << 20  # bytes; that of a model with a million tensors is smaller
 
 
 @dataclass(frozen=True)
@@ -150,26 +151,29 @@ class Sharded:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open: dict[Path, Any] = {}
-        self._where: dict[str, Path] = {}
+        self._folder = path if path.is_dir() else None
+        self._open: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
         self.entries: list[Entry] = []
-        where = _index(path) if path.is_dir() else None
-        for file in _files(path) if where is None else sorted({inside(path, name) for name in where.values()}):
+        where = None if self._folder is None else _index(self._folder)
+        for file in self._files() if where is None else sorted(set(where.values())):
             opened = self._opened(file)
             for name in opened.keys():  # noqa: SIM118 - it is no dictionary
                 if name in self._where:
-                    raise CheckpointError(f"{path}: {self._where[name].name} and {file.name} both have '{name}'")
+                    raise CheckpointError(f"{path}: {self._where[name]} and {file} both have '{one_line(name)}'")
                 view = opened.get_slice(name)
                 if view.get_dtype() not in DTYPES:
-                    raise CheckpointError(f"{file}: '{name}' is of dtype {view.get_dtype()}, which torch has not")
+                    raise CheckpointError(
+                        f"{path}: '{one_line(name)}' in {file} is of dtype {view.get_dtype()}, which torch has not"
+                    )
                 self._where[name] = file
                 self.entries.append(Entry(name, DTYPES[view.get_dtype()], tuple(view.get_shape())))
-        for name, file_name in (where or {}).items():
-            if self._where.get(name) != path / file_name:
-                raise CheckpointError(f"{path}: the index says that {file_name} has '{name}', and it has not")
+        for name, file in (where or {}).items():
+            if self._where.get(name) != file:
+                raise CheckpointError(f"{path}: the index says that {file} has '{one_line(name)}', and it has not")
         if where is not None and (more := sorted(self._where.keys() - where.keys())):
             raise CheckpointError(
-                f"{path}: {self._where[more[0]].name} has '{more[0]}', of which the index says nothing"
+                f"{path}: {self._where[more[0]]} has '{one_line(more[0])}', of which the index says nothing"
             )
 
     def content(self, entry: Entry) -> Iterator[Tensor]:
@@ -182,24 +186,29 @@ class Sharded:
         for offset, shape in blocks(entry.shape, entry.dtype.itemsize):
             yield view[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
-    def _opened(self, file: Path) -> Any:
+    def _files(self) -> list[str]:
+        if self._folder is None:
+            return [self.path.name]
+        found = sorted(file.name for file in self._folder.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(f"{self.path} has no *.safetensors")
+        return found
+
+    def _opened(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
         if file not in self._open:
+            shown = self.path if self._folder is None else self._folder / file
             try:
-                self._open[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+                with (
+                    safe_paths.open_regular(self.path)
+                    if self._folder is None
+                    else safe_paths.open_inside(self._folder, file)
+                ) as source:
+                    self._open[file] = safe_open(safe_paths.path_of(source), framework="pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{shown} cannot be read as safetensors: {one_line(error, 500)}") from error
         return self._open[file]
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise CheckpointError(f"{path} has no *.safetensors")
-    return [inside(path, file.name) for file in found]
 
 
 def _index(folder: Path) -> dict[str, str] | None:
@@ -211,12 +220,23 @@ def _index(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(
             f"{folder} has several indices: {', '.join(path.name for path in found)}; leave one there"
         )
-    file = inside(folder, found[0].name)
+    return read_index(folder, found[0].name)
+
+
+def read_index(folder: Path, name: str) -> dict[str, str]:
+    """What an index says: the file of every tensor, each the name of a file of this folder.
+
+    Raises:
+        CheckpointError: where it is no index, or names what is no regular file of its folder.
+    """
     try:
-        if file.stat().st_size > _LARGEST_INDEX:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, which no index needs; it is not read")
-        return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be read as an index of tensors: {error!r}") from error
+        where = safe_paths.read_json(folder, name, LARGEST_INDEX)["weight_map"]
+        for file in sorted(set(where.values()), key=str):
+            safe_paths.open_inside(folder, file).close()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, safe_paths.UnsafePathError):
+            raise CheckpointError(str(error)) from error
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{error.filename} is missing, or cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{folder / name} cannot be read as an index of tensors: {error!r:.300}") from error
+    return dict(where)

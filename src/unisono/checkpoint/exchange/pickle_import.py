@@ -10,26 +10,27 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.exchange import hf_shards
+from unisono.checkpoint.exchange import hf_config, hf_shards
 from unisono.checkpoint.exchange.hf_shards import Sharded
 from unisono.config.schema.export_verb import Import
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, RunError
-from unisono.runtime.files import inside, whole, whole_folder
+from unisono.runtime.files import whole, whole_folder
 
 _SLOWEST = 4 << 20  # bytes per second, after a minute to start
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")  # of the environment
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # of a folder, besides tensors
-_BIN_INDEX = "pytorch_model.bin.index.json"
+_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _write_folder(found: Sharded, source: Path, words: Import, out: Path) -> Non
         for pattern in _COPIED if source.is_dir() else ():
             for path in source.glob(pattern):
                 if not path.name.endswith(".index.json"):
-                    shutil.copyfile(inside(source, path.name), temporary / path.name)
+                    hf_config.copy_settings(source, path.name, temporary)
 
 
 @contextmanager
@@ -119,57 +120,67 @@ def _readable(source: Path, key: str | None, beside: Path, left: list[str]) -> I
         return
     with tempfile.TemporaryDirectory(dir=beside, prefix=".importing-") as folder:
         for number, pickle in enumerate(pickles):
-            left += _taken_out(pickle, key, Path(folder) / f"{number:05d}.safetensors")
+            left += _taken_out(source, pickle, key, Path(folder) / f"{number:05d}.safetensors")
         yield Path(folder)
 
 
-def _pickles(source: Path) -> list[Path]:
-    """The pickles of a source; none where it has safetensors."""
+def _pickles(source: Path) -> list[str]:
+    """Names of the pickles of a folder, or of the file itself; none where it has safetensors."""
     if source.is_file():
-        return [] if source.suffix == ".safetensors" else [source]
+        return [] if source.suffix == ".safetensors" else [source.name]
     if any(source.glob("*.safetensors")) or any(source.glob("*.safetensors.index.json")):
         return []
-    if (source / _BIN_INDEX).is_file():
-        file = inside(source, _BIN_INDEX)
-        try:
-            names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{file} cannot be read as an index of tensors: {error!r}") from error
-        return [inside(source, name) for name in names]
-    if (source / "pytorch_model.bin").is_file():
-        return [inside(source, "pytorch_model.bin")]
-    raise CheckpointError(f"{source} has neither *.safetensors nor pytorch_model.bin; name the file itself")
+    if (source / _BIN_INDEX).exists():
+        return sorted(set(hf_shards.read_index(source, _BIN_INDEX).values()))
+    if (source / _BIN).exists():
+        return [_BIN]
+    raise CheckpointError(f"{source} has neither *.safetensors nor {_BIN}; name the file itself")
 
 
-def _taken_out(pickle: Path, key: str | None, out: Path) -> list[str]:
+def _taken_out(source: Path, name: str, key: str | None, out: Path) -> list[str]:
     """Have a process take the tensors out of a pickle; returns what else was there."""
-    size = pickle.stat().st_size
-    asked = {"source": str(pickle.resolve()), "key": key, "limit": 4 * size + (64 << 20)}
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100 - a text in, a text out
-    command = [sys.executable, "-P", "-m", "unisono.checkpoint.exchange.pickle_process"]
-    with out.open("wb") as file:
+    shown = source / name if source.is_dir() else source
+    with ExitStack() as opened:
         try:
-            done = subprocess.run(
-                [*command, str(file.fileno())],
-                input=json.dumps(asked),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env={**kept, "PYTHONPATH": path},
-                pass_fds=(file.fileno(),),
-                cwd="/",
-                timeout=60 + size / _SLOWEST,
-                check=False,
+            pickle = opened.enter_context(
+                safe_paths.open_inside(source, name) if source.is_dir() else safe_paths.open_regular(source)
             )
-        except subprocess.TimeoutExpired:
-            raise CheckpointError(
-                f"{pickle}: reading it took longer than {60 + size / _SLOWEST:.0f} s; it was ended, and nothing is left"
-            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}") from error
+        size = os.fstat(pickle.fileno()).st_size
+        file = opened.enter_context(out.open("wb"))
+        done = _run(pickle, key, size, file, shown)
     told = _answer(done.stdout)
     if done.returncode == 0 and told is not None and "left" in told:
         return [_plain(line) for line in told["left"]]
-    raise CheckpointError(f"{pickle} {_why(done, told)}")
+    raise CheckpointError(f"{shown} {_why(done, told)}")
+
+
+def _run(
+    pickle: BufferedReader, key: str | None, size: int, file: BufferedWriter, shown: Path
+) -> subprocess.CompletedProcess[str]:
+    """The process that reads a pickle: two open files are all it is given."""
+    asked = {"source": safe_paths.path_of(pickle), "key": key, "limit": 4 * size + (64 << 20)}
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100 - a text in, a text out
+    command = [sys.executable, "-P", "-m", "unisono.checkpoint.exchange.pickle_process"]
+    try:
+        return subprocess.run(
+            [*command, str(file.fileno())],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={**kept, "PYTHONPATH": path},
+            pass_fds=(file.fileno(), pickle.fileno()),
+            cwd="/",
+            timeout=60 + size / _SLOWEST,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"{shown}: reading it took longer than {60 + size / _SLOWEST:.0f} s; it was ended, and nothing is left"
+        ) from None
 
 
 def _answer(text: str) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,14 @@ from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.commit import Checkpoint
-from unisono.checkpoint.remote import store_lock, upload
+from unisono.checkpoint.remote import description, store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectError, Store
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS, DESCRIBED, MANIFEST, described_as, known, step_of
 from unisono.config.schema.run import RunConfig
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, DataError, RunError
-from unisono.runtime.files import sync, whole
+from unisono.runtime.files import remove_folder, sync, whole
+from unisono.runtime.text import one_line
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
 _TOGETHER = 8  # files at a time
@@ -115,7 +116,7 @@ def again(store: Store, path: Path) -> tuple[Path | None, str]:
         if not isinstance(found, Checkpoint):
             return None, found or f"{store.url} has no checkpoint {name}"
         if here not in (None, found.sha256):
-            shutil.rmtree(found.path)
+            remove_folder(found.path)
             return None, f"{store.at(f'{CHECKPOINTS}/{name}')} is of another past of this run"
         for file, written in found.files.items():
             _link(path / file, found.path / file, written["size"], written["sha256"])
@@ -123,7 +124,7 @@ def again(store: Store, path: Path) -> tuple[Path | None, str]:
         try:
             fetch(store, found)
         except ObjectError:
-            shutil.rmtree(found.path)
+            remove_folder(found.path)
             raise
     except (DataError, OSError) as error:
         return None, str(error)
@@ -201,7 +202,7 @@ class Restore:
                 fetch(self.store, self.begun)
             except ObjectError as error:
                 self.passed[name] = str(error)
-                shutil.rmtree(self.begun.path)
+                remove_folder(self.begun.path)
                 self._find()
             else:
                 brought, self.begun = name, None
@@ -220,7 +221,7 @@ class Restore:
         self.begun = newest(store, at, here, self.passed)
         for left in at.glob(f"{_TEMPORARY}*"):  # of an earlier attempt, at another checkpoint
             if self.begun is None or left != self.begun.path:
-                shutil.rmtree(left)
+                remove_folder(left)
         listed = "; ".join(f"{name}: {why}" for name, why in self.passed.items())
         if self.passed and self.exact:
             raise CheckpointError(f"{store.url}: {listed}. run.resume=exact passes over none; run.resume=auto does")
@@ -235,12 +236,16 @@ class Restore:
         if name is None and not self.passed:
             return
         for other, why in self.passed.items():
-            print(f"unisono: WARNING: {other} is passed over: {why}", file=sys.stderr)  # noqa: T201 - before there is a log
+            _warn(f"{other} is passed over: {why}")
         if name is not None:
             print(f"restored {name} from {self.store.url}", flush=True)  # noqa: T201
         event = {"step": step_of(name or ""), "restored": name, "from": self.store.url, "passed_over": self.passed}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"\n{json.dumps(event)}\n")  # a line of its own, whatever was cut off before
+
+
+def _warn(text: str) -> None:
+    print(f"unisono: WARNING: {text}", file=sys.stderr)  # noqa: T201 - before there is a log
 
 
 def begun(folder: Path) -> list[Path]:
@@ -257,6 +262,8 @@ def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
     if content is None:
         return None
     at = folder / f"{_TEMPORARY}{name}"
+    if at.is_symlink():
+        at.unlink()
     at.mkdir(parents=True, exist_ok=True)
     with whole(at / MANIFEST) as temporary:
         temporary.write_bytes(content)
@@ -268,7 +275,7 @@ def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
         fault = _missing(store, name, checkpoint)
         if fault is None and checkpoint.step == step_of(name):
             return checkpoint
-    shutil.rmtree(at)
+    remove_folder(at)
     return fault or "its manifest is of another checkpoint"
 
 
@@ -309,11 +316,19 @@ def _describe(store: Store, folder: Path) -> None:
         files = {str(name): (int(each["size"]), str(each["sha256"])) for name, each in described.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ObjectError(f"{store.at(DESCRIBED)} is missing or damaged ({error})") from error
+    if elsewhere := next(filter(description.is_elsewhere, files), None):
+        raise ObjectError(
+            f"{store.at(DESCRIBED)} names '{one_line(elsewhere)}', which lies outside of a run's folder. Nothing of it "
+            "was brought: do not use what comes from there"
+        )
     for name, (size, sha256) in sorted(files.items(), key=lambda file: (file[0] != "config.yaml", file[0])):
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ObjectError(f"{store.at(DESCRIBED)} names {name!r}, which lies outside of a run's folder")
+        if not description.is_known(name):
+            _warn(
+                f"{store.at(DESCRIBED)} names '{one_line(name)}', which is neither a record of a run nor data by its "
+                "ending; it was left out"
+            )
+            continue
+        path = safe_paths.destination(folder, name)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
             with whole(path) as temporary:
                 store.fetch(described_as(name, sha256), temporary, size, sha256)

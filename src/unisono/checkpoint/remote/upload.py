@@ -25,11 +25,12 @@ from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
-from unisono.checkpoint.remote import store_lock
+from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import Store
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS, MANIFEST
 from unisono.config.schema.run import Checkpoint, RunConfig
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
+from unisono.runtime.files import remove_folder
 
 HELD = "uploading"  # in the run's folder: files that an upload still needs
 _GRACE = 5.0  # seconds for a process that has nothing left to do
@@ -94,6 +95,11 @@ class Uploads:
         self.uploaded: int | None = None  # step of the newest checkpoint that is there
         self._newest = self._revived = self._missed = -1
         if self._store is not None:
+            if left := description.left_out(folder):
+                say(
+                    f"WARNING: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}: not uploaded, since a run is "
+                    "restored with assets that are data by their ending, and with no others"
+                )
             self._take_up()
 
     def finished(self, path: Path) -> None:
@@ -210,7 +216,7 @@ class Uploads:
         held = self._folder / HELD / path.name
         if held == path:
             return held
-        shutil.rmtree(held, ignore_errors=True)
+        remove_folder(held)
         held.mkdir(parents=True)
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
             try:

@@ -26,12 +26,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core.retention import Known, Retention
-from unisono.checkpoint.remote import store_lock
+from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import Store
 from unisono.config import secrets
 from unisono.data.sources.storage import Where, options
@@ -39,16 +39,6 @@ from unisono.runtime.errors import DataError, RunError
 
 CHECKPOINTS, MANIFEST, INDEX = "checkpoints", "manifest.json", "checkpoints.json"
 DESCRIBED = "run.json"  # size and hash of every file of the description
-# What a run needs besides its checkpoints to be restored elsewhere. Events and ledger grow with the run and stay.
-DESCRIPTION = (
-    "config.yaml",
-    "config.[0-9]*.yaml",
-    "fingerprint.json",
-    "files.json",
-    "trackers.json",
-    "certificate.json",
-    "assets",
-)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts
 
 
@@ -111,7 +101,7 @@ class Upload:
     def _describe(self) -> None:
         """Bring what says which run it is, as far as it has changed."""
         store = self._store
-        found = {path.relative_to(self._folder).as_posix(): path for path in _files(self._folder, DESCRIPTION)}
+        found = description.files(self._folder)
         described: dict[str, Any] = {
             name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in found.items()
         }
@@ -204,12 +194,6 @@ def step_of(name: str) -> int:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(folder: Path, names: Iterable[str]) -> list[Path]:
-    found = [path for name in names for path in sorted(folder.glob(name))]
-    inner = [path for each in found if each.is_dir() for path in sorted(each.rglob("*"))]
-    return [path for path in (*found, *inner) if path.is_file() and not path.is_symlink()]
 
 
 class Worker:

@@ -70,8 +70,8 @@ class Data(Settings):
         1,
         description="that prepare micro-batches, per process, at least 1; auto: by the cores and what preparing costs",
     )
-    worker_kind: Literal["threads", "processes"] = Field(
-        "threads", description="processes where Python itself is what takes the time"
+    worker_kind: Literal["threads", "processes", "auto"] = Field(
+        "threads", description="processes where Python itself is what takes the time; auto: measured before the start"
     )
     prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
     prefetch_mb: Positive = Field(512.0, description="MB prepared ahead at most, per process, however many that are")

@@ -21,7 +21,7 @@ from unisono.data.loading import checksum
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import NOTHING, Taken
 from unisono.protocols import Recurrent, packable
-from unisono.runtime.errors import ConfigError, DataError, UnisonoError
+from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, key
 from unisono.task import Batch, SampleContext, Source, Task, set_up
 
@@ -192,19 +192,30 @@ class Maker:
         Raises:
             DataError: naming the row, or rows, that cannot be made, and the line of the user's code.
         """
-        watch, slots = _Watch(), np.unique(request.taken.slots)
+        watch = _Watch()
         taken, pieces, masked = self.pieces(request.taken, watch)
+        began = perf_counter()
+        while True:
+            rows, slots, given = taken.rows, taken.slots, pieces
+            if not pieces:  # some rows have to be there, and they count nothing
+                row, sample = self._any_good(masked[0].reason)
+                slots = np.unique(request.taken.slots)
+                given, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
+            try:
+                arrays, counts, work, size = self._batch(given, rows, slots)
+                break
+            except BadSamplesError as error:  # found out by collate(): again, without them
+                reasons = {n: f"row {rows[n]} of the source: {text}" for n, text in error.reasons.items()}
+                if not self._mask or self._capacity is not None or not pieces:
+                    raise BadSamplesError(reasons) from error
+                for number, (slot, row, epoch, first, _) in enumerate(taken):
+                    if number in reasons:
+                        masked.append(Masked(slot, row, epoch, first, reasons[number]))
+                good = np.array([number not in reasons for number in range(len(pieces))])
+                taken, pieces = taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
+        watch.rest += perf_counter() - began
         idle = request.idle or not pieces
         contents = [] if idle or not self._contents else [checksum.checksum(piece) for piece in pieces]
-        rows = taken.rows
-        if pieces:
-            slots = taken.slots
-        else:  # some rows have to be there, and they count nothing
-            row, sample = self._any_good(masked[0].reason)
-            pieces, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
-        began = perf_counter()
-        arrays, counts, work, size = self._batch(pieces, rows, slots)
-        watch.rest += perf_counter() - began
         if idle:
             counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
         if self._mask:
@@ -299,7 +310,10 @@ class Maker:
         for turn in range(_TRIES if self._stand_in is None else 0):
             row = key(self.seed, "stand-in", turn) % len(self.source)
             try:
-                self._stand_in = row, self._sample(row, 0, _Watch())
+                sample = self._sample(row, 0, _Watch())
+                if self._capacity is None:
+                    self.task.collate([sample])
+                self._stand_in = row, sample
                 break
             except DataError:
                 continue

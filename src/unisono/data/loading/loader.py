@@ -47,7 +47,7 @@ class Loader:
         rank: of this process.
         purpose: part of the address of every random draw: `train`, or `eval` for held-out rows.
         workers: that make micro-batches; `auto` measures what making one takes.
-        worker_kind: `threads` or `processes`.
+        worker_kind: `threads` or `processes`; `auto` measures whether making one holds Python's lock.
         prefetch: micro-batches prepared ahead.
         prefetch_mb: MB prepared ahead at most, but always one micro-batch.
         on_error: `stop`, or `mask` to leave out samples that cannot be made.
@@ -81,7 +81,7 @@ class Loader:
         if on_error == "mask":
             refuse_mask(task)
         self._plan, self._split, self._rank = plan, split, rank
-        self._purpose, self._kind, self._timeout = purpose, worker_kind, timeout
+        self._purpose, self._asked_kind, self._timeout = purpose, worker_kind, timeout
         self._room = 1e6 * prefetch_mb
         self._maker = Maker(
             task,
@@ -96,6 +96,7 @@ class Loader:
         if isinstance(measured := getattr(plan, "lengths", None), Measured):
             measured.by = self.lengths
         self._largest = 0  # bytes of a micro-batch, as far as any was made
+        self._built, self._seconds = 0, np.zeros(3)
         self._masked, self._told, self._news = 0, -1, deque[str]()
         self._any: Request | None = None
         self._feed: Feed[Request, MicroBatch] | None = None
@@ -147,6 +148,13 @@ class Loader:
         asked = [workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
         return np.concatenate([np.zeros(0, dtype=np.int64), *(self._in_time(future.result) for future in asked)])
 
+    def counters(self) -> dict[str, float]:
+        """Micro-batches ready and asked for, samples built and masked, and seconds that reading, sampling and collating took."""
+        ready, asked = self._feed.fill if self._feed is not None else (0, 0)
+        names = ("read_seconds", "sample_seconds", "collate_seconds")
+        seconds = dict(zip(names, self._seconds.tolist(), strict=True))
+        return {"ready": ready, "asked": asked, "built": self._built, "masked": self._masked, **seconds}
+
     def facts(self) -> str:
         """A line about how micro-batches are made."""
         each = self._largest / 1e6
@@ -187,11 +195,21 @@ class Loader:
         return worker_autotuning.choose(cores(), self._processes, self._stages.total * self._split.passes)
 
     @cached_property
+    def _kind(self) -> str:
+        """`threads` or `processes`."""
+        return worker_autotuning.choose_kind(self._stages) if self._asked_kind == "auto" else self._asked_kind
+
+    @cached_property
     def _waits(self) -> worker_autotuning.Waits:
         return worker_autotuning.Waits(self._count, self._kind, cores() // self._processes)
 
     @cached_property
     def _workers(self) -> workers.Workers:
+        if self._count * self._processes > cores():
+            self._news.append(
+                f"data.workers={self._count} on {self._processes} {'process' if self._processes == 1 else 'processes'} of this "
+                f"host are more than its {cores()} cores: they take time from each other and from training; set fewer, or auto"
+            )
         return workers.of(self._maker, self._kind, self._count, self._purpose)
 
     @cached_property
@@ -230,6 +248,9 @@ class Loader:
         if step <= self._told:  # made again, as the first one is
             return
         self._told = step
+        for made in (micro.made for micro in batches if micro.made):
+            self._built += len(made.taken)
+            self._seconds += made.seconds
         for sample in (sample for micro in batches if micro.made for sample in micro.made.masked):
             self._masked += 1
             log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)

@@ -51,6 +51,12 @@ class Feed(Generic[Asked, Made]):
             self._change.notify()
         return future.result(timeout)
 
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many are ready, and how many were asked for."""
+        with self._change:
+            return sum(future.done() for future in self._waiting), len(self._waiting)
+
     def close(self) -> None:
         """Ask for no more."""
         with self._change:

@@ -15,6 +15,7 @@ from unisono.data.loading.batch_builder import Maker, Request
 
 _TARGET = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
 _ROWS = 8  # of a micro-batch that are made to measure it
+_LOCKED = 0.3  # share of the time in Python's lock from which on a second thread is of little use
 _NAP = 2e-4  # seconds that the probe sleeps
 _WINDOW, _MUCH, _AGAIN = 20, 0.1, 500  # steps that are looked at; share of them that is too much; steps between lines
 
@@ -93,6 +94,27 @@ def choose(cores: int, processes: int, seconds: float) -> int:
     (5, 7, 1, 1)
     """
     return max(1, min(cores // processes - 1, math.ceil(seconds / _TARGET)))
+
+
+def choose_kind(stages: Stages) -> str:
+    """Threads where what makes a micro-batch lets other threads run (native decoders and features do), else processes.
+
+    >>> choose_kind(Stages(1e-3, 1e-3, 0.1, locked=0.02)), choose_kind(Stages(1e-3, 0.1, 1e-3, locked=0.9))
+    ('threads', 'processes')
+    """
+    return "processes" if stages.locked > _LOCKED else "threads"
+
+
+def cpus_to_request(memory_gb: float, workers: int) -> int:
+    """CPUs that a cluster job should ask for: one for each worker, and no fewer than its memory pays for.
+
+    Clusters hand out memory in slices of about 10 GB a CPU, so a job that asks for much memory is charged for the CPUs that
+    go with it, and might as well use them.
+
+    >>> cpus_to_request(memory_gb=256, workers=16), cpus_to_request(64, 16)
+    (25, 16)
+    """
+    return max(int(memory_gb // 10), workers)
 
 
 class Waits:

@@ -58,11 +58,11 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
     return kind
 
 
-def device_of(kind: str, place: Place) -> torch.device:
+def device_of(kind: str, process: Place) -> torch.device:
     """The device of one process, made current."""
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, place.local_rank)
+    device = torch.device(kind, process.local_rank)
     torch.accelerator.set_device_index(device.index)
     return device
 
@@ -85,5 +85,5 @@ def product(kind: str) -> str:
     if kind == "cpu":
         return kind
     code = f"import torch; from unisono.engines.torch import devices; print(devices.name_of(torch.device({kind!r}, 0)))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return told.stdout.strip() if told.returncode == 0 else kind
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else kind

@@ -47,10 +47,10 @@ class Adapter:
         self._trained_before = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self._tuner = _inject(config, model, seed)
 
-    def kept(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What belongs into a checkpoint of a model's parameters and buffers: all but the base's parameters."""
-        alone = self._base is None
-        return {n: t for n, t in named.items() if alone or not isinstance(t, nn.Parameter) or t.requires_grad}
+    def saved(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a model's parameters and buffers that a checkpoint has: all but the base's parameters."""
+        whole = self._base is None
+        return {n: t for n, t in named.items() if whole or not isinstance(t, nn.Parameter) or t.requires_grad}
 
     def shards(self) -> list[Shard]:
         """The digest of the base, for one process to save."""
@@ -59,7 +59,7 @@ class Adapter:
         return [Shard(_BASE, (len(self._base),), (0,), torch.tensor(self._base, dtype=torch.int64))]
 
     def check_base(self, reader: Reader) -> None:
-        """Refuse a checkpoint whose adapters were trained on another base; see `same_base`."""
+        """Refuse a checkpoint whose adapters were trained on another base; see `check_same_base`."""
         if self._base is not None:
             _compare(self._base, reader)
 
@@ -79,7 +79,7 @@ def check(config: Lora | None) -> None:
         raise ConfigError("adapter=lora needs the package 'peft': pip install 'unisono[lora]'")
 
 
-def same_base(model: nn.Module, reader: Reader) -> None:
+def check_same_base(model: nn.Module, reader: Reader) -> None:
     """Refuse adapters that were trained on another base than a model's own weights.
 
     Args:

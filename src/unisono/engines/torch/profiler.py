@@ -12,18 +12,15 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from unisono.engines.observers import Observer
 from unisono.engines.protocol import PREFIX
 from unisono.runtime.files import whole
 
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
-class Profiler:
-    """torch's profiler of this process; see `unisono.engines.protocol.Profiler`.
-
-    Args:
-        device: whose work is recorded beside the CPU's.
-    """
+class Profiler(Observer):
+    """torch's profiler of this process, for the CPU and the device; see `unisono.engines.protocol.Profiler`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -22,7 +22,7 @@ from unisono.runtime.errors import CheckpointError
 _AT_ONCE = 4  # tensors that are read at a time; those for a device each take as much memory of the host
 
 
-def of_model(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """A model's parameters and persistent buffers by their names in a checkpoint; tied ones once, by the first."""
     result: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -32,7 +32,7 @@ def of_model(model: nn.Module) -> dict[str, Tensor]:
     return result | {f"model/{name}": value for name, value in buffers.items()}
 
 
-def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """An optimizer's tensors by their names in a checkpoint."""
     result: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -42,14 +42,14 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return result
 
 
-def shards(tensors: Mapping[str, Tensor], place: Place) -> list[Shard]:
+def shards(tensors: Mapping[str, Tensor], process: Place) -> list[Shard]:
     """The pieces this process has to save: of several copies one, the work dealt out among the ranks."""
     result = []
     for number, (name, tensor) in enumerate(tensors.items()):
         finite = isinstance(tensor, nn.Parameter) or not name.startswith("model/")  # a mask may be full of -inf
         tensor = tensor.detach()
         offset = piece(tensor)[1]
-        if _copies(tensor, number, place) and (local(tensor).numel() or not tensor.numel()):
+        if _copies(tensor, number, process) and (local(tensor).numel() or not tensor.numel()):
             result.append(Shard(name, tuple(tensor.shape), offset, local(tensor), finite))
     return result
 
@@ -138,10 +138,10 @@ def whole(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
     return np.atleast_1d(result)
 
 
-def _copies(tensor: Tensor, number: int, place: Place) -> bool:
+def _copies(tensor: Tensor, number: int, process: Place) -> bool:
     """Whether this process is the one of those with the same piece that saves it."""
     if not isinstance(tensor, DTensor):
-        return number % place.world_size == place.rank
+        return number % process.world_size == process.rank
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(tensor.placements):

@@ -42,7 +42,11 @@ def _record(ground: Ground) -> Outcome:
         done = run.finish()
         told = done.code == 0 and "1 sample could not be made" in done.said
         outcome.promise(told, f"masked: {done.code}: {done.said[-1000:]}")
-        with job.Job(run.folder, command=job.verb("data", "audit", str(run.run)), output="audit.txt") as audit:
+        with job.Job(
+            run.folder,
+            command=job.verb("data", "audit", str(run.run), "--task", f"{job.TASK}:Small"),
+            output="audit.txt",
+        ) as audit:
             found = audit.finish()
         left_out = found.code == 0 and "row 20 left out" in found.said
         outcome.promise(left_out, f"the ledger: {found.code}: {found.said[-1000:]}")

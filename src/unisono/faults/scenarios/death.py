@@ -7,10 +7,10 @@ import signal
 import time
 
 from unisono.faults import job
-from unisono.faults.job import Job
 from unisono.faults.matrix import Ground, Outcome, fault
 
 REFUSED, DIED, STUCK = 2, 9, 10
+HELD = "hold@forward:1:7"  # so that the run is in step 8 until it is released
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> float:
@@ -18,13 +18,6 @@ def kill(pid: int, number: int = signal.SIGKILL) -> float:
     now = time.monotonic()
     os.kill(pid, number)
     return now
-
-
-def in_full_run(run: Job, count: int = 2) -> list[int]:
-    """The ranks of a job that is making steps."""
-    found = run.workers(count)
-    run.reaches(4)
-    return found
 
 
 def _harms(
@@ -55,14 +48,14 @@ _harms("B13", "a rank ends with exit code 0, too early", "exit@forward:1:7", say
 
 @fault("A6", "kill -9 of the launcher only")
 def _launcher(ground: Ground) -> Outcome:
-    before = ground.unharmed("task.sleep=0.05")
-    with ground.job("task.sleep=0.05") as run:
-        in_full_run(run)
+    before = ground.unharmed()
+    with ground.job(misbehave=HELD) as run:
+        run.held()
         began = kill(run.process.pid)
         done = run.finish()
         outcome = Outcome(seconds=round(done.ended - began, 1), said="(nobody is left to say it)")
         outcome.promise(not done.orphans, f"processes {done.orphans} are left")
-    ground.go_on(outcome, before, "task.sleep=0.05")
+    ground.go_on(outcome, before)
     return outcome
 
 

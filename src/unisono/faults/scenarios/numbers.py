@@ -59,7 +59,9 @@ def _corrupt(ground: Ground) -> Outcome:
         outcome.promise(done.code == 0 and job.happened(ground.own) is not None, f"{done.code}: {done.said[-1500:]}")
         outcome.promise(job.state(run.run) != before, "the fault changed nothing")
     for first, code, says in ((6, 1, "the first step that differs is step 8: "), (9, 0, "bit for bit")):
-        with job.Job(ground.own, command=job.verb("replay", str(run.run), "--from", str(first))) as again:
+        with job.Job(
+            ground.own, command=job.verb("replay", str(run.run), "--task", f"{job.TASK}:Small", "--from", str(first))
+        ) as again:
             done = again.finish()
         outcome.promise(done.code == code and says in done.said, f"from step {first}: {done.code}: {done.said[-1500:]}")
         if code:

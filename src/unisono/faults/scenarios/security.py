@@ -9,6 +9,8 @@ import os
 import pickle
 import shutil
 import socket
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,7 +40,7 @@ def _payload(ground: Ground) -> Outcome:
     for file in sorted(newest.iterdir()):
         kept = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
-        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
             done = evaluation.finish()
         outcome.promise(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
         outcome.promise(not touched.exists(), f"{file.name} was unpickled")
@@ -58,7 +60,7 @@ def _escape(ground: Ground) -> Outcome:
     for hostile in (f"../../../../{secret.name}", str(secret)):
         text = kept.replace(json.dumps(shard.name), json.dumps(hostile))
         job.rewrite(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
-        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
             done = evaluation.finish()
         outcome.promise(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
         outcome.said = done.sentence
@@ -73,7 +75,7 @@ def _link(ground: Ground) -> Outcome:
     elsewhere = ground.own / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)
     shard.symlink_to(elsewhere)
-    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}")) as evaluation:
+    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
         done = evaluation.finish()
     outcome.promise(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
     outcome.said = done.sentence
@@ -110,6 +112,19 @@ def _secret(ground: Ground) -> Outcome:
         done = run.finish()
     outcome = Outcome(said=done.sentence)
     outcome.promise(done.code == 2, f"it was not refused: {done.code}")
+    found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.promise(not found, f"{found} hold it")
+    return outcome
+
+
+@fault("S5b", "a configuration that reads a password from a variable of the environment")
+def _secret_of_the_environment(ground: Ground) -> Outcome:
+    canary = "Q7x" * 11
+    with ground.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
+        done = run.finish()
+    outcome = Outcome(said=done.sentence)
+    outcome.promise(done.code == 2, f"it was not refused: {done.code}")
+    outcome.promise("Traceback" not in done.said and canary not in done.said, done.said[-800:])
     found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
     outcome.promise(not found, f"{found} hold it")
     return outcome
@@ -168,6 +183,93 @@ def _uninvited(ground: Ground) -> Outcome:
     outcome.promise(bool(outcome.exact), "it ended otherwise")
     outcome.said = refused.sentence
     return outcome
+
+
+@fault("S8", "where nodes meet: words that break a parser, and somebody who answers in the place of node 0")
+def _rendezvous(ground: Ground) -> Outcome:
+    words = ("layout.world_size=2", "launch.nodes=2", "launch.start_timeout=60")
+    before, outcome, port = ground.unharmed(), Outcome(), job.free_port()
+    nonce = b'"nonce": "' + b"0" * 32 + b'"'
+    hostile = [
+        b"[" * 4000 + b"\n", b'{"a":' * 800 + b"\n", b'{"nonce": Infinity}\n', b'{"nonce": ' + b"9" * 4000 + b"}\n",
+        b"{" + nonce + b', "proof": "\\ud800", "who": {"host": "\\udfff"}}\n', b"\xff\xfe\n", b"x" * 1_000_000,
+        b"{" + nonce + b', "proof": "' + b"0" * 64 + b'", "who": {"node": 1, "nodes": 2, "host": "\\u001b[2J"}}\n',
+    ]  # fmt: skip
+
+    def node(rank: int, at: int, where: Ground = ground) -> job.Job:
+        command = job.train(*words, f"launch.rendezvous=127.0.0.1:{at}", f"launch.node_rank={rank}")
+        return job.Job(where.own, command=command, output=f"{rank}.txt")
+
+    with node(0, port) as first:
+        job.wait_for(lambda: "meets the others" in first.output.read_text(), 60.0, "node 0 to listen")
+        for told in hostile:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
+                link.sendall(told)
+        with node(1, port) as second:
+            ends = [first.finish(), second.finish()]
+    outcome.promise([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
+    outcome.promise("\x1b" not in ends[0].said, "what a stranger said moves the cursor")
+    outcome.exact = not outcome.wrong and job.state(first.run) == before
+    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    answers = (
+        b'{"unisono": 2, "token": "none", ' + nonce + b'}\n{"nonce": "1"}\n{"welcome": "x"}\n{"values": [[], []]}\n'
+    )
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        threading.Thread(target=_answer, args=(false, answers), daemon=True).start()
+        with node(1, false.getsockname()[1], ground.for_("false")) as believer:
+            done = believer.finish()
+    outcome.promise(done.code in (2, 5), f"a false node 0 was believed: {done.code}: {done.said[-800:]}")
+    outcome.promise(not (believer.run / "checkpoints").exists(), "it has trained")
+    outcome.said = done.sentence
+    return outcome
+
+
+@fault("S8b", "another user of the host who speaks to the store by which processes meet: 240 MB for keys of his own")
+def _store(ground: Ground) -> Outcome:
+    words = ("task.sleep=0.1", "train.steps=100")
+    before, outcome = ground.unharmed(*words), Outcome()
+    with ground.job(*words) as run:
+        run.reaches(3)
+        ranks = run.workers(2)
+        memory = {pid: psutil.Process(pid).memory_info().rss for pid in ranks}
+        ports = [place for pid in run.pids() for place in _listening(pid)]
+        outcome.promise(bool(ports), "it listens nowhere, so nothing was shown")
+        began = run.step()
+        for place in ports:
+            threading.Thread(target=_set_a_key, args=(place,), daemon=True).start()
+        peak = dict(memory)
+        while run.process.poll() is None:
+            for pid in memory:
+                with suppress(psutil.Error):
+                    peak[pid] = max(peak[pid], psutil.Process(pid).memory_info().rss)
+            time.sleep(0.05)
+        done = run.finish()
+        grown = max((peak[pid] - memory[pid]) / 1e6 for pid in memory)
+        outcome.promise(run.step() - began > 20, "the run had ended before")
+    outcome.promise(grown < 50, f"a process has grown by {grown:.0f} MB")
+    outcome.promise(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
+    outcome.exact = done.code == 0 and job.state(run.run) == before
+    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.said = "processes of one host meet by a file of this user alone; no port takes a key"
+    return outcome
+
+
+def _set_a_key(place: tuple[str, int]) -> None:
+    """Ask a TCPStore of torch to keep 240 MB; it takes up to 8 MB for a key."""
+    value = bytes(1 << 20)
+    with suppress(OSError), socket.create_connection(place, 5.0) as link:
+        link.sendall(b"\x00" + (0x3C85F7CE).to_bytes(4, "little"))  # as it is greeted
+        for number in range(240):
+            key = f"k{number}".encode()
+            link.sendall(b"\x01" + len(key).to_bytes(8, "little") + key + len(value).to_bytes(8, "little") + value)
+
+
+def _answer(listener: socket.socket, words: bytes) -> None:
+    with suppress(OSError):
+        while True:
+            link = listener.accept()[0]
+            with suppress(OSError):
+                link.sendall(words)
 
 
 def _listening(pid: int) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.faults import job, task
 from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
-from unisono.faults.scenarios.death import DIED, in_full_run, kill
+from unisono.faults.scenarios.death import DIED, HELD, kill
 
 REFUSED, PREEMPTED = 2, 75
 
@@ -160,14 +160,14 @@ def _another_format(ground: Ground) -> Outcome:
 
 @fault("F43", "the kernel ends a rank that takes too much memory")
 def _memory(ground: Ground) -> Outcome:
-    words = ("task.sleep=0.05", "train.steps=100")
-    before = ground.unharmed(*words)
-    with _limited(100) as admit, ground.job(*words, misbehave="eat@forward:1:60") as run:
-        admit(in_full_run(run)[1])
+    before = ground.unharmed()
+    with _limited(100) as admit, ground.job(misbehave="eat@forward:1:7") as run:
+        admit(run.held()[1])
+        run.release()
         done = run.finish()
         outcome = ground.judge(run, done, job.happened(ground.own), DIED, ("rank 1", "memory"), 10.0)
         outcome.lost = run.step() - max(job.newest(run.run), 0)
-    ground.go_on(outcome, before, *words)
+    ground.go_on(outcome, before)
     return outcome
 
 
@@ -192,7 +192,7 @@ def _limited(megabytes: int) -> Iterator[Callable[[int], None]]:
 
 @fault("F43b", "an accelerator runs out of memory on one rank")
 def _device_memory(ground: Ground) -> Outcome:
-    raise Abstain("needs an accelerator; tests/engines/torch/test_exhausted.py raises in a step as one would")
+    raise Abstain("needs an accelerator; tests/engines/torch/test_oom.py raises in a step as one would")
 
 
 @fault("F44", "SIGTERM with a deadline", quick=True)
@@ -286,20 +286,20 @@ def _write(path: Path, number: int) -> None:
 
 
 def _preempted(ground: Ground, number: int, times: int, rank: int | None = None) -> Outcome:
-    words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=40")
-    before = ground.unharmed(*words)
-    with ground.job(*words) as run:
-        found = in_full_run(run)
+    before = ground.unharmed()
+    with ground.job(misbehave=HELD) as run:
+        found = run.held()
         target = run.process.pid if rank is None else found[rank]
         began = kill(target, number)
         for _ in range(times - 1):
             time.sleep(0.05)
             kill(target, number)
+        run.release()
         outcome = ground.judge(run, run.finish(), began, PREEMPTED, ("step",), 15.0)
         outcome.lost = run.step() - max(job.newest(run.run), 0)
         outcome.promise(outcome.lost == 0, f"{outcome.lost} steps are lost")
-        outcome.promise(run.step() < 100, "it had ended before")
-    ground.go_on(outcome, before, *words)
+        outcome.promise(run.step() < job.STEPS, "it had ended before")
+    ground.go_on(outcome, before)
     return outcome
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unisono.faults import job
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
-from unisono.faults.scenarios.death import in_full_run, kill
+from unisono.faults.scenarios.death import HELD, kill
 
 REFUSED, UNSAVED = 2, 7
 
@@ -58,14 +58,15 @@ def _full_to_the_last_byte(ground: Ground) -> Outcome:
 
 def _without_room(ground: Ground, leaving: int) -> Outcome:
     """A run whose disk has so many bytes left, once it has a checkpoint."""
-    words = ("train.steps=200", "task.width=60000", "checkpoint.every=5", "task.sleep=0.05")
+    words = ("train.steps=20", "task.width=60000", "checkpoint.every=5")
     before = ground.unharmed(*words)
     with small_disk(ground.own / "runs", 120):
-        with ground.job(*words) as run:
-            in_full_run(run)
-            run.reaches(11)
+        with ground.job(*words, misbehave="hold@forward:1:11") as run:
+            run.held()
+            job.wait_for(lambda: not job.saving(run.run), 60.0, "the checkpoint of step 10")
             began = time.monotonic()
             with filled(ground.own / "runs", leaving):
+                run.release()
                 done = run.finish()
                 outcome = ground.judge(run, done, began, UNSAVED, ("space",), 60.0)
                 kept, made = job.newest(run.run), run.step()
@@ -102,14 +103,14 @@ def _read_only(ground: Ground) -> Outcome:
 @fault("C22", "a disk without room for a while; training goes on where that is asked for")
 def _for_a_while(ground: Ground) -> Outcome:
     words = (
-        "train.steps=120", "task.width=60000", "checkpoint.every=5", "task.sleep=0.1",
+        "train.steps=60", "task.width=60000", "checkpoint.every=5", "task.sleep=0.1",
         "checkpoint.on_failure=continue", "observe.log_every=1", "observe.progress=true",
     )  # fmt: skip
     before = ground.unharmed(*words)
-    with small_disk(ground.own / "runs", 120), ground.job(*words) as run:
-        in_full_run(run)
-        run.reaches(11)
+    with small_disk(ground.own / "runs", 120), ground.job(*words, misbehave="hold@forward:1:11") as run:
+        run.held()
         with filled(ground.own / "runs", 200_000):
+            run.release()
             job.wait_for(lambda: "unsaved since" in _said(run), 60.0, "a line that says so")
         done = run.finish()
         outcome = Outcome(said=next((line for line in done.said.splitlines() if "unsaved since" in line), ""))
@@ -248,17 +249,16 @@ def _falls_back(ground: Ground) -> Outcome:
 
 @fault("C28", "a second run on the same directory", quick=True)
 def _second(ground: Ground) -> Outcome:
-    words = ("task.sleep=0.05", "train.steps=300", "checkpoint.every=50")
-    before = ground.unharmed(*words)
-    with ground.job(*words) as run:
-        in_full_run(run)
+    before = ground.unharmed()
+    with ground.job(misbehave=HELD) as run:
+        run.held()
         other = subprocess.run(
-            job.train("layout.world_size=2", *words), cwd=ground.own, capture_output=True, text=True, timeout=120
+            job.train("layout.world_size=2"), cwd=ground.own, capture_output=True, text=True, timeout=120
         )
         outcome = Outcome(said=next((line for line in other.stderr.splitlines() if "error: " in line), ""))
         outcome.promise(other.returncode == REFUSED, f"exit code {other.returncode}: {other.stderr[-800:]}")
         outcome.promise(str(run.process.pid) in other.stderr, f"the owner is not named: {other.stderr[-800:]}")
-        outcome.promise(run.step() < 300, "the first had ended")
+        run.release()
         done = run.finish()
         outcome.exact = done.code == 0 and job.state(run.run) == before
         outcome.promise(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.said[-800:]}")
@@ -271,16 +271,14 @@ def _fenced(ground: Ground) -> Outcome:
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
         raise Abstain("a second host is made of a namespace of process numbers, which needs root and util-linux")
-    words = ("task.sleep=0.05", "train.steps=60", "checkpoint.every=6")
-    before = ground.unharmed(*words)
-    with ground.job(*words) as run:
-        in_full_run(run)
-        run.reaches(8)
+    before = ground.unharmed()
+    with ground.job(misbehave=HELD) as run:
+        run.held()
         first = run.pids()
         for pid in first:
             os.kill(pid, signal.SIGSTOP)
         other = subprocess.run(
-            [*apart, *job.train("layout.world_size=2", *words)], cwd=ground.own, capture_output=True, text=True,
+            [*apart, *job.train("layout.world_size=2")], cwd=ground.own, capture_output=True, text=True,
             timeout=180,
         )  # fmt: skip
         outcome = Outcome()
@@ -291,6 +289,7 @@ def _fenced(ground: Ground) -> Outcome:
         began = time.monotonic()
         for pid in first:
             os.kill(pid, signal.SIGCONT)
+        run.release()
         done = run.finish(60)
         outcome.said, outcome.seconds = done.sentence, round(done.ended - began, 1)
         outcome.promise(done.code == REFUSED, f"the first: {done.code}: {done.said[-1500:]}")
@@ -411,11 +410,11 @@ def _clock(ground: Ground) -> Outcome:
     )
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     outcome = Outcome(said="nothing is decided by the wall clock")
-    with ground.job("task.sleep=0.05", variables={"PYTHONPATH": path}) as run:
-        in_full_run(run)
+    with ground.job(misbehave=HELD, variables={"PYTHONPATH": path}) as run:
+        run.held()
         kill(run.process.pid, signal.SIGKILL)
         run.finish()
-    with ground.job("task.sleep=0.05", variables={"PYTHONPATH": path}) as run:
+    with ground.job(variables={"PYTHONPATH": path}) as run:
         done = run.finish()
         outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
         after = job.state(run.run) if done.code == 0 else {}

@@ -18,13 +18,14 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of, source_of
+from unisono.engines import create_engine
+from unisono.engines.protocol import Job
 from unisono.launch import cluster, rank_process
 from unisono.launch.autobatch import memory
 from unisono.optim import schedules
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.files import write_whole
 from unisono.task import Task
-from unisono.training import loop
 
 ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"
 _LOOKED_AT = 16  # micro-batches, of which the largest is computed
@@ -56,7 +57,7 @@ class Probe:
         plan = plan_of(self._task, self._source, config, world)
         scalars = schedules.Scalars(config, plan.steps)
         loader = Loader.of(self._task, self._source, plan, split, self._place, config)
-        engine = loop.engine_of(self._task, config, self._place, self._group, split)
+        engine = create_engine(Job(self._task, config, self._place, self._group, split))
         try:
             steps = list(islice(loader.steps(), max(1, _LOOKED_AT // passes)))
             engine.setup(steps[0], scalars(0))
@@ -88,14 +89,14 @@ def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limi
         peaks[size] = max(group.gather(probe.peak(size, kind), "the peaks of all ranks"))
 
 
-def main(folder: Path) -> NoReturn:
+def main(folder: Path, task: str) -> NoReturn:
     """Entry of a process that `unisono.launch.local_processes` started for a search."""
     rank_process.die_with_parent()
     place = cluster.place()
     assert place is not None
 
     def work() -> None:
-        config = resolve.read(folder / "config.yaml")
+        config = resolve.read(folder / "config.yaml", task)
         asked = json.loads((folder / ASKED).read_text(encoding="utf-8"))
         group = rank_process.join(config, place)
         limit = memory.limit(config, config.layout.device, place.local_world_size)
@@ -105,4 +106,4 @@ def main(folder: Path) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

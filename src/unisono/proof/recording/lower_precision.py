@@ -10,6 +10,7 @@ kernels are used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from unisono.engines.observers import Observer
 from unisono.runtime import rng
 
 _LOWER = {
@@ -27,7 +29,34 @@ _LOWER = {
 }
 
 
-class Lower(TorchDispatchMode):
+class LowerPrecision(Observer):
+    """Looks for lower precision in the passes of every step.
+
+    Args:
+        module: a torch model; nothing is found in another.
+        precision: of the run.
+        seed: of the changes.
+        perturbing: whether results of a lower precision are changed in their last bit.
+
+    Attributes:
+        found: dtypes by the modules that make such tensors.
+    """
+
+    def __init__(self, module: Any, precision: str, seed: int, perturbing: bool) -> None:
+        self._mode = _Mode(module, precision, seed, perturbing) if isinstance(module, nn.Module) else None
+        self.found: dict[str, str] = {} if self._mode is None else self._mode.found
+
+    @property
+    def attention(self) -> bool:
+        """Whether one of torch's fused attention kernels was used."""
+        return self._mode is not None and self._mode.attention
+
+    def part(self, name: str) -> AbstractContextManager[Any] | None:
+        """The passes of a step are looked at."""
+        return self._mode if name == "passes" else None
+
+
+class _Mode(TorchDispatchMode):
     """Sees every operation; as a context.
 
     Args:
@@ -46,7 +75,7 @@ class Lower(TorchDispatchMode):
         self.found: dict[str, str] = {}
         self.attention = False
 
-    def __enter__(self) -> Lower:
+    def __enter__(self) -> _Mode:
         self._hooks = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),

@@ -101,7 +101,7 @@ def main(folder: Path) -> NoReturn:
 
     def work() -> None:
         torch.set_default_dtype(precision.MASTER[run.precision])
-        with ended_after(run.timeout, report, place.rank), precision.promoting(run.precision):
+        with ended_after(run.timeout, report, place.rank), precision.promotion(run.precision):
             train = _function(run.reference)
             sys.argv = run.arguments
             records = _called(train, world, place.rank)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.gradients import local
-from unisono.engines.torch.parallel.process_group import TorchGroup
+from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.proof.recording.trace import Array, Facts, StepFacts, write_facts, write_tensors
 from unisono.runtime import rng
 from unisono.runtime.communicator import Alone, Group, Place
@@ -157,7 +157,7 @@ class Records:
         self._write("parameters", number, _named(self._model.named_parameters()))
         self._write("buffers", number, _named(self._model.named_buffers()))
         self._write(
-            "optimizer state", number, _named(sharded_tensors.of_optimizer(self._model, self._optimizer).items())
+            "optimizer state", number, _named(sharded_tensors.optimizer_tensors(self._model, self._optimizer).items())
         )
         if self._ema is not None:
             self._write("EMA", number, _named(self._ema.named_parameters()))
@@ -289,7 +289,7 @@ def _group(world: World) -> Group:
         return Alone()
     place = Place(world.rank, world.size, world.local_rank, world.size, "unisono")
     channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
-    return TorchGroup(place, world.timeout, channel)
+    return TorchCommunicator(place, world.timeout, channel)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

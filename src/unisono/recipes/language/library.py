@@ -130,13 +130,16 @@ class Library:
         return {**sizes.get(ONE, {"corpora": sizes}), "vocabulary": self.tokenizer.size, **entropy}
 
 
-def open_library(config: Documents | Prepared, sequence: int, of_model: Path | None) -> Library:
+def open_library(
+    config: Documents | Prepared, sequence: int, of_model: Path | None, of_run: Tokenizer | None = None
+) -> Library:
     """The documents that the settings name.
 
     Args:
         config: the group `data`.
         sequence: targets per row.
         of_model: directory of a pretrained model, whose tokenizer is taken where no other is given.
+        of_run: tokenizer of a trained run that is to read these documents; no other can be taken then.
 
     Raises:
         DataError: for documents or a tokenizer that cannot be read.
@@ -145,10 +148,15 @@ def open_library(config: Documents | Prepared, sequence: int, of_model: Path | N
     corpora: Mapping[str, TokenStore | LiveTexts]
     if isinstance(config, Prepared):
         stores = {name: TokenStore(path) for name, path in config.folders.items()}
-        _check_alike(stores, None if of_model is None else tokenizer_from(of_model), of_model)
+        if of_run is not None:
+            _check_alike(stores, of_run, "the run")
+        elif of_model is not None:
+            _check_alike(stores, tokenizer_from(of_model), f"{of_model} (model.path)")
+        else:
+            _check_alike(stores)
         corpora = stores
     else:
-        texts, tokenizer = _texts(config, of_model)
+        texts, tokenizer = _texts(config, of_model, of_run)
         if config.tokenise == "on_the_fly":
             corpora = {name: LiveTexts(corpus, tokenizer) for name, corpus in texts.items()}
         else:
@@ -194,16 +202,20 @@ def sample(record: Document, library: Library, too_long: str) -> Tokens:
     return ids.astype(np.int64) if len(ids) else np.zeros(1, dtype=np.int64)
 
 
-def _texts(config: Documents, of_model: Path | None) -> tuple[dict[str, Texts], Tokenizer]:
+def _texts(
+    config: Documents, of_model: Path | None, of_run: Tokenizer | None = None
+) -> tuple[dict[str, Texts], Tokenizer]:
     """The documents by source, and their tokenizer, which may have to be trained on them."""
     where = config.files if isinstance(config, Corpus) else {ONE: None}
     texts = {name: Texts.of(files) for name, files in where.items()}
+    if of_run is not None:
+        return texts, of_run
     given = config.tokenizer or of_model
     return texts, trained(texts, config.vocab_size, config.cache) if given is None else tokenizer_from(given)
 
 
-def _check_alike(stores: Mapping[str, TokenStore], of_model: Tokenizer | None, path: Path | None) -> None:
-    """Refuse tokens of different tokenizers, and of another one than the model's."""
+def _check_alike(stores: Mapping[str, TokenStore], needed: Tokenizer | None = None, whose: str = "") -> None:
+    """Refuse tokens of different tokenizers, and of another one than the model needs."""
     first, *others = stores
     for name in others:
         if stores[name].tokenizer.digest != stores[first].tokenizer.digest:
@@ -211,8 +223,8 @@ def _check_alike(stores: Mapping[str, TokenStore], of_model: Tokenizer | None, p
                 f"data.sources: '{first}' and '{name}' were prepared with different tokenizers; prepare both with one "
                 "(data.tokenizer=…)"
             )
-    if of_model is not None and of_model.digest != stores[first].tokenizer.digest:
+    if needed is not None and needed.digest != stores[first].tokenizer.digest:
         raise DataError(
-            f"{stores[first].folder} was prepared with another tokenizer than that of {path} (model.path): prepare the "
-            f"documents with data.tokenizer={path}"
+            f"{stores[first].folder} was prepared with another tokenizer than that of {whose}: prepare the documents "
+            f"with data.tokenizer={needed.path}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono import ConfigError, UnisonoError, file_inside, nearest, pickle_hint
+from unisono import ConfigError, UnisonoError, hf_config, nearest, pickle_hint
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
 
@@ -76,7 +75,7 @@ def untrained(config: ModelGroup, vocab_size: int, saved: Path | None = None) ->
 
     settings = check(config, vocab_size, saved)
     try:
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **_PLAIN, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False, **_PLAIN)
     except Exception as error:  # each architecture validates in its own way
         raise ConfigError(f"a {settings.model_type} model cannot be made with these model.settings: {error}") from error
     assert isinstance(model, nn.Module)
@@ -237,41 +236,33 @@ def _reads(kind: Any, name: str) -> bool:
     return f'getattr(config, "{name}",' in source
 
 
-def _check_index(path: Path) -> None:
-    """Refuse an index that names files elsewhere, which the library would open."""
-    for file in path.glob("*.safetensors.index.json"):
-        try:
-            names = list(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"model.path: {file} cannot be read as an index of tensors: {error!r}") from error
-        for name in {str(name) for name in names}:
-            try:
-                file_inside(path, name)
-            except UnisonoError as error:
-                raise ConfigError(f"model.path: {file.name} in {error}") from error
-
-
 def _from_directory(path: Path) -> Any:
     if not path.is_dir():
         raise ConfigError(
             f"model.path: {path} is not a directory; a local model with config.json and safetensors is needed"
             + pickle_hint(path)
         )
-    if not (path / "config.json").is_file():
+    if not (path / hf_config.CONFIG).exists():
         raise ConfigError(f"model.path: {path} has no config.json")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"model.path: {path} has adapters beside its model (adapter_config.json), which transformers would load with it; "
+            "merge them, or move that file away"
+        )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path: {path} has no *.safetensors; other formats are not read, since they can run code"
             + pickle_hint(path)
         )
-    _check_index(path)
+    try:
+        hf_config.check_weights(path)
+    except (OSError, UnisonoError) as error:
+        raise ConfigError(f"model.path: {error}") from error
     return _read_config(path)
 
 
 def _read_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return hf_config.read_config(path)
     except Exception as error:  # each architecture validates in its own way
         raise ConfigError(f"model.path: {path / 'config.json'} cannot be read: {error}") from error

@@ -298,8 +298,9 @@ class Language(Task):
 
     @cached_property
     def library(self) -> Library:
-        """The documents."""
-        return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model)
+        """The documents; those that a trained run is given are read by its tokenizer."""
+        of_run = None if self._assets is None else self.tokenizer
+        return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model, of_run)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, compute_once, write_whole
+from unisono import DataError, compute_once, safe_paths, write_whole
 from unisono.recipes.language.texts import Texts
 
 END = "<|endoftext|>"
@@ -88,13 +88,14 @@ class Tokenizer:
 
     @classmethod
     def saved(cls, folder: Path) -> Tokenizer:
-        """What `save` has written.
+        """What `save` has written; the folder may be anybody's.
 
         Raises:
-            DataError: where it is missing, or cannot be read.
+            DataError: where it is missing, a link, or cannot be read.
         """
         try:
-            special = json.loads((folder / SPECIAL).read_text(encoding="utf-8"))
+            special = safe_paths.read_json(folder, SPECIAL)
+            safe_paths.open_inside(folder, FILE).close()
             return cls(folder / FILE, special["first"], special["last"], size_of(_engine(folder / FILE)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(

@@ -1,10 +1,10 @@
-"""Every collective of this process, seen where torch itself sends it to a backend.
+"""Every collective of this process, logged where torch itself sends it to a backend.
 
 All of them, whoever makes them, pass torch's dispatcher as operators `c10d::…`: those of a task, functional ones, those
 of compiled code, of DTensor, and of DDP, whose reducer calls from C++. A kernel at `BackendSelect`, which is in every
-call's way on every device and below autograd and fake tensors, notes the call and passes it on. The conversion of the
-arguments to Python and back costs more than the note (`benchmarks/desync.py`); what this package sends itself at every
-step, and FSDP's three calls for every unit of a model (`units`), are noted where they are made instead.
+call's way on every device and below autograd and fake tensors, logs the call and passes it on. The conversion of the
+arguments to Python and back costs more than the log (`benchmarks/desync.py`); what this package sends itself at every
+step, and FSDP's three calls for every unit of a model (`fsdp_communication`), are logged where they are made instead.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _Line = tuple[CodeType | None, int]  # where a call is made; no code where C++ m
 _KINDS = 4096  # of calls whose fingerprints are kept; shapes that always change make more
 
 
-class Interception:
+class CollectiveHooks:
     """The kernels, and the log that they write; there is one at a time in a process.
 
     Args:
@@ -98,12 +98,12 @@ class Interception:
                     self._library.impl(name, self._kernel(operator, arguments), "BackendSelect", with_keyset=True)
 
     def close(self) -> None:
-        """Let calls go their way unseen again."""
+        """Log nothing any more."""
         self._library._destroy()
 
     @contextmanager
     def at(self, site: str) -> Iterator[None]:
-        """Say of the calls inside where they come from, instead of their line."""
+        """The context of calls that are logged under this site instead of their line."""
         before, self._named = self._named, site
         try:
             yield
@@ -111,7 +111,7 @@ class Interception:
             self._named = before
 
     def members(self, group: dist.ProcessGroup) -> collective_log.Members:
-        """What this process did in a group so far."""
+        """The log of this process's calls in a group so far."""
         name = group.group_name
         found = self._log.groups.get(name)
         if found is None:
@@ -120,7 +120,7 @@ class Interception:
         return found
 
     def _kernel(self, operator: Any, arguments: list[str]) -> Callable[..., Any]:
-        """What takes an operator's place: note the call, then make it."""
+        """What takes an operator's place: log the call, then make it."""
         group_at = arguments.index("process_group")
         reduce_at = arguments.index("reduce_op") if "reduce_op" in arguments else None
         root_at = arguments.index("root_rank") if "root_rank" in arguments else None
@@ -142,7 +142,7 @@ class Interception:
         return kernel
 
     def note(self, name: str, group: dist.ProcessGroup, tensor: Tensor, site: str, reduce: int = -1) -> None:
-        """Write a call into the log that is about to be made round the dispatcher.
+        """Log a call that is about to be made, and bypasses the dispatcher.
 
         Args:
             name: of the operator that it would be there, without `c10d::`.
@@ -197,7 +197,10 @@ class Interception:
         code, line = place
         key = site = site or f"{self._buckets} {line - 1}"
         if code is not None:
-            site, key = f"{told(code.co_filename)}:{line}", f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
+            site, key = (
+                f"{short_path(code.co_filename)}:{line}",
+                f"{Path(code.co_filename).name}:{line} {code.co_qualname}",
+            )
         dtypes, shapes = shape
         what = collective_log.What(
             members.name,
@@ -284,7 +287,7 @@ def _kind_of(path: str) -> int:
     return _NOT if path.startswith(_STANDARD) else _USER
 
 
-def told(path: str) -> str:
+def short_path(path: str) -> str:
     """A file for people: short below this package and the working directory, else whole."""
     for root in (Path(_OWN).parent, Path.cwd()):
         if Path(path).is_relative_to(root):

@@ -8,73 +8,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines.observers import Observer, Verdict
 from unisono.engines.protocol import StepResult
+from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.train_state import TrainState
 from unisono.runtime.communicator import Group
 from unisono.runtime.errors import NonFiniteError
 from unisono.task import Loss
 
 OUTPUTS = "outputs"  # all that was computed across samples followed from them
-See = Callable[[str, Tensor], None]
 
 
-def refuse(
-    group: Group,
-    batches: Sequence[MicroBatch],
-    again: Callable[[MicroBatch, See], Loss],
-    rows_of: Callable[[MicroBatch], list[int]],
-    step: int,
-    result: StepResult,
-    crosses: bool,
-) -> NoReturn:
-    """Stop every rank with what is wrong in which micro-batches; collective.
+class NonFiniteSearch(Observer):
+    """Refuses a step whose loss or gradient is not finite, and says where it begins."""
 
-    Args:
-        group: all processes.
-        batches: of this process.
-        again: makes the pass of a micro-batch again, shows its gradients as the backward pass makes them, and returns
-            its loss.
-        rows_of: rows of a micro-batch that are wrong when they are computed alone, as far as that can be known.
-        step: updates made before.
-        result: of the step, whose loss or gradient is not finite.
-        crosses: whether the loss crosses samples, and `rows_of` tells of outputs.
+    def __init__(self, parts: Parts, state: TrainState, passes: Passes) -> None:
+        self._communicator, self._rows = parts.job.communicator, parts.job.split.micro_batch
+        self._state, self._passes, self._recurrent = state, passes, parts.recurrent
 
-    Raises:
-        NonFiniteError: always.
-    """
-    found = []
-    finite: dict[str, bool] = {}
+    def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
+        """See `Observer`."""
+        self._step, self._batches = step, batches
 
-    def see(name: str, gradient: Tensor) -> None:
-        finite[name] = finite.get(name, True) and bool(torch.isfinite(gradient).all())
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
+        """Refuse the step if it is not finite; collective then."""
+        if result.is_finite:
+            return None
+        self._state.optimizer.zero_grad(set_to_none=True)
+        found = []
+        for micro in self._batches:
+            what, rows = self._search(micro)
+            if what and not micro.idle:
+                rows = [int(micro.rows[row]) for row in rows] or micro.rows.tolist()
+                found.append([self._communicator.rank, micro.number, rows, what[:3]])
+        kind = "gradient" if math.isfinite(result.loss) else "loss"
+        where = describe(self._communicator, found)
+        return Verdict(NonFiniteError(f"step {self._step + 1}: the {kind} is not finite, {where}"))
 
-    for micro in batches:
-        finite.clear()
-        loss = again(micro, see)
+    def _search(self, micro: MicroBatch) -> tuple[list[str], list[int]]:
+        """What is not finite in a micro-batch, and in which of its rows as far as that can be known; collective."""
+        finite: dict[str, bool] = {}
+
+        def see(name: str, gradient: Tensor) -> None:
+            finite[name] = finite.get(name, True) and bool(torch.isfinite(gradient).all())
+
+        loss = self._passes.repeat(micro, see)
         terms = [f"term '{name}'" for name, term in loss.sums.items() if not bool(torch.isfinite(term))]
-        wrong = terms or [f"gradient of '{name}'" for name, good in finite.items() if not good]
-        alone = rows_of(micro)
-        wrong = [OUTPUTS] if alone and crosses else wrong
-        if wrong and not micro.idle:
-            rows = [int(micro.rows[row]) for row in alone] or micro.rows.tolist()
-            found.append([group.rank, micro.number, rows, wrong[:3]])
-    what = "gradient" if math.isfinite(result.loss) else "loss"
-    raise NonFiniteError(f"step {step + 1}: the {what} is not finite, {at_fault(group, found)}")
+        what = terms or [f"gradient of '{name}'" for name, good in finite.items() if not good]
+        if self._passes.cross_sample is not None:
+            rows = [] if micro.idle else self._passes.cross_sample.rows_not_finite(micro)
+            return [OUTPUTS] if rows else what, rows
+        # Where rows are normalised together or have a state, a row computed alone is another one.
+        together = any(isinstance(module, _BatchNorm) for module in self._state.module.modules())
+        if together or self._recurrent or not micro.by_row:
+            return what, []
+        rows = rows_alone(micro, self._rows, self._passes.loss_alone)
+        self._state.parallel.reshard()
+        return what, rows
 
 
 def rows_alone(micro: MicroBatch, count: int, loss_of: Callable[[MicroBatch], Loss]) -> list[int]:
-    """Rows of a micro-batch whose loss is not finite when they are computed alone.
-
-    Args:
-        micro: whose arrays can be cut by row.
-        count: passes to make, the same for every process.
-        loss_of: makes a pass of one row.
-    """
+    """Rows of a micro-batch whose loss is not finite when they are computed alone, by `count` passes on every rank."""
     wrong = set()
     for row in (turn % len(micro.rows) for turn in range(count)):
         if not all(bool(torch.isfinite(term)) for term in loss_of(micro.one(row)).sums.values()):
@@ -82,18 +84,19 @@ def rows_alone(micro: MicroBatch, count: int, loss_of: Callable[[MicroBatch], Lo
     return sorted(wrong)
 
 
-def at_fault(group: Group, own: list[list[Any]]) -> str:
+def describe(communicator: Group, own: list[list[Any]]) -> str:
     """What of which micro-batches is not finite, in words; collective.
 
     Args:
-        group: all processes.
-        own: rank, number, source rows, and what is wrong, of each such micro-batch of this process.
+        communicator: of all processes.
+        own: rank, number, source rows, and what is not finite, of each such micro-batch of this process.
     """
-    everyone = [entry for entries in group.gather(own, "where the step is not finite") for entry in entries]
+    everyone = [entry for entries in communicator.gather(own, "where the step is not finite") for entry in entries]
     everyone = [entry for entry in everyone if entry[3] == [OUTPUTS]] or everyone
     where = "; ".join(
         f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
         for rank, number, rows, what in everyone
     )
-    where = where or "No micro-batch alone is at fault: the sum overflows"
-    return f"and the parameters were left as they were. {where}"
+    return (
+        f"and the parameters were left as they were. {where or 'No micro-batch alone is at fault: the sum overflows'}"
+    )

@@ -8,61 +8,73 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.engines.observers import Observer, Verdict
+from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Group
 
 log = logging.getLogger(__name__)
 
 
-class Recompilations:
-    """What this process compiles between `settle` and `fresh`. Free of cost where nothing is compiled."""
+class RecompileGuard(Observer):
+    """What this process compiles in a step, reported with what the others compile. No cost where nothing is compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Group) -> None:
+        self._communicator = communicator
         self._known: Any = None
         self._failed: dict[Any, int] = {}
         self._warned = False
 
-    def settle(self) -> None:
+    def on_step_begin(self, step: int, batches: Sequence[object]) -> None:
         """What was compiled until now does not count: set-up, evaluation, or another run in this process."""
+        self._step = step
         self._known = next(iter(reversed(_compilations())), None)
         self._failed = {code: len(reasons) for code, reasons in _failures().items()}
 
-    def fresh(self) -> list[str]:
-        """What was compiled since `settle`, one line each."""
-        found = []
-        for made in reversed(_compilations()):
-            if made is self._known:
-                break
-            if made.co_name is not None:  # else it is the backward pass of one that is told
-                where = f"{made.co_name} ({Path(made.co_filename or '?').name}:{made.co_firstlineno})"
-                found.append(f"{where}: {self._why(made)}")
-        return found[::-1]
+    def votes(self) -> Sequence[float]:
+        """How many compilations this rank has to report."""
+        self._own = self.compilations()
+        return [float(len(self._own))]
 
-    def _why(self, made: Any) -> str:
-        """The guards that failed: of every compilation of the function that was there, not of its newest alone."""
-        frame = made.co_filename, made.co_firstlineno
-        failures = _failures().items()
-        failed = {code: reasons for code, reasons in failures if (code.co_filename, code.co_firstlineno) == frame}
-        new = [str(reason) for code, reasons in failed.items() for reason in reasons[self._failed.get(code, 0) :]]
-        told = " / ".join(dict.fromkeys(reason.strip() for reason in new))
-        return told or made.recompile_reason or "for the first time"
-
-    def tell(self, group: Group, fresh: list[str], step: int) -> str:
-        """Warn of what ranks compiled in a step, the first time; collective. Returns it as one text."""
-        everyone = group.gather(fresh, "what was compiled again")
-        told = "; ".join(f"rank {rank}, {line}" for rank, lines in enumerate(everyone) for line in lines)
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
+        """If any rank compiled something, gather it into the step's record, and warn of it the first time."""
+        if not votes[0]:
+            return None
+        everyone = self._communicator.gather(self._own, "what was compiled again")
+        report = "; ".join(f"rank {rank}, {line}" for rank, lines in enumerate(everyone) for line in lines)
         if not self._warned:
             self._warned = True
             log.warning(
                 "step %d: torch.compile compiled again after the warm-up, and will each time this happens: %s. Give "
                 "batches one shape (pad to a fixed length, make train.global_batch divide the rows), or use "
                 "layout.compile=false. Later ones are in events.jsonl (`recompiled`)",
-                step + 1,
-                told,
+                self._step + 1,
+                report,
             )
-        return told
+        return Verdict(recompiled=report)
+
+    def compilations(self) -> list[str]:
+        """What was compiled since the step began, one line each."""
+        found = []
+        for compiled in reversed(_compilations()):
+            if compiled is self._known:
+                break
+            if compiled.co_name is not None:  # else it is the backward pass of one that is reported
+                where = f"{compiled.co_name} ({Path(compiled.co_filename or '?').name}:{compiled.co_firstlineno})"
+                found.append(f"{where}: {self._reason(compiled)}")
+        return found[::-1]
+
+    def _reason(self, compiled: Any) -> str:
+        """The guards that failed: of every compilation of the function that was there, not of its newest alone."""
+        frame = compiled.co_filename, compiled.co_firstlineno
+        failures = _failures().items()
+        failed = {code: reasons for code, reasons in failures if (code.co_filename, code.co_firstlineno) == frame}
+        new = [str(reason) for code, reasons in failed.items() for reason in reasons[self._failed.get(code, 0) :]]
+        text = " / ".join(dict.fromkeys(reason.strip() for reason in new))
+        return text or compiled.recompile_reason or "for the first time"
 
 
 def _compilations() -> list[Any]:

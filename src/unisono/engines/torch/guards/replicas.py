@@ -1,4 +1,4 @@
-"""Checks that a run is what it claims to be: on the first step, and every N-th after it.
+"""Checks that a run is what it claims to be: with the first update, and with every N-th after it.
 
 Each is cheap (one pass over the parameters, a few numbers per tensor to other ranks) and each catches a fault that
 leaves the loss falling: an optimizer on stale parameters, replicas that drift apart, a master dtype that is not the
@@ -7,19 +7,60 @@ one asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from unisono.engines.observers import Observer
+from unisono.engines.protocol import StepResult
 from unisono.engines.torch.numerics.gradients import local
 from unisono.runtime.communicator import Group
 from unisono.runtime.errors import GuardError
 
 _PIECE = 1 << 22  # elements at a time
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UpdateGuard(Observer):
+    """Checks the first update of a process, and every N-th of the run.
+
+    Args:
+        module: laid out.
+        dtype: of its master weights.
+        every: N.
+        check_replicas: compares copies after so many updates; collective.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, every: int, check_replicas: Callable[[int], None]
+    ) -> None:
+        self._module, self._dtype, self._every, self._check_replicas = module, dtype, every, check_replicas
+        self._is_first = True
+        self._before: dict[str, int] | None = None
+
+    def on_update(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Where the update is to be checked, remember what the parameters are before it."""
+        checked = self._is_first or (step + 1) % self._every == 0
+        self._is_first, self._lr = False, scalars["lr"]
+        parameters = dict(self._module.named_parameters()) if checked else {}
+        self._before = digests(parameters) if checked else None
+        self._with_gradient = [
+            name for name, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())
+        ]
+
+    def on_step_end(self, step: int, result: StepResult) -> None:
+        """Check what the update made of them; collective.
+
+        Raises:
+            GuardError: see `check_moved`, `check_dtype` and `check_copies`.
+        """
+        if result.skipped or self._before is None:
+            return
+        check_moved(self._before, digests(dict(self._module.named_parameters())), self._with_gradient, self._lr)
+        check_dtype(self._module, self._dtype)
+        self._check_replicas(step + 1)
 
 
 def digest(tensor: Tensor) -> int:
@@ -53,8 +94,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
-def optimizer_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """The optimizer's parameters are the model's trainable ones, the very same objects, each once.
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that the optimizer's parameters are the model's trainable ones, the very same objects, each once.
 
     Raises:
         GuardError: naming the parameters that would not train.
@@ -77,8 +118,8 @@ def optimizer_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter has the dtype in which it is meant to be updated.
+def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Check that every floating parameter has the dtype in which it is meant to be updated.
 
     Raises:
         GuardError: naming the parameters of another dtype.
@@ -96,27 +137,11 @@ def master_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-@contextmanager
-def moving(model: nn.Module, lr: float) -> Iterator[None]:
-    """The context of an update: parameters with a gradient are changed by it; see `moved`."""
-    parameters = dict(model.named_parameters())
-    before = digests(parameters)
-    with_gradient = [n for n, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())]
-    yield
-    moved(before, digests(parameters), with_gradient, lr)
-
-
-def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
-    """Parameters with a gradient are changed by an update.
-
-    Args:
-        before: digests before the update.
-        after: digests after it.
-        with_gradient: names of the parameters whose gradient is not zero.
-        lr: learning rate of the update; nothing has to move at zero.
+def check_moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
+    """Check that parameters with a gradient were changed by an update, by their digests before and after it.
 
     Raises:
-        GuardError: if none moved; that a few did not can be rounding, and is allowed.
+        GuardError: if none moved though the learning rate is not zero; that a few did not can be rounding.
     """
     still = [name for name in with_gradient if before[name] == after[name]]
     if lr > 0 and still and len(still) == len(with_gradient):
@@ -127,23 +152,23 @@ def moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Se
         )
 
 
-def replicas_that_differ(
-    group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
+def find_differing(
+    communicator: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
 ) -> list[str]:
     """Tensors that ranks should hold copies of and do not, each in a few words with the ranks of either side.
 
     Args:
-        group: all ranks.
+        communicator: of all ranks.
         tensors: this rank's tensors by name.
         replicas: groups of ranks that hold copies of each other.
-        what: is compared, for whoever waits in vain for it.
+        what: is compared, for the error of a wait that times out.
 
     Returns:
         The same on every rank; of several groups that differ in a tensor, the first.
     """
     if all(len(ranks) < 2 for ranks in replicas):
         return []
-    everyone = group.gather(digests(tensors), what)
+    everyone = communicator.gather(digests(tensors), what)
     differing = []
     for name in dict.fromkeys(name for rank in everyone for name in rank):
         for ranks in replicas:
@@ -156,11 +181,13 @@ def replicas_that_differ(
     return differing
 
 
-def copies_agree(group: Group, copies: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int) -> None:
-    """Ranks that hold copies of the same parameters, of their average and of the optimizer's state hold the same bits.
+def check_copies(
+    communicator: Group, copies: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int
+) -> None:
+    """Check that copies of parameters, of their average and of the optimizer's state are the same bits on all ranks.
 
     Args:
-        group: all ranks.
+        communicator: of all ranks.
         copies: this rank's by name, parameters first.
         replicas: groups of ranks that hold copies of each other.
         step: after which they are compared, from 1.
@@ -168,50 +195,48 @@ def copies_agree(group: Group, copies: Mapping[str, Tensor], replicas: Sequence[
     Raises:
         GuardError: on every rank, naming the first array that differs and the ranks.
     """
-    told = _that_differ(group, copies, replicas, step)
-    if told:
-        raise GuardError(
-            f"{told} Gradients were not synchronised (a forward round the wrapper, a parameter changed outside the "
-            "optimizer), or randomness depends on the rank.",
-            fault="Replicas drift apart",
-        )
+    differing = find_differing(communicator, copies, replicas, f"the digests of all ranks after step {step}")
+    _refuse(
+        differing,
+        len(copies),
+        f"replicas differ: step {step},",
+        fault="Replicas drift apart",
+        advice="Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
+        "optimizer), or randomness depends on the rank.",
+    )
 
 
-def buffers_agree(group: Group, buffers: Mapping[str, Tensor], step: int) -> None:
-    """All ranks hold the same bits of the buffers that are not those of one process; see `copies_agree`."""
-    told = _that_differ(group, buffers, [range(group.size)], step)
-    if told:
-        raise GuardError(
-            f"{told} The model changes this buffer from the rows it sees, and every process sees others: reduce it "
-            "over processes in the model, or leave it out of training.",
-            fault="Buffers are those of one process",
-        )
+def check_buffers(communicator: Group, buffers: Mapping[str, Tensor], step: int) -> None:
+    """Check that all ranks hold the same bits of the buffers that are not those of one process; see `check_copies`."""
+    everyone = [range(communicator.size)]
+    differing = find_differing(communicator, buffers, everyone, f"the digests of all ranks after step {step}")
+    _refuse(
+        differing,
+        len(buffers),
+        f"replicas differ: step {step},",
+        fault="Buffers are those of one process",
+        advice="The model changes this buffer from the rows it sees, and every process sees others: reduce it over "
+        "processes in the model, or leave it out of training.",
+    )
 
 
-def _that_differ(group: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int) -> str:
-    """A sentence, or nothing if all agree."""
-    differing = replicas_that_differ(group, tensors, replicas, f"the digests of all ranks after step {step}")
-    more = f"{len(differing)} of {len(tensors)} tensors differ"
-    return f"replicas differ: step {step}, {differing[0]} ({more})." if differing else ""
+def check_initial_weights(communicator: Group, model: nn.Module) -> None:
+    """Check that all ranks begin with the same parameters, before they are sharded; see `check_copies`."""
+    parameters, everyone = dict(model.named_parameters()), [range(communicator.size)]
+    differing = find_differing(communicator, parameters, everyone, "the initial weights of all ranks")
+    _refuse(
+        differing,
+        len(parameters),
+        "initial parameters differ:",
+        fault="Initialisation depends on the rank",
+        advice="build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
+    )
 
 
-def begins_alike(group: Group, model: nn.Module) -> None:
-    """All ranks begin with the same parameters.
-
-    Args:
-        group: all ranks.
-        model: before it is sharded.
-
-    Raises:
-        GuardError: on every rank, naming the first parameter that differs and the ranks.
-    """
-    parameters = dict(model.named_parameters())
-    if differing := replicas_that_differ(group, parameters, [range(group.size)], "the initial weights of all ranks"):
-        raise GuardError(
-            f"initial parameters differ: {differing[0]} ({len(differing)} of {len(parameters)} tensors differ). "
-            "build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
-            fault="Initialisation depends on the rank",
-        )
+def _refuse(differing: Sequence[str], count: int, what: str, *, fault: str, advice: str) -> None:
+    if differing:
+        more = f"{len(differing)} of {count} tensors differ"
+        raise GuardError(f"{what} {differing[0]} ({more}). {advice}", fault=fault)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -34,7 +34,7 @@ class BatchStatistics:
         world_size: number of processes; of a single one nothing is changed.
 
     Attributes:
-        idle: whether the rows of the pass that is being made count nothing, because another pass has them too.
+        idle: whether the rows of the current pass count nothing, because another pass has them too.
         layers: their names.
 
     Raises:
@@ -55,7 +55,7 @@ class BatchStatistics:
             if world_size > 1:
                 module.forward = partial(_forward, module, self)  # type: ignore[method-assign]
 
-    def tell(self, passes: int) -> None:
+    def warn_of_accumulation(self, passes: int) -> None:
         """Warn where they are not those of the global batch, and so not those of any run on one process."""
         if self.layers and passes > 1:
             log.warning(
@@ -65,7 +65,7 @@ class BatchStatistics:
                 passes,
             )
 
-    def of_all(self, mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Statistics of all rows, from those of this process's rows; collective.
 
         Args:
@@ -80,10 +80,10 @@ class BatchStatistics:
         own = torch.cat([mean.new_full((1,), count), mean, squares])
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(parts, own)
-        counts, means, each = torch.stack(parts).split([1, len(mean), len(mean)], dim=1)  # (ranks, 1 or channels)
+        counts, means, sums = torch.stack(parts).split([1, len(mean), len(mean)], dim=1)  # (ranks, 1 or channels)
         total = counts.sum()
         middle = (counts * means).sum(0) / total.clamp(min=1)
-        return total, middle, (each + counts * (means - middle).square()).sum(0)
+        return total, middle, (sums + counts * (means - middle).square()).sum(0)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -99,13 +99,13 @@ def _forward(module: _BatchNorm, shared: BatchStatistics, x: Tensor) -> Tensor:
             variance, mean = torch.var_mean(x.to(kind), _others(x), correction=0)
         else:
             variance = mean = x.new_zeros(x.shape[1], dtype=kind)
-        total, mean, squares = shared.of_all(mean, variance * count, count)
+        total, mean, squares = shared.combine(mean, variance * count, count)
         # Where no process has a row that counts, what is computed is thrown away, and only has to be finite.
         variance = torch.where(total > 0, squares / total.clamp(min=1), 1.0)
         _track(module, total, mean, squares)
     inputs = x, module.weight, module.bias, mean, variance, total, module.eps, shared.idle
-    made: Tensor = _Normalise.apply(*inputs)  # type: ignore[no-untyped-call]
-    return made
+    outputs: Tensor = _Normalise.apply(*inputs)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def _track(module: _BatchNorm, total: Tensor, mean: Tensor, squares: Tensor) -> None:
@@ -128,7 +128,7 @@ def _track(module: _BatchNorm, total: Tensor, mean: Tensor, squares: Tensor) -> 
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises by statistics of all processes; its backward pass adds up what all rows say of these statistics."""
+    """Normalises by statistics of all processes; its backward pass sums the gradients of these statistics over all rows."""
 
     @staticmethod
     def forward(

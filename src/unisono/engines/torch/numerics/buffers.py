@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,32 +14,28 @@ from unisono.runtime.communicator import Place
 
 log = logging.getLogger(__name__)
 
-Mark = list[tuple[Tensor, int]]  # every buffer, and how often it was written
-
 
 class Buffers:
     """The buffers of a model that may be one of several copies.
 
     Running statistics of batch normalisation are those of the rows that a process computed. Such buffers are `local`:
     guards let them differ, evaluation takes those of the first process, and a checkpoint has the first process's as the
-    model's and everyone's beside them, so that as many processes can go on bit for bit. Statistics that processes make
+    model's and everyone's beside them, so that as many processes resume bit for bit. Statistics that processes compute
     together are like any other buffer.
 
     Args:
-        model: whose buffers they are, before it is wrapped.
-        place: of this process.
+        model: before it is wrapped.
+        process: this one.
         synchronised: names of the layers whose statistics are those of all processes.
     """
 
-    def __init__(self, model: nn.Module, place: Place, synchronised: Collection[str] = ()) -> None:
-        self._model, self._place = model, place
-        self._undone: Counter[str] = Counter()  # writes that are no change: what was written was put back
-        together = [name for name in synchronised if _has_running_statistics(model.get_submodule(name))]
-        self._together = {f"{name}.{buffer}" for name in together for buffer, _ in _of(model, name)}
+    def __init__(self, model: nn.Module, process: Place, synchronised: Collection[str] = ()) -> None:
+        self._model, self._process = model, process
         layers = [name for name, module in model.named_modules() if _has_running_statistics(module)]
+        self._shared_statistics = _buffers_of(model, [name for name in layers if name in synchronised])
         layers = [name for name in layers if name not in synchronised]
-        self.local = {f"{name}.{buffer}" for name in layers for buffer, _ in _of(model, name)}
-        if layers and place.world_size > 1:
+        self.local = _buffers_of(model, layers)
+        if layers and process.world_size > 1:
             log.warning(
                 "%d batch normalisation layers keep running statistics (first: %s). Each process updates its own from "
                 "its own micro-batches; those that are evaluated and saved are not those of a run on one process. With "
@@ -57,65 +52,40 @@ class Buffers:
     @property
     def saved_by_first(self) -> set[str]:
         """Names in a checkpoint of the local ones: all from one process, since they belong together."""
-        return {f"model/{name}" for name in self.local} if self._place.world_size > 1 else set()
+        return {f"model/{name}" for name in self.local} if self._process.world_size > 1 else set()
 
     @property
     def own(self) -> Mapping[str, Tensor]:
         """The local ones as this process has them, under names of its rank."""
         buffers = dict(self._model.named_buffers())
-        if self._place.world_size == 1:
+        if self._process.world_size == 1:
             return {}
-        return {f"rank-{self._place.rank}/{name}": buffers[name] for name in sorted(self.local)}
+        return {f"rank-{self._process.rank}/{name}": buffers[name] for name in sorted(self.local)}
 
-    def take_from_first(self) -> None:
+    def copy_from_first(self) -> None:
         """Overwrite the local ones by those of the first process, which a checkpoint has; collective."""
         buffers = dict(self._model.named_buffers())
-        for name in sorted(self.local) if self._place.world_size > 1 else ():
+        for name in sorted(self.local) if self._process.world_size > 1 else ():
             dist.broadcast(buffers[name], 0)
 
-    def mark(self) -> Mark:
-        """What `untouched` compares with; no copy."""
-        return [(buffer, self._writes(name, buffer)) for name, buffer in self._model.named_buffers()]
-
-    def untouched(self, mark: Mark) -> bool:
-        """Whether every buffer is what it was when this mark was made, or has been put back to it."""
-        now = self.mark()
-        return len(now) == len(mark) and all(
-            mine is theirs and writes == before for (mine, writes), (theirs, before) in zip(now, mark, strict=True)
-        )
-
-    def _writes(self, name: str, buffer: Tensor) -> int:
-        return buffer._version - self._undone[name]
-
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put all of them back to what they were, after a pass that does not count."""
-        with self._put_back(lambda name: True):
-            yield
-
-    @contextmanager
-    def restored_but_shared(self) -> Iterator[None]:
-        """The same, after a pass whose own rows do not count, but for statistics of the rows of other processes."""
-        with self._put_back(lambda name: name not in self._together):
-            yield
-
-    @contextmanager
-    def _put_back(self, chosen: Callable[[str], bool]) -> Iterator[None]:
-        kept = {name: buffer.clone() for name, buffer in self._model.named_buffers() if chosen(name)}
-        before = {name: (buffer, self._writes(name, buffer)) for name, buffer in self._model.named_buffers()}
+    def restored(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+        """The context of passes that do not count: all of them, or those chosen by name, are put back at its end."""
+        before = {name: buffer.clone() for name, buffer in self._model.named_buffers() if chosen(name)}
         try:
             yield
         finally:
             for name, buffer in self._model.named_buffers():
-                if name in kept:
-                    buffer.copy_(kept[name])
-                    same, writes = before[name]
-                    if buffer is same:
-                        self._undone[name] = buffer._version - writes
+                if name in before:
+                    buffer.copy_(before[name])
+
+    def restored_of_idle(self) -> AbstractContextManager[None]:
+        """The same, of a pass whose own rows do not count: but for statistics, which have the other processes' rows."""
+        return self.restored(lambda name: name not in self._shared_statistics)
 
 
-def _of(model: nn.Module, name: str) -> list[tuple[str, Tensor]]:
-    return list(model.get_submodule(name).named_buffers())
+def _buffers_of(model: nn.Module, layers: Collection[str]) -> set[str]:
+    return {f"{layer}.{name}" for layer in layers for name, _ in model.get_submodule(layer).named_buffers()}
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from unisono.engines.rules import clip_factor
 from unisono.optim.sharded import local as local
 
 
@@ -24,22 +24,23 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def squared_norm(gradients: Sequence[Tensor], wide: torch.dtype) -> Tensor:
     """The sum of all squares, a scalar of the dtype `wide` on the device. Not finite if any element is not."""
-    here = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g.numel()]
-    if not here:  # a rank may hold empty shards only
+    parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g.numel()]
+    if not parts:  # a rank may hold empty shards only
         return torch.zeros((), dtype=wide)
     # Added up in `wide` from the start: in fp32 the norm of four million elements is 8e-5 off on a CPU, and off
     # differently for every way of cutting them into shards.
-    return torch.stack(torch._foreach_norm(here, dtype=wide)).square().sum()
+    return torch.stack(torch._foreach_norm(parts, dtype=wide)).square().sum()
 
 
 def clip(gradients: Sequence[Tensor], norm: float, largest: float | None) -> None:
     """Scale all gradients so that their norm is at most `largest`; untouched if it is already."""
-    if largest is not None and norm > largest and gradients:
-        torch._foreach_mul_(list(gradients), largest / (norm + 1e-6))
+    factor = clip_factor(norm, largest)
+    if factor is not None and gradients:
+        torch._foreach_mul_(list(gradients), factor)
 
 
 @contextmanager
-def watching(step: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[None]:
+def local_gradients(step: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call `see(name, gradient)` for every gradient that backward passes inside make on this process alone.
 
     It watches the tensors that the forward pass computes with, before any reduction over ranks, so under FSDP it sees
@@ -78,34 +79,33 @@ class OrderedSum:
 
     def __init__(self, parameters: Sequence[nn.Parameter], passes: int, world_size: int) -> None:
         self._parameters = list(parameters)
-        self._adds = additions(passes)
-        self._adds_over_ranks = additions(world_size)
+        self._passes = passes
+        self._adds, self._adds_over_ranks = additions(passes), additions(world_size)
         self._partial: dict[Tensor, list[Tensor | None]] = {}
         self._pass = 0
 
-    def cut(self, passes: int) -> None:
-        """Add up so many micro-batches of this process from the next step on."""
-        self._adds = additions(passes)
-
-    def begin(self, first: int = 0) -> None:
-        """Forget the previous step. The passes before `first` count as made, and as having had no gradient."""
-        self._partial = {parameter: [] for parameter in self._parameters}
-        for self._pass in range(first):
+    def begin(self, passes: int) -> None:
+        """Begin a step of so many passes; where these are fewer, those left out come first and have no gradient."""
+        self._partial, self._pass = {parameter: [] for parameter in self._parameters}, 0
+        while self._pass < self._passes - passes:
             for parameter in self._parameters:
                 self._push(parameter, None)
-        self._pass = first
+            self._pass += 1
 
-    def take(self) -> None:
-        """Move the gradients of the pass just made from `.grad` into the sum."""
+    def end_pass(self) -> None:
+        """Move the gradients of the pass just made from `.grad` into the sum; after the last one, put the sum there.
+
+        Of several processes, the last pass is summed by `hook` instead.
+        """
+        last = self._pass == self._passes - 1
+        if last and len(self._adds_over_ranks) > 1:
+            return
         for parameter in self._parameters:
             self._push(parameter, parameter.grad)
             parameter.grad = None
+            if last:
+                (parameter.grad,) = self._partial[parameter]
         self._pass += 1
-
-    def finish(self) -> None:
-        """Put this process's sum back into `.grad`: all there is to do for one process."""
-        for parameter in self._parameters:
-            (parameter.grad,) = self._partial[parameter]
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook for the last pass: add this process's earlier passes, gather, add in rank order."""
@@ -118,16 +118,7 @@ class OrderedSum:
         parts = [torch.empty_like(own) for _ in self._adds_over_ranks]
         work = dist.all_gather(parts, own, async_op=True)
         assert work is not None
-
-        def add(_: Any) -> Tensor:
-            stack: list[Tensor | None] = []
-            for part, adds in zip(parts, self._adds_over_ranks, strict=True):
-                add_onto(stack, part, adds)
-            (total,) = stack
-            assert total is not None
-            return total
-
-        future: torch.futures.Future[Tensor] = work.get_future().then(add)
+        future: torch.futures.Future[Tensor] = work.get_future().then(lambda _: tree_sum(parts))
         return future
 
     def _push(self, parameter: Tensor, gradient: Tensor | None) -> None:
@@ -154,3 +145,13 @@ def add_onto(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None
         left = stack.pop()
         leaf = left if leaf is None else leaf if left is None else left + leaf
     stack.append(leaf)
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of all parts in the order of the tree."""
+    stack: list[Tensor | None] = []
+    for part, adds in zip(parts, additions(len(parts)), strict=True):
+        add_onto(stack, part, adds)
+    (total,) = stack
+    assert total is not None
+    return total

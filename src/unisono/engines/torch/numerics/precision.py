@@ -74,7 +74,7 @@ def to_master(model: torch.nn.Module, precision: str) -> None:
             tensor.data = tensor.data.to(real.to_complex())
 
 
-def promoting(precision: str) -> AbstractContextManager[Any]:
+def promotion(precision: str) -> AbstractContextManager[Any]:
     """The context of a step.
 
     It is not in force inside `backward`, which torch runs outside of all function modes; blocks that compute again
@@ -83,7 +83,7 @@ def promoting(precision: str) -> AbstractContextManager[Any]:
     return PromoteToDouble() if precision == "fp64" else nullcontext()
 
 
-def casting(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context of a forward pass."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 

@@ -1,4 +1,4 @@
-"""torch's generators of one process: seeded by an address, asked whether they were used, put back as they were."""
+"""torch's generators of one process: seeded by an address, checked for use, put back as they were."""
 
 from __future__ import annotations
 
@@ -11,40 +11,35 @@ from torch import Tensor
 from unisono.runtime.rng import key
 
 
-class Randomness:
-    """The default generators of the CPU and of the device.
-
-    Args:
-        seed: of the run.
-        device: of this process.
-    """
+class RandomState:
+    """The default generators of the CPU and of the device, under the seed of a run."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
 
-    def begin(self, *address: int | str) -> int:
+    def seed(self, *address: int | str) -> int:
         """Seed the generators for what has this address; returns the seed."""
         seed = key(self._seed, *address)
         torch.manual_seed(seed)
         return seed
 
-    def drew(self, seed: int) -> bool:
+    def was_used(self, seed: int) -> bool:
         """Whether a random number was drawn since the generators got this seed, which they then have again."""
-        now = self.state()
+        now = self.current()
         torch.manual_seed(seed)
-        return any(not torch.equal(a, b) for a, b in zip(now, self.state(), strict=True))
+        return any(not torch.equal(a, b) for a, b in zip(now, self.current(), strict=True))
 
-    def state(self) -> list[Tensor]:
-        """Of every generator."""
+    def current(self) -> list[Tensor]:
+        """The state of every generator."""
         states = [torch.get_rng_state()]
         if self._device.type != "cpu":
             states.append(torch.get_device_module(self._device).get_rng_state())
         return states
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """The context after which the generators are as they were."""
-        states = self.state()
+        states = self.current()
         try:
             yield
         finally:

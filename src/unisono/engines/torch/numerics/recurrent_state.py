@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from unisono.config.batch_split import Split
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines.protocol import Job
 from unisono.engines.state import Reader, Shard
+from unisono.protocols import initial_carry
+from unisono.task import Batch, Context
 
 Rows = Mapping[str, Tensor]
 
 
-class Carry:
-    """What a task carries along, for the micro-batches of one process.
+class RecurrentState:
+    """The carry of a task, for the micro-batches of one process; empty where the task has none."""
 
-    Args:
-        split: of the global batch.
-        rank: of this process.
-        device: where it is kept.
-    """
-
-    def __init__(self, split: Split, rank: int, device: torch.device) -> None:
-        self._split, self._rank, self._device = split, rank, device
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._task, self._split, self._device = job.task, job.split, device
+        self._rank = job.process.rank if job.rows_of is None else job.rows_of
         self._kept: dict[int, dict[str, Tensor]] = {}
+        self._new: list[tuple[MicroBatch, Rows]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self._kept or self._new)
 
-    def of(self, micro: MicroBatch) -> Rows | None:
-        """What the rows of a micro-batch carry, if a step has kept anything for them."""
-        kept = self._kept.get(micro.number)
-        return {name: rows[: micro.size] for name, rows in kept.items()} if kept else None
+    def put_into(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
+        """The context of a micro-batch: with what the step before has left for its rows, or with what they begin with.
 
-    def keep(self, made: Iterable[tuple[MicroBatch, Rows]]) -> None:
-        """Keep what a finished step has made; rows that a short batch lacks keep what they have."""
-        for micro, carry in made:
+        An idle micro-batch repeats rows that are not its own, and an evaluation has rows of its own: these begin anew.
+        """
+        kept = self._kept.get(micro.number) if context.training and not micro.idle else None
+        rows = {name: rows[: micro.size] for name, rows in kept.items()} if kept else initial_carry(self._task, batch)
+        return context if rows is None else replace(context, carry=rows)
+
+    def begin(self) -> None:
+        """Begin a step; what another has left unfinished is gone."""
+        self._new = []
+
+    def add(self, micro: MicroBatch, rows: Rows | None) -> None:
+        """Remember what a micro-batch leaves for the next step."""
+        if rows is not None and not micro.idle:
+            self._new.append((micro, rows))
+
+    def commit(self) -> None:
+        """Keep what the step's micro-batches have left; rows that a short batch lacks keep what they have."""
+        for micro, carry in self._new:
             kept = self._kept.setdefault(micro.number, {})
             for name, rows in carry.items():
                 rows = rows.detach()
                 beyond = kept[name][len(rows) :] if name in kept else rows[:0]
                 kept[name] = torch.cat([rows, beyond]) if len(beyond) else rows
+        self._new = []
 
     def shards(self) -> Iterator[Shard]:
         """The pieces that this process has to save."""
@@ -53,7 +66,7 @@ class Carry:
                 yield Shard(f"carry/{name}", shape, (first,) + (0,) * (rows.dim() - 1), rows.cpu())
 
     def load(self, reader: Reader) -> None:
-        """Take over what was saved for the micro-batches of this process."""
+        """Load what was saved for the micro-batches of this process."""
         for full, shape in reader.shapes.items():
             if not full.startswith("carry/"):
                 continue

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unisono.engines.torch.numerics.precision import promoting
+from unisono.engines.torch.numerics.precision import promotion
 
 
-def replayed(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
+def checkpointed(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
     """A forward that keeps its inputs alone, and is made again when the backward pass wants its activations.
 
     Args:
@@ -49,7 +49,7 @@ def _contexts(block: nn.Module, precision: str) -> tuple[AbstractContextManager[
         for buffer, was in found:
             buffer.copy_(was)
         try:
-            with promoting(precision):
+            with promotion(precision):
                 yield
         finally:
             for (buffer, _), value in zip(found, now, strict=True):

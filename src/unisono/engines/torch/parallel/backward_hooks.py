@@ -1,4 +1,4 @@
-"""Where a backward pass stops computing and begins to wait for the gradients of others, told to the monitor.
+"""Where a backward pass stops computing and begins to wait for the gradients of others, reported to the monitor.
 
 Both happen inside of one call, so that from outside a rank that is slow and one that waits for it look alike. Autograd
 calls back once its graph is done, in the order in which it was asked to; the wrappers, which wait there for their
@@ -19,26 +19,19 @@ from unisono.runtime.communicator import Place
 
 
 @contextmanager
-def backward_told(total: Tensor, place: Place, last: bool, step: int) -> Iterator[None]:
-    """The context of a backward pass.
-
-    Args:
-        total: whose backward pass it is.
-        place: of this process.
-        last: whether gradients are reduced in it.
-        step: that is made, from 0.
-    """
-    if not (heartbeat.active() and last and place.world_size > 1):
+def report_wait(total: Tensor, process: Place, last: bool, step: int) -> Iterator[None]:
+    """The context of the backward pass of a scalar; only the last one of a step, from 0, waits for other processes."""
+    if not (heartbeat.active() and last and process.world_size > 1):
         yield
         return
 
-    def done() -> None:
+    def on_end() -> None:
         heartbeat.waits(f"the gradients of step {step + 1}")
 
-    def begun(_: Any) -> None:
-        Variable._execution_engine.queue_callback(done)
+    def on_begin(_: Any) -> None:
+        Variable._execution_engine.queue_callback(on_end)
 
-    handle = total.register_hook(begun)
+    handle = total.register_hook(on_begin)
     try:
         with heartbeat.unchanged():
             yield

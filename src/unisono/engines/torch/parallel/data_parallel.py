@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.engines.torch.numerics.precision import casting, promoting
+from unisono.engines.torch.numerics.precision import autocast, promotion
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Loss
 
@@ -39,19 +39,14 @@ class Replica(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """What the step computes."""
-        with promoting(self.precision), casting(self.precision, self.device):
+        with promotion(self.precision), autocast(self.precision, self.device):
             return self.step(*inputs)
 
 
 class DataParallel(nn.DataParallel[Replica]):
-    """The step module on several devices.
+    """The step module on several devices, and on the first of them itself.
 
-    Args:
-        step: on the first of them.
-        crosses: whether it returns outputs by row, for a loss across samples, in place of a loss.
-        precision: of the run.
-        device: the first of them.
-        devices: their numbers.
+    Where it `crosses` samples, it returns outputs by row in place of a loss.
     """
 
     def __init__(

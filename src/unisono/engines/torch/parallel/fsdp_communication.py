@@ -1,8 +1,8 @@
-"""What FSDP sends for one unit of a model: noted under the unit's name, and handed to the backend.
+"""What FSDP sends for one unit of a model: logged under the unit's name, and handed to the backend.
 
-The dispatcher, where all other collectives are seen, asks Python for each of them, and FSDP2 makes three for every
-unit. At the place that FSDP has for communication of one's own they cost next to nothing. The name tells more than a
-line could: of two equal units that ranks call in another order, each rank would be given pieces of both.
+The dispatcher, where all other collectives are logged, asks Python for each of them, and FSDP2 makes three for every
+unit. In FSDP's own hooks for custom communication they cost next to nothing. The name says more than a line could: of
+two equal units that ranks call in another order, each rank would be given pieces of both.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-Note = Callable[[str, dist.ProcessGroup, Tensor, str, int], None]  # see `Interception.note`
+Note = Callable[[str, dist.ProcessGroup, Tensor, str, int], None]  # see `CollectiveHooks.note`
 
 
-def name(model: nn.Module, note: Note) -> None:
-    """Have all units of a model that FSDP has wrapped noted before they are sent.
-
-    Args:
-        model: the outermost module.
-        note: is told of each.
-    """
+def log_units(model: nn.Module, note: Note) -> None:
+    """Have `note` called before everything that FSDP sends for the units of a model, the outermost module."""
     for path, module in reversed(list(model.named_modules())):  # modules that share a unit: the first names it
         if isinstance(module, FSDPModule):
             site = f"FSDP unit {path.removeprefix('model.')}" if path else "the outermost FSDP unit"
@@ -53,7 +48,7 @@ class Gather(_Unit, AllGather):
         options: Any = AllgatherOptions()
         options.asyncOp = async_op
         backend: Any = group._get_backend(output_tensor.device)
-        return _made(backend._allgather_base(output_tensor, input_tensor, options), async_op)
+        return _wait(backend._allgather_base(output_tensor, input_tensor, options), async_op)
 
 
 class Scatter(_Unit, ReduceScatter):
@@ -67,11 +62,11 @@ class Scatter(_Unit, ReduceScatter):
         options.reduceOp, options.asyncOp = op, async_op
         self._note("_reduce_scatter_base_", group, input_tensor, self._site, options.reduceOp.op.value)
         backend: Any = group._get_backend(input_tensor.device)
-        return _made(backend._reduce_scatter_base(output_tensor, input_tensor, options), async_op)
+        return _wait(backend._reduce_scatter_base(output_tensor, input_tensor, options), async_op)
 
 
-def _made(work: dist.Work, async_op: bool) -> dist.Work | None:
-    """What torch's own functions return."""
+def _wait(work: dist.Work, async_op: bool) -> dist.Work | None:
+    """What torch's own functions return, after the wait unless the call is asynchronous."""
     if async_op:
         return work
     work.wait()

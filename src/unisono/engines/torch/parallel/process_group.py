@@ -23,24 +23,25 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import SHARES_PORT, Json, Place, written
+from unisono.runtime.communicator import SHARES_PORT, STORE, Json, Place, written
 from unisono.runtime.errors import DeadlineError
 
 # As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
 _PEER_FAULT = re.compile(
-    r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|timeout caused|monitoredBarrier|by peer"
+    r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|Timeout waiting|timeout caused|monitoredBarrier|by peer"
 )
 
 _starts = itertools.count()
 _stores: dict[tuple[str, int], Store] = {}
+_files: dict[str, Store] = {}
 _AT_ONCE = 25.0  # seconds for what depends on no other process
 
 
-def start(place: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchGroup:
+def start(process: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchCommunicator:
     """Join the process group, with gloo beside the device's own backend, and return the control channel.
 
     Args:
-        place: of this process.
+        process: this one.
         device: of this process; its type chooses the backend.
         timeout: seconds that any later wait may take.
         start_timeout: seconds for all processes to appear.
@@ -51,57 +52,71 @@ def start(place: Place, device: torch.device, timeout: float, start_timeout: flo
     own = dist.get_default_backend_for_device(device)
     deadline = time.monotonic() + start_timeout
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    file = os.environ.get(STORE) if process.launcher == "unisono" else None
+    where = file or written(host, port)
     try:
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
-        hosts = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        _known(host, port)
-        # Whoever hosts the store finds it at once, unless the address is not this host's.
-        until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
-        whole = _meeting_point(host, port, place, hosts, until)
+        hosts = process.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if file is not None:
+            whole = _file_store(file, process)
+        else:
+            _known(host, port)
+            # Whoever hosts the store finds it at once, unless the address is not this host's.
+            until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
+            whole = _meeting_point(host, port, process, hosts, until)
         whole.set_timeout(timedelta(seconds=start_timeout))
     except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
         reason = str(error).splitlines()[0]
         if isinstance(error, dist.DistNetworkError) and not hosts:
             reason = f"nobody answered within {start_timeout:g} s (launch.start_timeout)"
-        raise DeadlineError(
-            f"rank {place.rank} could not meet the other processes at {written(host, port)}: {reason}"
-        ) from error
+        raise DeadlineError(f"rank {process.rank} could not meet the other processes at {where}: {reason}") from error
     # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
-    store.set(f"here/{place.rank}", "1")
-    with waiting(place, "the other processes to appear", start_timeout):
-        absent = [rank for rank in range(place.world_size) if not _appears(store, rank, deadline)]
+    store.set(f"here/{process.rank}", "1")
+    with waiting(process, "the other processes to appear", start_timeout):
+        absent = [rank for rank in range(process.world_size) if not _appears(store, rank, deadline)]
     if absent:
         raise DeadlineError(
-            f"rank {place.rank}: of {place.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
-            f"{', '.join(map(str, absent))} did not start, or found no way to {written(host, port)}, within "
+            f"rank {process.rank}: of {process.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
+            f"{', '.join(map(str, absent))} did not start, or found no way to {where}, within "
             f"{start_timeout:g} s (launch.start_timeout)"
         )
     store.set_timeout(timedelta(seconds=timeout))
-    with waiting(place, "the processes to connect", timeout):
+    with waiting(process, "the processes to connect", timeout):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=process.rank,
+            world_size=process.world_size,
             timeout=timedelta(seconds=timeout),
             device_id=None if device.type == "cpu" else device,
         )
-    return TorchGroup(place, timeout)
+    return TorchCommunicator(process, timeout)
 
 
-def _meeting_point(host: str, port: int, place: Place, hosts: bool, deadline: float) -> Store:
+def _file_store(file: str, process: Place) -> Store:
+    """The store of processes of one host: a file in a folder that this user alone may enter.
+
+    A TCPStore asks nobody who they are: any user of the host can connect to it, have it allocate what memory they like,
+    and change what the processes tell each other.
+    """
+    if file not in _files:
+        _files[file] = dist.FileStore(file, process.world_size)  # type: ignore[attr-defined]
+    return _files[file]
+
+
+def _meeting_point(host: str, port: int, process: Place, hosts: bool, deadline: float) -> Store:
     """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
     if (host, port) in _stores:
         return _stores[host, port]
-    listener = _listening(host, port, place.launcher == "unisono") if hosts else None
+    listener = _listening(host, port, process.launcher == "unisono") if hosts else None
     while True:
         try:
             _stores[host, port] = dist.TCPStore(  # type: ignore[attr-defined]
                 host,
                 port,
-                place.world_size,
+                process.world_size,
                 is_master=hosts,
                 timeout=timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 2)),  # torch tries twice
                 wait_for_workers=False,
@@ -164,48 +179,50 @@ def _appears(store: Store, rank: int, deadline: float) -> bool:
     """Whether a rank announces itself before the deadline."""
     try:
         store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except dist.DistStoreError:
-        return False
+    except RuntimeError as error:
+        if isinstance(error, dist.DistStoreError) or str(error) == "Wait timeout":  # a FileStore's
+            return False
+        raise
     return True
 
 
 @contextmanager
-def waiting(place: Place, what: str, timeout: float, blocking: bool = True) -> Iterator[None]:
+def waiting(process: Place, what: str, timeout: float, blocking: bool = True) -> Iterator[None]:
     """Turn a backend's error about a peer into a sentence about what this process waited for.
 
     Args:
-        place: of this process.
+        process: this one.
         what: it waits for.
         timeout: seconds that it may take.
         blocking: it does nothing else meanwhile, so that a monitor is to see it wait.
     """
     try:
-        with heartbeat.phase("wait", what) if blocking and place.world_size > 1 else nullcontext():
+        with heartbeat.phase("wait", what) if blocking and process.world_size > 1 else nullcontext():
             yield
     except RuntimeError as error:
-        if place.world_size == 1 or not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
+        if process.world_size == 1 or not (isinstance(error, dist.DistError) or _PEER_FAULT.search(str(error))):
             raise
         reason = str(error).strip().splitlines()[0]
         raise DeadlineError(
-            f"rank {place.rank} waited for {what}, and not all came: one is gone, stuck, or slower than the deadline "
+            f"rank {process.rank} waited for {what}, and not all came: one is gone, stuck, or slower than the deadline "
             f"of {timeout:g} s (launch.timeout). Look at the logs of the other ranks. Backend: {reason}"
         ) from error
 
 
-class TorchGroup:
+class TorchCommunicator:
     """The control channel of a job with several processes."""
 
-    def __init__(self, place: Place, timeout: float, channel: dist.ProcessGroup | None = None) -> None:
-        self.place = place
+    def __init__(self, process: Place, timeout: float, channel: dist.ProcessGroup | None = None) -> None:
+        self.process = process
         self.channel = channel  # torch's own group of all processes, unless another one is given
-        self.rank = place.rank
-        self.size = place.world_size
+        self.rank = process.rank
+        self.size = process.world_size
         self.timeout = timeout
 
     def gather(self, value: Json, what: str) -> list[Json]:
         """Every rank's value, as JSON."""
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        with waiting(self.place, what, self.timeout):
+        with waiting(self.process, what, self.timeout):
             sizes = torch.zeros(self.size, dtype=torch.int64)
             sizes[self.rank] = message.numel()
             dist.all_reduce(sizes, group=self.channel)
@@ -219,21 +236,21 @@ class TorchGroup:
         """A gather of nothing: the ranks that came are known to be here."""
         self.gather(None, what)
 
-    def another(self) -> TorchGroup:
+    def another(self) -> TorchCommunicator:
         """The same processes over connections of their own, for other threads."""
-        with waiting(self.place, "the processes to connect once more", self.timeout):
+        with waiting(self.process, "the processes to connect once more", self.timeout):
             channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
-        return TorchGroup(self.place, self.timeout, channel)
+        return TorchCommunicator(self.process, self.timeout, channel)
 
     def highest(self, numbers: Sequence[int], what: str) -> list[int]:
         """The largest of every rank's numbers, place by place."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        with waiting(self.place, what, self.timeout):
+        with waiting(self.process, what, self.timeout):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
         return [int(number) for number in tensor]
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over all ranks, in place."""
-        with waiting(self.place, what, self.timeout):
+        with waiting(self.process, what, self.timeout):
             dist.all_reduce(tensor, group=self.channel)
         return tensor

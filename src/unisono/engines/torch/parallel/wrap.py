@@ -1,15 +1,14 @@
 """One module, wrapped in the way of the layout: activation checkpointing, then compile, then DDP or FSDP2.
 
-The wrapped module's forward is the task's `outputs` and, unless the loss crosses samples, `loss`, so nothing can go
-round the wrapper. Each wrapper's own scaling of gradients is made explicit here, and nowhere else.
+The wrapped module's forward is the task's `outputs` and, unless the loss crosses samples, `loss`, so nothing can bypass
+the wrapper. Each wrapper's own scaling of gradients is switched off here, or made explicit by `gradient_factor`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +20,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config.schema.run import Layout
-from unisono.engines.torch.guards import oom
+from unisono.engines import rules
 from unisono.engines.torch.parallel import data_parallel
-from unisono.engines.torch.parallel.activation_checkpointing import replayed
+from unisono.engines.torch.parallel.activation_checkpointing import checkpointed
 from unisono.protocols import cross_sample, totals
 from unisono.runtime.errors import ConfigError
-from unisono.task import Batch, Context, Loss, Task
+from unisono.task import Batch, Context, Task
 
-Wrapped = nn.Module
 KNOWS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
 
 # torch 2.13 renamed the switch; buffers are not broadcast before each forward pass.
@@ -36,53 +34,37 @@ _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel._
 _NO_BUFFERS: Any = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
-class Step(nn.Module):
-    """The forward of one micro-batch: from its arrays to one scaled scalar, and the sums to report."""
+class StepModule(nn.Module):
+    """The forward of one micro-batch: from its arrays to one scaled scalar, and the sums to report.
+
+    Attributes:
+        seen: what the task returned in passes with gradients; None where nobody wants to see it.
+    """
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.task = task
+        self.seen: list[Any] | None = None
 
-    def forward(self, batch: Batch | None, context: Context | None, scales: Mapping[str, Tensor] | None) -> Any:
+    def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
         """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums.
 
-        Without scales, what these rows contribute to the task's totals. Of a task whose loss crosses samples, always
-        its outputs. Without a batch, a zero that depends on all parameters: of a process that has run out of memory.
+        Without scales, these rows' part of the task's totals. Of a task whose loss crosses samples, always its outputs.
         """
-        if batch is None or context is None:
-            return oom.zero([parameter for parameter in self.parameters() if parameter.requires_grad])
         outputs = self.task.outputs(self.model, batch, context)
+        if self.seen is not None and torch.is_grad_enabled():
+            self.seen.append(outputs)
         if cross_sample(self.task) is not None:
             return outputs
         if scales is None:
             return totals(self.task, outputs, batch, context)
-        return scaled(self.task, outputs, batch, context, scales)
+        return rules.scaled_loss(self.task, outputs, batch, context, scales)
 
-
-def scaled(
-    task: Task, outputs: Any, batch: Batch, context: Context, scales: Mapping[str, Tensor]
-) -> tuple[Tensor, Loss]:
-    """A task's loss as one scaled scalar, and as the unscaled sums to report.
-
-    Raises:
-        ConfigError: for terms that are not those that were counted, and for what is no scalar.
-    """
-    name = type(task).__name__
-    loss = task.loss(outputs, batch, context)
-    if not loss.sums:
-        raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
-    if not (set(loss.sums) == set(scales) if context.training else set(loss.sums) <= set(scales)):
-        raise ConfigError(
-            f"{name}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(scales)}; every term "
-            "needs its count"
-        )
-    total = sum(loss.weights.get(term, 1.0) * (value * scales[term]) for term, value in loss.sums.items())
-    assert isinstance(total, Tensor)
-    if total.dim():
-        shapes = {term: tuple(value.shape) for term, value in loss.sums.items() if value.dim()}
-        raise ConfigError(f"{name}: loss() must return sums over the rows, scalars; got shapes {shapes}")
-    return total, loss
+    def take_outputs(self) -> Any:
+        """What the task returned in the last pass; None where nobody wants to see it, or devices made parts of it."""
+        seen, self.seen = self.seen, None if self.seen is None else []
+        return seen[0] if seen is not None and len(seen) == 1 else None
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -106,13 +88,26 @@ def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
         if layout.compile and not recomputed:
             part.compile()
         if recomputed:
-            part.forward = replayed(part, torch.compile(part.forward) if layout.compile else part.forward, precision)
+            part.forward = checkpointed(
+                part, torch.compile(part.forward) if layout.compile else part.forward, precision
+            )
 
 
-def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> Wrapped:
-    """The step module in the wrapper of the strategy, on the device."""
+def wrap(
+    step: StepModule,
+    layout: Layout,
+    precision: str,
+    device: torch.device,
+    world_size: int,
+    timeout: float,
+    finds_unused: bool | None = None,
+) -> nn.Module:
+    """The step module in the wrapper of the strategy, on the device; it finds unused parameters if the layout says so."""
+    finds_unused = layout.find_unused_parameters if finds_unused is None else finds_unused
     if layout.strategy in ("fsdp", "hsdp"):  # moves one unit at a time: the whole model need not fit
-        _shard(step, layout, precision, device, world_size, timeout)
+        # What a pass may leave out is no unit of its own: units are gathered in the order in which each process calls
+        # them, and processes that call other experts would be given pieces of other experts.
+        _shard(step, [] if finds_unused else blocks(step.model), layout, precision, device, world_size, timeout)
         return step
     step.to(device)
     if layout.strategy == "ddp":
@@ -120,7 +115,7 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
             step,
             bucket_cap_mb=layout.bucket_mb or bucket_mb(width(step), world_size),
             gradient_as_bucket_view=True,
-            find_unused_parameters=layout.find_unused_parameters,
+            find_unused_parameters=finds_unused,
             **_NO_BUFFERS,
         )
     if layout.strategy == "dp" and len(devices := data_parallel.devices_of(device)) > 1:
@@ -129,7 +124,16 @@ def wrap(step: Step, layout: Layout, precision: str, device: torch.device, world
     return step
 
 
-def _shard(step: Step, layout: Layout, precision: str, device: torch.device, world_size: int, timeout: float) -> None:
+def _shard(
+    step: StepModule,
+    units: list[nn.Module],
+    layout: Layout,
+    precision: str,
+    device: torch.device,
+    world_size: int,
+    timeout: float,
+) -> None:
+    """Shard the module in place; `units` are gathered one by one, and the rest with the module."""
     for name, parameter in step.model.named_parameters():
         if not parameter.dim() or parameter.is_complex():
             what, remedy = (
@@ -153,14 +157,11 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
     low = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if precision == "bf16" else full
     )
-    # What a pass may leave out is no unit of its own: units are gathered in the order in which each process calls them,
-    # and processes that call other experts would be given pieces of other experts.
-    parts = [] if layout.find_unused_parameters else blocks(step.model)
-    norms = [module for block in parts for module in block.modules() if _has_vectors_only(module)]
+    norms = [module for unit in units for module in unit.modules() if _has_vectors_only(module)]
     if precision == "bf16" and norms:
         fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False)
-    for block in parts:
-        fully_shard(block, mesh=mesh, mp_policy=low)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=low)
     fully_shard(step, mesh=mesh, mp_policy=full)
     for module in step.modules():
         if isinstance(module, FSDPModule):
@@ -168,35 +169,6 @@ def _shard(step: Step, layout: Layout, precision: str, device: torch.device, wor
             module.set_force_sum_reduction_for_comms(True)  # else a factor is a PREMUL_SUM, which gloo does not have
             if KNOWS_UNUSED:  # zeros for what a process did not use; else it would reduce other parameters than others
                 module.set_reduce_scatter_unused_params(True)
-
-
-def refuse_left_out(wrapped: Wrapped, where: str) -> None:
-    """Refuse a pass that left out a parameter which DDP counts on: what it then leaves in `.grad` is not reduced.
-
-    Args:
-        wrapped: by whatever wrapper.
-        where: rank and step, for the error.
-
-    Raises:
-        ConfigError: naming parameters without a gradient.
-    """
-    if not isinstance(wrapped, DistributedDataParallel):
-        return
-    try:
-        wrapped._check_reducer_finalized()
-    except RuntimeError as error:
-        named = unwrapped(wrapped).model.named_parameters()
-        left_out = [name for name, p in named if p.requires_grad and p.grad is None] or ["which ones, is not known"]
-        raise ConfigError(
-            f"{where}: a pass left parameters out that the first pass used ({', '.join(left_out[:4])}), so DDP did not "
-            "reduce all gradients. Set layout.find_unused_parameters=true.",
-            fault="Parameters are left out",
-        ) from error
-
-
-def reduces(wrapped: Wrapped) -> bool:
-    """Whether the pass that is being made has DDP reduce its gradients in the backward pass."""
-    return isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
 
 
 def _has_vectors_only(module: nn.Module) -> bool:
@@ -210,7 +182,7 @@ def _has_vectors_only(module: nn.Module) -> bool:
 
 
 def replicas(layout: Layout, world_size: int) -> list[range]:
-    """Ranks that hold the same parameters."""
+    """Groups of ranks that hold copies of the same parameters."""
     if layout.strategy == "hsdp":
         assert layout.shards is not None
         return [range(first, world_size, layout.shards) for first in range(layout.shards)]
@@ -218,38 +190,12 @@ def replicas(layout: Layout, world_size: int) -> list[range]:
 
 
 def gradient_factor(layout: Layout, world_size: int) -> float:
-    """What a loss must be multiplied with so that the wrapper's reduced gradient is the sum over processes.
+    """What a loss must be multiplied by so that the wrapper's reduced gradient is the sum over processes.
 
     DDP divides by the number of processes and has no setter for it; FSDP2 is told to divide by one; the ordered
     reduction adds without dividing.
     """
     return float(world_size) if layout.strategy == "ddp" and layout.reduction == "fast" else 1.0
-
-
-@contextmanager
-def synchronising(wrapped: Wrapped, layout: Layout, last: bool) -> Iterator[None]:
-    """The context of one pass, forward and backward: whether its gradients are reduced over processes now."""
-    if isinstance(wrapped, DistributedDataParallel) and not last:
-        with wrapped.no_sync():
-            yield
-        return
-    if isinstance(wrapped, FSDPModule):
-        wrapped.set_is_last_backward(last)
-        wrapped.set_requires_gradient_sync(last or not layout.defer_reduction)
-        if layout.strategy == "hsdp":
-            wrapped.set_requires_all_reduce(last)
-    yield
-
-
-def shard_again(wrapped: Wrapped) -> None:
-    """Put FSDP's parameters back into shards after a forward pass that no backward pass follows.
-
-    The backward pass does it otherwise; without it the root's parameters would stay gathered, and what a checkpoint or
-    a guard then finds under their names is not what is trained.
-    """
-    for module in wrapped.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def width(model: nn.Module) -> int:
@@ -268,10 +214,3 @@ def bucket_mb(width: int, world_size: int) -> float:
     """
     size = 25.0 * (1.0 + 12.0 * width**2 / 1e8)
     return min(250.0, max(10.0, size * 1.5 if world_size > 32 else size))
-
-
-def unwrapped(wrapped: Wrapped) -> Step:
-    """The step module inside a wrapper."""
-    inner: Any = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    assert isinstance(inner, Step)
-    return inner

@@ -1,0 +1,241 @@
+"""From recordings to normalised features, for training with anything: plain NumPy arrays in and out.
+
+from unisono import audio
+
+x, rate = audio.decode("recording.flac", start=12.0, duration=5.0)
+x = audio.resample(x, rate, 32_000)
+features = audio.fbank(x, 32_000, num_mel_bins=128)             # Kaldi's, (498, 128)
+
+pipeline = audio.Pipeline(rate=32_000, duration=5.0, frames=512, mean=-7.2, std=8.86)
+batch = pipeline(["a.flac", "b.ogg"], threads=2).values         # (2, 512, 128), in one call
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.audio import codecs
+from unisono.audio.augment import add_noise, gain, mix, spec_augment, time_shift
+from unisono.audio.batches import (
+    Backend,
+    Batch,
+    Pipeline,
+    add_table,
+    native_engine,
+    pad_and_normalise,
+)
+from unisono.audio.codecs import Header
+from unisono.audio.features import Fbank, Features, LogMel, Mfcc, plan_of
+from unisono.audio.recordings import CENTRE, FIRST, ByteRange, Recording, Window, data_of, name_of, windows
+from unisono.audio.resample import Method, kernel, resample_numpy
+from unisono.runtime.errors import ConfigError, DataError
+
+__all__ = [
+    "CENTRE",
+    "FIRST",
+    "Batch",
+    "ByteRange",
+    "Decoded",
+    "Fbank",
+    "Header",
+    "LogMel",
+    "Mfcc",
+    "Pipeline",
+    "Window",
+    "add_noise",
+    "decode",
+    "fbank",
+    "gain",
+    "log_mel",
+    "mfcc",
+    "mix",
+    "pad_and_normalise",
+    "probe",
+    "resample",
+    "spec_augment",
+    "time_shift",
+    "windows",
+]
+
+Array = NDArray[np.float32]
+_WHOLE = np.zeros((1, 3))
+
+
+class Decoded(NamedTuple):
+    """Samples of a recording.
+
+    Attributes:
+        samples: (n,) float32 in [-1, 1], mixed to mono.
+        rate: in Hz.
+    """
+
+    samples: Array
+    rate: int
+
+
+def probe(recording: Recording) -> Header:
+    """What a recording's header says: format, rate, channels and frames.
+
+    Raises:
+        DataError: for what is not audio, or damaged in its header.
+    """
+    try:
+        return codecs.probe(data_of(recording))
+    except codecs.NeedsFFmpeg as need:
+        samples, rate = codecs.ffmpeg(data_of(recording), str(need))
+        return Header("other", rate, 1, len(samples))
+    except codecs.BadRecording as error:
+        raise DataError(f"{name_of(recording)} {error}") from error
+
+
+def decode(
+    recording: Recording, start: float = 0.0, duration: float | None = None, *, backend: Backend = "auto"
+) -> Decoded:
+    """Samples of a recording, or of a part of it, without decoding what lies before.
+
+    Args:
+        recording: bytes, a path, a URL, or a `ByteRange` behind one.
+        start: in seconds.
+        duration: in seconds; None for all that follows.
+        backend: `native` or `numpy`; `auto` takes the native core where it was built.
+
+    Raises:
+        DataError: for a recording that cannot be used: one sentence with its name and the reason.
+    """
+    pipeline = Pipeline(duration=duration, features=None, backend=backend)
+    data, window = data_of(recording), Window(start)
+    if not pipeline.native:
+        kind, text, rate, _, _, values = _own_rate(data, window, duration)
+    else:
+        place = np.array([[start, 0.0, duration or 0.0]])
+        kind, text, rate, _, _, values = _engine(None, 0, "").run([data], place, None, 1)[0]
+        if kind == 3:
+            kind, text, rate, _, _, values = _own_rate(data, window, duration)
+    if kind:
+        raise DataError(f"{name_of(recording)} {text}")
+    return Decoded(values, rate)
+
+
+def resample(
+    x: Array, from_rate: int, to_rate: int, method: Method = "sinc_hann", *, backend: Backend = "auto"
+) -> Array:
+    """Resample by a windowed sinc: no delay, the tail kept, nothing carried over from another clip.
+
+    Args:
+        x: (n,) float32 samples.
+        from_rate: in Hz.
+        to_rate: in Hz.
+        method: `sinc_hann` (torchaudio's default), `kaiser_fast` or `kaiser_best`.
+        backend: as in `decode`.
+
+    Returns:
+        (ceil(n * to_rate / from_rate),) float32.
+    """
+    for rate in (from_rate, to_rate):
+        if rate < 1:
+            raise ConfigError(f"a rate of {rate} Hz does not exist")
+    x = _checked(x)
+    if from_rate == to_rate or not len(x):
+        return x.copy()
+    if not _uses_core(backend):
+        return resample_numpy(x, from_rate, to_rate, method)
+    return np.asarray(_resampler(from_rate, to_rate, method).run([(x, from_rate)], _WHOLE, None, 1)[0][5])
+
+
+def fbank(x: Array, rate: int, num_mel_bins: int = 80, *, backend: Backend = "auto", **settings: Any) -> Array:
+    """Kaldi's log filter-bank energies, equal to `torchaudio.compliance.kaldi.fbank` without dither.
+
+    Args:
+        x: (n,) float32 samples.
+        rate: in Hz.
+        num_mel_bins: bands.
+        backend: as in `decode`.
+        settings: of `Fbank`.
+
+    Returns:
+        (frames, num_mel_bins) float32; samples fewer than a frame are filled up with zeros to one.
+    """
+    return _features(Fbank(num_mel_bins, **settings), x, rate, backend)
+
+
+def mfcc(x: Array, rate: int, num_ceps: int = 13, *, backend: Backend = "auto", **settings: Any) -> Array:
+    """Kaldi's cepstral coefficients, equal to `torchaudio.compliance.kaldi.mfcc` without dither and energy.
+
+    Args:
+        x: (n,) float32 samples.
+        rate: in Hz.
+        num_ceps: coefficients.
+        backend: as in `decode`.
+        settings: of `Mfcc`.
+
+    Returns:
+        (frames, num_ceps) float32.
+    """
+    return _features(Mfcc(num_ceps, **settings), x, rate, backend)
+
+
+def log_mel(x: Array, rate: int, n_mels: int = 128, *, backend: Backend = "auto", **settings: Any) -> Array:
+    """A log-mel spectrogram, equal to the logarithm of `torchaudio.transforms.MelSpectrogram`, frames first.
+
+    Args:
+        x: (n,) float32 samples.
+        rate: in Hz.
+        n_mels: bands.
+        backend: as in `decode`.
+        settings: of `LogMel`.
+
+    Returns:
+        (frames, n_mels) float32.
+    """
+    return _features(LogMel(n_mels=n_mels, **settings), x, rate, backend)
+
+
+def _features(features: Features, x: Array, rate: int, backend: Backend) -> Array:
+    x = _checked(x)
+    if not _uses_core(backend):
+        return plan_of(features, rate)(x)
+    return np.asarray(_engine(features, rate, "").run([(x, rate)], _WHOLE, None, 1)[0][5])
+
+
+def _uses_core(backend: Backend) -> bool:
+    return Pipeline(features=None, backend=backend).native
+
+
+@lru_cache(maxsize=32)
+def _engine(features: Features | None, rate: int, instruction_set: str) -> Any:
+    plan = None if features is None else plan_of(features, rate)
+    return native_engine(plan, rate, 0.0, instruction_set=instruction_set)
+
+
+@lru_cache(maxsize=64)
+def _resampler(from_rate: int, to_rate: int, method: Method) -> Any:
+    kernel(from_rate, to_rate, method)  # refuses what cannot be
+    engine = native_engine(None, to_rate, 0.0)
+    add_table(engine, from_rate, to_rate, method)
+    return engine
+
+
+def _own_rate(data: memoryview, window: Window, duration: float | None) -> tuple[int, str, int, int, int, Any]:
+    """By the decoders that Python calls."""
+    try:
+        try:
+            samples, rate, _ = codecs.decode(data, window, duration)
+        except codecs.NeedsFFmpeg as need:
+            samples, rate = codecs.ffmpeg(data, str(need))
+            wanted = None if duration is None else int(np.ceil(duration * rate))
+            first = window.bounds(len(samples), wanted, rate)
+            samples = samples[first : None if wanted is None else first + wanted]
+    except codecs.BadRecording as error:
+        return 1, str(error), 0, 0, 0, None
+    return 0, "", rate, 0, len(samples), samples
+
+
+def _checked(x: Array) -> Array:
+    array = np.ascontiguousarray(x, dtype=np.float32)
+    if array.ndim != 1:
+        raise DataError(f"samples have the shape {array.shape}, not (n,); mix the channels first")
+    return array

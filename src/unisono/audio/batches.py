@@ -1,0 +1,369 @@
+"""Recordings to batches in one call: decode, cut, resample, features, pad, normalise.
+
+Where the native core is there, a call makes all rows in its own threads, without Python's lock, straight into the batch's
+buffer. The NumPy path makes them one after another, to the same numbers within float32 (docs/audio.md has the measured
+differences). Each row depends on its recording and its window alone, so neither threads nor the batch it is in change a bit.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.audio import codecs, native_core
+from unisono.audio.features import Fbank, Features, Plan, plan_of
+from unisono.audio.recordings import FIRST, Window, content, data_of, name_of
+from unisono.audio.resample import Method, kernel, resample_numpy
+from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
+
+Array = NDArray[np.float32]
+Backend = Literal["auto", "native", "numpy"]
+_GOOD, _BAD, _NEEDS_TABLE, _NEEDS_FFMPEG = range(4)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that were made.
+
+    Attributes:
+        values: (rows, frames, width) float32 features, or (rows, samples) where a pipeline has none.
+        lengths: (rows,) int64, frames or samples before padding; 0 for a row that could not be made.
+        starts: (rows,) float64, seconds into the recording where each row begins.
+        errors: by row, why it could not be made; its values are zeros.
+    """
+
+    values: Array
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.float64]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Counters:
+    """What a pipeline has made in this process, by all of its threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._values = threading.Lock(), {"decoded": 0, "failed": 0, "bytes": 0, "seconds": 0.0}
+
+    def add(self, decoded: int, failed: int, size: int, seconds: float) -> None:
+        """Count a batch."""
+        with self._lock:
+            for name, value in zip(self._values, (decoded, failed, size, seconds), strict=True):
+                self._values[name] += value
+
+    def __call__(self) -> dict[str, float]:
+        """Recordings decoded and failed, bytes of them, and seconds that batches took, added over threads."""
+        with self._lock:
+            return dict(self._values)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What becomes of a recording.
+
+    Attributes:
+        rate: samples a second that everything is resampled to.
+        duration: seconds of a window; None takes recordings whole.
+        features: `Fbank`, `Mfcc` or `LogMel`; None for the samples themselves.
+        frames: rows are padded (or cut) to so many frames; None for what the duration has, or for the longest recording
+            of a batch.
+        mean: is taken off the features.
+        std: that they are divided by then.
+        pad: value of frames that are padded, before normalisation; `minimum` for each row's own least value. Samples are
+            padded with zeros.
+        method: of resampling. It moves features a thousand times more than anything else here; keep it with a run.
+        backend: `native`, `numpy`, or `auto` for the native core where it was built.
+    """
+
+    rate: int = 32_000
+    duration: float | None = 5.0
+    features: Features | None = field(default_factory=lambda: Fbank(128, window_type="hanning"))
+    frames: int | None = None
+    mean: float = 0.0
+    std: float = 1.0
+    pad: float | Literal["minimum"] = "minimum"
+    method: Method = "sinc_hann"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        if not codecs.LEAST_RATE <= self.rate <= codecs.MOST_RATE:
+            raise ConfigError(f"rate={self.rate} Hz: choose one from {codecs.LEAST_RATE} to {codecs.MOST_RATE}")
+        if self.duration is not None and not 0 < self.duration * self.rate <= codecs.MOST_FRAMES:
+            raise ConfigError(f"duration={self.duration} s is empty, or longer than memory should hold")
+        if self.std == 0:
+            raise ConfigError("std=0: features cannot be divided by it")
+        if self.backend not in ("auto", "native", "numpy"):
+            raise ConfigError(f"backend='{self.backend}' does not exist; valid here: auto, native, numpy")
+        if self.backend == "native" and native_core.module() is None:
+            raise ConfigError(f"backend=native: the native core was {native_core.status()}")
+        if self.features is not None:
+            plan_of(self.features, self.rate)  # refuses what does not fit
+
+    @property
+    def native(self) -> bool:
+        """Whether the native core makes the rows."""
+        return self.backend != "numpy" and native_core.module() is not None
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Of a row: (frames, width), or (samples,); None for what each batch decides."""
+        samples = None if self.duration is None else round(self.duration * self.rate)
+        if self.features is None:
+            return (samples,)
+        plan = plan_of(self.features, self.rate)
+        return (self.frames or (None if samples is None else plan.frames(samples)), plan.width)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that decides the values of a row, as JSON; which path computes them is part of it."""
+        return {
+            **json.loads(json.dumps(asdict(self))),
+            "features": None if self.features is None else {type(self.features).__name__: asdict(self.features)},
+            "backend": "native" if self.native else "numpy",
+        }
+
+    def __call__(
+        self,
+        recordings: Sequence[Any],
+        windows: Sequence[Window] | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        threads: int = 1,
+        on_error: Literal["raise", "mask"] = "raise",
+    ) -> Batch:
+        """Make a row of each recording.
+
+        Args:
+            recordings: bytes, paths, URLs and byte ranges; or `(samples, rate)` of what is decoded already.
+            windows: which part of each; the first by default.
+            names: what errors call them; their paths by default.
+            threads: that the native core uses.
+            on_error: `mask` gives zeros for a recording that cannot be used, and the reason in `Batch.errors`.
+
+        Raises:
+            BadSamplesError: naming the first recording that cannot be used, and why.
+        """
+        began = perf_counter()
+        windows = [FIRST] * len(recordings) if windows is None else windows
+        if len(windows) != len(recordings):
+            raise ConfigError(f"{len(recordings)} recordings and {len(windows)} windows")
+        names = names or [name_of(recording) for recording in recordings]
+        reasons: dict[int, str] = {}
+        given: list[Any] = []
+        for row, recording in enumerate(recordings):
+            try:
+                given.append(_samples(*recording) if isinstance(recording, tuple) else content(recording))
+            except DataError as error:
+                reasons[row] = str(error)
+                given.append(b"")
+        rows = self.shape[0]
+        out = None if rows is None else np.empty((len(given), rows, *self.shape[1:]), dtype=np.float32)
+        make = self._run_native if self.native else self._run_numpy
+        answers = make(given, list(windows), out, threads)
+        for row, (kind, text, *_) in enumerate(answers):
+            if kind != _GOOD:
+                reasons.setdefault(row, f"{names[row]} {text}")
+        size = sum(_size(each) for row, each in enumerate(given) if row not in reasons)
+        self.counters.add(len(given) - len(reasons), len(reasons), size, perf_counter() - began)
+        if reasons and on_error == "raise":
+            raise BadSamplesError(dict(sorted(reasons.items())))
+        values = self._padded([answer[5] for answer in answers]) if out is None else out
+        for row in reasons:
+            values[row] = 0
+        lengths = np.array([0 if row in reasons else answer[4] for row, answer in enumerate(answers)], dtype=np.int64)
+        starts = np.array([answer[3] / max(1, answer[2]) for answer in answers], dtype=np.float64)
+        return Batch(values, lengths, starts, dict(sorted(reasons.items())))
+
+    @property
+    def counters(self) -> Counters:
+        """What it has made so far in this process."""
+        found: Counters = vars(self).setdefault("_counters", Counters())  # at once, whichever thread is first
+        return found
+
+    def _padded(self, rows: list[Array | None]) -> Array:
+        """Rows of different lengths, padded to the longest."""
+        longest = max([len(row) for row in rows if row is not None], default=0)
+        values = np.zeros((len(rows), longest, *self.shape[1:]), dtype=np.float32)
+        for number, row in enumerate(rows):
+            if row is not None:
+                values[number, : len(row)] = row
+                if self.features is not None and len(row):
+                    values[number, len(row) :] = (
+                        row.min() if self.pad == "minimum" else (self.pad - self.mean) / self.std
+                    )
+        return values
+
+    # the native core --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _engine(self) -> Any:
+        plan = None if self.features is None else plan_of(self.features, self.rate)
+        return native_engine(
+            plan, self.rate, self.duration or 0.0, pad=self.pad, mean=self.mean, std=self.std, instruction_set=""
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_engine", "_counters")}
+
+    def _run_native(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Any]:
+        places = np.array([(-1.0 if w.start is None else w.start, w.place, self.duration or 0.0) for w in windows])
+        places = places.reshape(len(given), 3)
+        answers = list(self._engine.run(given, places, out, threads))
+        again = [row for row, answer in enumerate(answers) if answer[0] in (_NEEDS_TABLE, _NEEDS_FFMPEG)]
+        while again:  # the first recording of a rate, and what FFmpeg has to decode
+            ready = []
+            for row in again:
+                kind, text, rate = answers[row][:3]
+                try:
+                    if kind == _NEEDS_TABLE:
+                        add_table(self._engine, rate, self.rate, self.method)
+                    else:
+                        given[row] = self._by_ffmpeg(given[row], windows[row], text)
+                except (codecs.BadRecording, DataError) as error:
+                    answers[row] = (_BAD, str(error), 0, 0, 0, None)
+                else:
+                    ready.append(row)
+            part = None if out is None else np.empty((len(ready), *out.shape[1:]), dtype=np.float32)
+            for number, answer in enumerate(
+                self._engine.run([given[row] for row in ready], places[ready], part, threads) if ready else []
+            ):
+                answers[ready[number]] = answer
+                if out is not None and part is not None:
+                    out[ready[number]] = part[number]
+            again = [row for row in ready if answers[row][0] in (_NEEDS_TABLE, _NEEDS_FFMPEG)]
+        return answers
+
+    def _by_ffmpeg(self, recording: Any, window: Window, what: str) -> tuple[Array, int]:
+        samples, rate = codecs.ffmpeg(data_of(recording), what)
+        return _cut(samples, rate, window, self.duration), rate
+
+    # NumPy ------------------------------------------------------------------------------------------------------
+
+    def _run_numpy(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Any]:
+        return [
+            self._row(recording, window, None if out is None else out[row])
+            for row, (recording, window) in enumerate(zip(given, windows, strict=True))
+        ]
+
+    def _row(self, recording: Any, window: Window, out: Array | None) -> tuple[int, str, int, int, int, Array | None]:
+        try:
+            samples, rate, start = self._decoded(recording, window)
+            samples = resample_numpy(samples, rate, self.rate, self.method)
+        except (codecs.BadRecording, DataError) as error:
+            return _BAD, str(error).removeprefix(f"{recording} "), 0, 0, 0, None
+        if self.duration is not None:
+            samples = samples[: round(self.duration * self.rate)]
+        if self.features is None:
+            if out is not None:
+                out[: len(samples)] = samples
+                out[len(samples) :] = 0
+            return _GOOD, "", rate, start, len(samples), samples
+        values = plan_of(self.features, self.rate)(samples)[: None if out is None else len(out)]
+        if out is not None:
+            out[:] = pad_and_normalise(values, len(out), self.mean, self.std, self.pad)
+        else:
+            values = _normalised(values, self.mean, self.std)
+        return _GOOD, "", rate, start, len(values), values
+
+    def _decoded(self, recording: Any, window: Window) -> tuple[Array, int, int]:
+        if isinstance(recording, tuple):
+            return recording[0], recording[1], 0
+        data = data_of(recording)
+        try:
+            return codecs.decode(data, window, self.duration)
+        except codecs.NeedsFFmpeg as need:
+            return *self._by_ffmpeg(data, window, str(need)), 0
+
+
+def pad_and_normalise(
+    features: Array, frames: int, mean: float = 0.0, std: float = 1.0, pad: float | Literal["minimum"] = "minimum"
+) -> Array:
+    """Features of one recording, padded (or cut) to a number of frames: `(x - mean) / std`.
+
+    Args:
+        features: (n, width) float32.
+        frames: that are wanted.
+        mean: is taken off.
+        std: that is divided by then.
+        pad: value of the frames that are missing, before normalisation; `minimum` for the least value of `features`.
+
+    Returns:
+        (frames, width) float32.
+    """
+    kept = features[:frames]
+    out = np.empty((frames, features.shape[1]), dtype=np.float32)
+    out[: len(kept)] = kept
+    out[len(kept) :] = (kept.min() if pad == "minimum" else pad) if len(kept) < frames else 0
+    return _normalised(out, mean, std)
+
+
+def native_engine(
+    plan: Plan | None,
+    rate: int,
+    duration: float,
+    *,
+    pad: float | Literal["minimum"] = 0.0,
+    mean: float = 0.0,
+    std: float = 1.0,
+    instruction_set: str = "",
+) -> Any:
+    """The native core's own pipeline; kernels of rates other than `rate` are added by `add_table`."""
+    module: Any = native_core.module()
+    native = None
+    if plan is not None:
+        first, count, values = plan.bands
+        native = module.FeaturePlan(
+            window=plan.window, hop=plan.hop, size=plan.size, remove_mean=plan.remove_mean, emphasis=plan.emphasis,
+            power=plan.power, floor=plan.floor, scale=plan.scale, shape=plan.shape, band_first=first, band_count=count,
+            band_values=values, cosines=np.ascontiguousarray(plan.cosines).reshape(-1),
+        )  # fmt: skip
+    return module.Pipeline(
+        codecs=native_core.codecs(), rate=rate, duration=duration, plan=native,
+        centred=plan is not None and plan.centred, drop_last=plan is not None and plan.drop_last,
+        range=0.0 if plan is None else plan.dynamic_range, pad_minimum=pad == "minimum",
+        pad_value=0.0 if pad == "minimum" else pad, mean=mean, deviation=std, instruction_set=instruction_set,
+    )  # fmt: skip
+
+
+def add_table(engine: Any, from_rate: int, to_rate: int, method: Method) -> None:
+    """Give a native pipeline the kernel of another rate."""
+    table = kernel(from_rate, to_rate, method)
+    taps = np.ascontiguousarray(table.taps).reshape(-1)
+    engine.add_table(from_rate, table.source, table.target, table.left, table.first, taps)
+
+
+def _normalised(values: Array, mean: float, std: float) -> Array:
+    if mean != 0 or std != 1:
+        values = (values - np.float32(mean)) / np.float32(std)
+    return values
+
+
+def _size(recording: Any) -> int:
+    """Bytes of a recording, as it lies on the disk."""
+    if isinstance(recording, str):
+        return Path(recording).stat().st_size
+    return 0 if isinstance(recording, tuple) else memoryview(recording).nbytes
+
+
+def _samples(samples: Any, rate: int) -> tuple[Array, int]:
+    array = np.ascontiguousarray(samples, dtype=np.float32)
+    if array.ndim != 1 or not len(array):
+        raise DataError(f"samples of the shape {array.shape} are not (n,) with n above 0; mix the channels first")
+    if not np.isfinite(array).all():
+        raise DataError("samples that are not finite")
+    return array, int(rate)
+
+
+def _cut(samples: Array, rate: int, window: Window, duration: float | None) -> Array:
+    wanted = None if duration is None else int(np.ceil(duration * rate))
+    start = window.bounds(len(samples), wanted, rate)
+    if start and start >= len(samples):
+        raise codecs.BadRecording(f"has {len(samples)} frames, and the window begins at frame {start}")
+    return samples[start : None if wanted is None else start + wanted]

@@ -1,0 +1,149 @@
+"""Where a recording is: bytes, a path, a URL, or a range of bytes behind one; and which part of it is wanted."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.runtime.errors import ConfigError, DataError
+
+_MAPPED = 4 << 20  # bytes from which on a file is mapped, so that windows and headers read little
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """A recording inside of something larger, e.g. a member of a tar archive in an object store.
+
+    Attributes:
+        url: of the whole: a path, or a URL of fsspec.
+        first: its first byte.
+        last: one past its last.
+    """
+
+    url: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.url} (bytes {self.first} to {self.last})"
+
+
+Recording = bytes | bytearray | memoryview | str | PathLike[str] | ByteRange
+"""Bytes of a file, a path or URL, or a `ByteRange`; whatever has a buffer (a `pyarrow.Buffer`) serves as bytes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which part of a recording: a number of seconds from its start, or a place in the room that there is.
+
+    Attributes:
+        start: in seconds.
+        place: where `start` is None: 0 for the first window that fits, 1 for the last; a recording shorter than the
+            window is taken whole.
+    """
+
+    start: float | None = 0.0
+    place: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.start is not None and not 0 <= self.start < 1e9:
+            raise ConfigError(f"a window cannot begin at {self.start} s")
+        if not 0 <= self.place <= 1:
+            raise ConfigError(f"a window's place is from 0 to 1, not {self.place}")
+
+    @classmethod
+    def random(cls, rng: np.random.Generator) -> Window:
+        """Anywhere, each start equally often."""
+        return cls(None, float(rng.random()))
+
+    def bounds(self, frames: int | None, wanted: int | None, rate: int) -> int:
+        """The first frame of the window in a recording of so many frames; both None where unknown or unbounded."""
+        if self.start is not None:
+            return int(np.floor(self.start * rate + 0.5))
+        if frames is None or wanted is None or frames <= wanted:
+            return 0
+        room = frames - wanted
+        return min(room, int(self.place * (room + 1)))
+
+
+FIRST, CENTRE = Window(), Window(None, 0.5)
+
+
+def windows(frames: int, rate: int, duration: float, hop: float | None = None) -> list[Window]:
+    """All windows of a recording, for evaluation: every `hop` seconds one, the last one shorter if need be.
+
+    Args:
+        frames: of the recording.
+        rate: in Hz.
+        duration: of a window in seconds.
+        hop: from window to window in seconds; None for `duration`, so that they touch.
+    """
+    hop = duration if hop is None else hop
+    if duration <= 0 or hop <= 0:
+        raise ConfigError(f"windows of {duration} s every {hop} s cannot be cut")
+    length = frames / rate
+    count = 1 if length <= duration else 1 + int(np.ceil((length - duration) / hop - 1e-9))
+    return [Window(number * hop) for number in range(count) if number * hop * rate < frames]
+
+
+def name_of(recording: Any) -> str:
+    """What an error calls it."""
+    if isinstance(recording, str | PathLike):
+        return fspath(recording)
+    return str(recording) if isinstance(recording, ByteRange) else "the recording"
+
+
+def content(recording: Any) -> Any:
+    """Its bytes, or the path of a local file, which the decoder reads itself.
+
+    Raises:
+        DataError: for what cannot be read.
+    """
+    if isinstance(recording, ByteRange):
+        return _range(recording)
+    if isinstance(recording, PathLike):
+        recording = fspath(recording)
+    if not isinstance(recording, str):
+        return recording
+    if "://" not in recording:
+        return recording
+    if recording.startswith("file://"):
+        return recording.removeprefix("file://")
+    return _range(ByteRange(recording, 0, -1))
+
+
+def data_of(recording: Any) -> memoryview:
+    """Its bytes, read if need be."""
+    given = content(recording)
+    if isinstance(given, str):
+        try:
+            path = Path(given)
+            if path.stat().st_size < _MAPPED:
+                return memoryview(path.read_bytes())
+            with path.open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise DataError(f"{given} cannot be opened: {error.strerror or error}") from error
+    return memoryview(given).cast("B")
+
+
+def _range(part: ByteRange) -> bytes:
+    import fsspec
+
+    try:
+        if part.last >= 0 and "://" not in part.url:
+            with Path(part.url).open("rb") as file:
+                file.seek(part.first)
+                return file.read(part.last - part.first)
+        system, path = fsspec.core.url_to_fs(part.url)
+        found = system.cat_file(path) if part.last < 0 else system.cat_file(path, part.first, part.last)
+    except ImportError as error:
+        raise DataError(f"{part.url} needs a package that is not installed: {error}") from error
+    except Exception as error:
+        raise DataError(f"{part.url} cannot be read: {type(error).__name__}: {error}") from error
+    return bytes(found)

@@ -1,0 +1,134 @@
+"""Settings of the Hugging Face kind (`config.json`, `tokenizer_config.json`), read as data: what names code is dropped.
+
+`auto_map` names Python files of the model's author, and `attn_implementation` may name a repository of compiled kernels;
+transformers would import the one after a question that a pipe can answer, and fetch the other without one. So a file is
+read here, both are dropped and named, and the library is given what is left: it never sees the folder itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.exchange import hf_shards
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import CheckpointError
+from unisono.runtime.text import one_line
+
+log = logging.getLogger(__name__)
+CONFIG = "config.json"
+LARGEST = 4 << 20  # bytes of such a file
+# What leads to code of others, or to files and classes that the settings choose instead of the caller.
+_CODE = frozenset({
+    "auto_map", "custom_pipelines", "custom_generate", "attn_implementation", "experts_implementation",
+    "configuration_files", "transformers_weights", "_auto_class", "_attn_implementation", "_attn_implementation_internal",
+    "_experts_implementation", "_experts_implementation_internal", "_commit_hash",
+})  # fmt: skip
+_HARMLESS = frozenset({"eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", None})
+
+
+def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """The settings of a file in somebody's folder, without what names code.
+
+    Raises:
+        OSError: where it is missing, or no regular file of that folder.
+        CheckpointError: where it is no JSON object.
+    """
+    try:
+        values = safe_paths.read_json(folder, name, LARGEST)
+    except ValueError as error:
+        if isinstance(error, OSError):
+            raise
+        raise CheckpointError(f"{folder / name} is not JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{folder / name} holds a JSON {type(values).__name__}, not an object with settings")
+    kept, dropped = without_code(values)
+    if dropped:
+        _tell(str(folder / name), tuple(dropped))
+    return kept
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers configuration of a folder, of a class that the installed library has.
+
+    Raises:
+        OSError: where `config.json` is missing, or no regular file of that folder.
+        CheckpointError: where it describes no architecture of the library.
+        Exception: whatever the architecture's own checks raise.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = read_settings(folder)
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / CONFIG}: model_type='{one_line(kind)}' is no architecture of the installed transformers"
+        )
+    made = CONFIG_MAPPING[kind]
+    hidden = [name for name in values if callable(getattr(made, name, None))]  # a value in place of a method
+    if hidden:
+        raise CheckpointError(f"{folder / CONFIG}: '{one_line(hidden[0])}' is no setting of {kind}")
+    with tempfile.TemporaryDirectory(prefix="unisono-config-") as clean:
+        (Path(clean) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+        config = AutoConfig.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
+    config._name_or_path = str(folder)
+    return config
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse weights that the library would read elsewhere: by an index that names them there, or by links.
+
+    Raises:
+        CheckpointError: naming the index and what it names.
+        OSError: naming the file.
+    """
+    for file in sorted(folder.glob("*.safetensors.index.json")):
+        hf_shards.read_index(folder, file.name)
+    for file in sorted(folder.glob("*.safetensors")):
+        safe_paths.open_inside(folder, file.name).close()
+
+
+def copy_settings(folder: Path, name: str, target: Path) -> None:
+    """Copy a file of somebody's folder for a user of the weights; of JSON, without what names code.
+
+    Raises:
+        OSError: where it is no regular file of that folder, or cannot be written.
+        CheckpointError: where it is no JSON object.
+    """
+    if not name.endswith("config.json"):  # a vocabulary may well have a token of such a name
+        safe_paths.copy_inside(folder, name, target / Path(name).name)
+        return
+    values = read_settings(folder, name)
+    with (target / Path(name).name).open("x", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def without_code(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same settings at any depth without what names code, and the names of what was dropped.
+
+    >>> without_code({"auto_map": {"AutoModel": "evil.py"}, "text_config": {"auto_map": {}, "heads": 2}})
+    ({'text_config': {'heads': 2}}, ['auto_map', 'text_config.auto_map'])
+    """
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in values.items():
+        if name in _CODE:
+            if not (isinstance(value, str | None) and value in _HARMLESS) and name != "_commit_hash":
+                dropped.append(one_line(name))
+        elif isinstance(value, dict):
+            kept[name], inner = without_code(value)
+            dropped += [f"{one_line(name)}.{each}" for each in inner]
+        else:
+            kept[name] = value
+    return kept, dropped
+
+
+@cache
+def _tell(path: str, dropped: tuple[str, ...]) -> None:
+    """Say it once for each file."""
+    log.warning("%s: dropped %s, which names code of its author; such code is never run", path, ", ".join(dropped))

@@ -1,0 +1,158 @@
+"""WebDataset archives: tar files whose members with one name up to the first dot are one row.
+
+An archive is read once for where its members lie; after that a recording is a range of its bytes, and only what
+is decoded is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from unisono.audio.recordings import ByteRange, data_of
+from unisono.data.recordings.metadata import ENDINGS
+from unisono.data.sources.storage import is_remote
+from unisono.runtime.errors import DataError
+
+
+def expanded(paths: Sequence[str]) -> list[str]:
+    """Paths, with globs and folders of archives written out; others are as they were."""
+    found: list[str] = []
+    for path in paths:
+        if is_remote(path):
+            found.append(path)
+        elif Path(path).is_dir():
+            found.extend(sorted(map(str, Path(path).glob("*.tar"))) or [path])
+        elif any(sign in path for sign in "*?[") and path.endswith(".tar"):
+            anchor = Path(path).anchor
+            found.extend(sorted(map(str, Path(anchor or ".").glob(path.removeprefix(anchor)))) or [path])
+        else:
+            found.append(path)
+    return found
+
+
+class Archives:
+    """Rows of archives, in the order in which they are given and their members stand.
+
+    Args:
+        paths: of the archives, or their URLs.
+        storage: options of the file system of URLs.
+        key: the setting, for errors.
+    """
+
+    def __init__(self, paths: Sequence[str], storage: Mapping[str, Any] | None, key: str) -> None:
+        self._storage = dict(storage or {})
+        with ThreadPoolExecutor(8) as pool:
+            indices = list(pool.map(self._index, paths))
+        self._rows = [row for index in indices for row in index]
+        if not self._rows:
+            raise DataError(
+                f"{key}: there is no recording in {', '.join(paths[:3])}; known endings are {', '.join(ENDINGS)}"
+            )
+        self.columns: dict[str, str] = self._typed()
+        self._sizes = [(path, _size(path)) for path in paths]
+        said = json.dumps([[[name, size] for name, (_, size) in sorted(row.items())] for _, _, row in self._rows])
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def record(self, row: int) -> dict[str, Any]:
+        """Columns, `audio` and `name`."""
+        path, name, members = self._rows[row]
+        record: dict[str, Any] = {"key": name}
+        for ending, (first, size) in members.items():
+            part = ByteRange(path, first, first + size)
+            if f".{ending.rpartition('.')[2]}" in ENDINGS:
+                record["audio"] = part
+            elif ending in ("json", "cls", "txt", "text"):
+                content = bytes(data_of(part))
+                record.update(_values(ending, content, f"{path}, {name}.{ending}"))
+        return {**dict.fromkeys(self.columns), **record, "name": f"{path}, {name}"}
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The archives as JSON."""
+        names = [Path(path).name for path, _ in self._sizes]
+        return {"fingerprint": self.fingerprint, "files": [{"name": name} for name in names]}
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Refuse other data than those of an earlier manifest."""
+        if before["fingerprint"] != self.fingerprint:
+            raise DataError(
+                "not the data of before: the archives have other members. Bring them back, or begin another run"
+            )
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse archives that have changed since they were opened."""
+        for path, size in self._sizes[share::shares]:
+            if _size(path) != size:
+                raise DataError(
+                    f"{path} has changed since it was opened; bring it back as it was, or begin another run"
+                )
+
+    def _typed(self) -> dict[str, str]:
+        """Columns, from the first row."""
+        path, name, members = self._rows[0]
+        found: dict[str, str] = {"key": "text"}
+        for ending, (first, size) in members.items():
+            if ending in ("json", "cls", "txt", "text"):
+                values = _values(
+                    ending, bytes(data_of(ByteRange(path, first, first + size))), f"{path}, {name}.{ending}"
+                )
+                found.update({key: {int: "int64", float: "float64"}.get(type(v), "text") for key, v in values.items()})
+        return found
+
+    def _index(self, path: str) -> list[tuple[str, str, dict[str, tuple[int, int]]]]:
+        """Rows of an archive: its path, the row's name, and where each member's content lies."""
+        rows: dict[str, dict[str, tuple[int, int]]] = {}
+        try:
+            with self._opened(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+                for member in archive:
+                    if not member.isfile():
+                        continue
+                    folder, _, base = member.name.rpartition("/")
+                    name, _, ending = base.partition(".")
+                    if name and ending:
+                        whole = f"{folder}/{name}" if folder else name
+                        rows.setdefault(whole, {})[ending.lower()] = member.offset_data, member.size
+                        if member.offset_data + member.size > file.seek(0, 2):
+                            raise DataError(f"{path} is cut off in {member.name}; copy it again")
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise DataError(f"{path} cannot be read as a tar archive: {error}") from error
+        return [
+            (path, name, members)
+            for name, members in rows.items()
+            if any(f".{ending.rpartition('.')[2]}" in ENDINGS for ending in members)
+        ]
+
+    def _opened(self, path: str) -> Any:
+        if not is_remote(path):
+            return Path(path).open("rb")
+        import fsspec
+
+        return fsspec.open(path, "rb", **self._storage).open()
+
+
+def _values(ending: str, content: bytes, where: str) -> dict[str, Any]:
+    """What a member that is not a recording says."""
+    try:
+        if ending == "json":
+            found = json.loads(content)
+            return found if isinstance(found, dict) else {"json": found}
+        text = content.decode()
+        return {"cls": int(text)} if ending == "cls" else {"txt": text}
+    except ValueError as error:
+        raise DataError(f"{where} cannot be read: {error}") from error
+
+
+def _size(path: str) -> tuple[int, int]:
+    if is_remote(path):
+        return 0, 0
+    status = Path(path).stat()
+    return status.st_size, status.st_mtime_ns

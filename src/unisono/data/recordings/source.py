@@ -1,0 +1,256 @@
+"""Recordings and what is known of them, numbered through: one `open_recordings` for every layout that they come in.
+
+A record is a dict: `audio` (bytes, a path, or a byte range), `name` (where it is, for people), `row` (its number in the
+source, before any row was left out), and the other columns. Nothing is decoded here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.recordings import archives, metadata
+from unisono.data.sources.column_schema import Type, is_bytes, is_text, plain
+from unisono.data.sources.files import Files, open_source
+from unisono.data.sources.storage import is_remote
+from unisono.runtime.errors import ConfigError, DataError, nearest
+
+
+class Table(Protocol):
+    """Rows with a column of recordings.
+
+    Attributes:
+        columns: their types as words (`int64`, `text`, …), without the recordings'.
+    """
+
+    columns: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files as JSON."""
+
+    def __len__(self) -> int: ...
+
+    def record(self, row: int) -> dict[str, Any]:
+        """Columns, `audio` and `name`."""
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Refuse other data than those of an earlier manifest."""
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since."""
+
+
+def open_recordings(
+    paths: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    audio: str | None = None,
+    label: str | None = None,
+    columns: Sequence[str] | None = None,
+    leave_out: str | PathLike[str] | Iterable[int] | None = None,
+    storage: Mapping[str, Any] | None = None,
+    key: str = "data.path",
+) -> Recordings:
+    """Open recordings.
+
+    Args:
+        paths: Arrow streams and files, Parquet (a struct of `bytes` and `path`, as `datasets` writes `Audio`, or a column
+            of bytes or paths); a CSV, TSV, JSON or JSON Lines file with paths, or the folder it is in; a folder of
+            recordings; WebDataset archives (`.tar`).
+        audio: the column of the recordings; None for one that is called `audio`, or, of metadata, `file` and the like.
+        label: a column that must hold integers or nulls.
+        columns: others that are wanted; None for all.
+        leave_out: rows that are not to be read: their numbers, or a file that `unisono data scan` wrote.
+        storage: options of the file system of URLs.
+        key: the setting that holds the paths, for errors.
+
+    Raises:
+        DataError: for what cannot be found or used, with file, column and row.
+    """
+    given = [fspath(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
+    if not given:
+        raise ConfigError(f"{key} names no recordings")
+    table: Table
+    if all(path.endswith(".tar") for path in archives.expanded(given)):
+        table = archives.Archives(archives.expanded(given), storage, key)
+    elif len(given) == 1 and (found := metadata.find(given[0])) is not None:
+        table = metadata.Listed(found, audio, key)
+    else:
+        table = _Columns(given, audio, label, columns, storage, key)
+    _check_label(table, label, key)
+    return Recordings(table, label, columns, _left_out(leave_out, len(table)))
+
+
+class Recordings:
+    """Rows of recordings; see `open_recordings`.
+
+    Attributes:
+        table: where they come from.
+        rows: (n,) int64, the numbers of the rows that are read.
+    """
+
+    def __init__(
+        self, table: Table, label: str | None, columns: Sequence[str] | None, left_out: NDArray[np.int64]
+    ) -> None:
+        self.table, self._label = table, label
+        self._columns = None if columns is None else {*columns, *([label] if label else [])}
+        if unknown := sorted((self._columns or set()) - set(table.columns)):
+            raise DataError(f"there is no column '{unknown[0]}', {nearest(unknown[0], table.columns)}")
+        self.rows: NDArray[np.int64] = np.setdiff1d(np.arange(len(table), dtype=np.int64), left_out)
+        if not len(self.rows):
+            raise DataError("no row is left: leave_out names all of them")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The record of a row that is read."""
+        if not 0 <= row < len(self.rows):
+            raise IndexError(f"row {row} of {len(self.rows)}")
+        number = int(self.rows[row])
+        record = self.table.record(number)
+        if self._label is not None and record[self._label] is not None:
+            record[self._label] = int(record[self._label])
+        kept = (
+            record
+            if self._columns is None
+            else {n: v for n, v in record.items() if n in self._columns | {"audio", "name"}}
+        )
+        return {**kept, "row": number}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data, and of which rows are left out."""
+        if len(self.rows) == len(self.table):
+            return self.table.fingerprint
+        return f"{self.table.fingerprint}-{hash_of(self.rows)}"
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files as JSON, for `check_same` when they are opened again."""
+        return {**self.table.manifest, "read": self.fingerprint}
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Refuse other data, or other rows, than those of an earlier `manifest`."""
+        self.table.check_same(before)
+        if before.get("read") != self.fingerprint:
+            raise DataError(
+                "not the rows of before: leave_out names others. Name those of before, or begin another run"
+            )
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since they were opened."""
+        self.table.check_files(share, shares)
+
+
+class _Columns:
+    """Arrow and Parquet: a column of structs, of bytes or of paths."""
+
+    def __init__(
+        self,
+        paths: list[str],
+        audio: str | None,
+        label: str | None,
+        columns: Sequence[str] | None,
+        storage: Mapping[str, Any] | None,
+        key: str,
+    ) -> None:
+        schema = open_source(paths, storage=storage, key=key).schema
+        kinds = {field.name: plain(field.type) for field in schema}
+        self._audio = audio or "audio"
+        if self._audio not in kinds:
+            raise DataError(
+                f"{key}: there is no column '{self._audio}' of recordings, {nearest(self._audio, kinds)}; name it by audio="
+            )
+        kind = kinds[self._audio]
+        parts = {kind.field(i).name: plain(kind.field(i).type) for i in range(kind.num_fields)}
+        if not (is_bytes(kind) or is_text(kind) or {"bytes", "path"}.intersection(parts)):
+            raise DataError(
+                f"{key}: column '{self._audio}' is {kind}, not recordings: a struct of bytes and path, bytes, or paths"
+            )
+        wanted = None if columns is None else [self._audio, *dict.fromkeys([*columns, *([label] if label else [])])]
+        expect = {label: "int?"} if label else None  # refuses a column of text, naming it
+        self._files: Files = open_source(paths, wanted, expect=expect, storage=storage, key=key)
+        self.columns: dict[str, str] = {name: str(kind) for name, kind in kinds.items() if name != self._audio}
+        self._ends = np.cumsum([int(shard.rows.sum()) for shard in self._files.shards])
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def record(self, row: int) -> dict[str, Any]:
+        """Columns, `audio` and `name`."""
+        record = dict(self._files[row])
+        shard = int(self._ends.searchsorted(row, side="right"))
+        path = self._files.shards[shard].file.path
+        local = row - (int(self._ends[shard - 1]) if shard else 0)
+        given = record.pop(self._audio)
+        inner = given.get("path") if isinstance(given, dict) else None
+        held = given.get("bytes") if isinstance(given, dict) else given
+        if held is None and inner:
+            held = inner if is_remote(inner) or Path(inner).is_absolute() else str(Path(path).parent / inner)
+        elif isinstance(held, str) and not is_remote(held) and not Path(held).is_absolute():
+            held = str(Path(path).parent / held)
+        where = f"{path}, row {local} (from 0)" + (f", {inner}" if inner else "")
+        return {**record, "audio": b"" if held is None else held, "name": where}
+
+    @property
+    def fingerprint(self) -> str:
+        return self._files.fingerprint
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self._files.manifest
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        self._files.check_same(before)
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        self._files.check_files(share, shares)
+
+
+def hash_of(rows: NDArray[np.int64]) -> str:
+    """A short digest of row numbers."""
+    import hashlib
+
+    return hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
+
+
+def _check_label(table: Table, label: str | None, key: str) -> None:
+    if label is None:
+        return
+    if label not in table.columns:
+        raise DataError(f"{key}: there is no column '{label}' of labels, {nearest(label, table.columns)}")
+    kind = table.columns[label]
+    if not kind.startswith(("int", "uint", "null")):
+        raise DataError(
+            f"{key}: column '{label}' is {kind}, not {Type.of('int64?')}; labels are integers (a ClassLabel) or null. Map "
+            "its values to numbers where the data is written, or choose another column"
+        )
+
+
+def _left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: int) -> NDArray[np.int64]:
+    if leave_out is None:
+        return np.zeros(0, dtype=np.int64)
+    if isinstance(leave_out, str | PathLike):
+        try:
+            with Path(leave_out).open(encoding="utf-8") as file:
+                numbers = [json.loads(line).get("row") for line in file if line.strip()]
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"leave_out: {fspath(leave_out)} cannot be read: {error}") from error
+        leave_out = [number for number in numbers if number is not None]
+    found = np.unique(np.fromiter(leave_out, dtype=np.int64))
+    if len(found) and not 0 <= found[0] <= found[-1] < rows:
+        raise DataError(
+            f"leave_out names row {int(found[-1] if found[-1] >= rows else found[0])}, and there are {rows}"
+        )
+    return found

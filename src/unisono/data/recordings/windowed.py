@@ -1,0 +1,82 @@
+"""Long recordings as rows of windows, by their headers: what lies before a window is never decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from unisono import audio
+from unisono.data.recordings.source import Recordings
+from unisono.runtime.errors import DataError
+
+
+def cut_windows(source: Recordings, duration: float, hop: float | None = None, threads: int = 8) -> Windowed:
+    """Every window of every recording, a row each.
+
+    Args:
+        source: the recordings.
+        duration: of a window in seconds.
+        hop: from window to window; None for `duration`.
+        threads: that read headers.
+
+    Raises:
+        DataError: naming a recording whose header cannot be read; `unisono data scan` finds them all.
+    """
+
+    def count(row: int) -> list[float]:
+        record = source[row]
+        try:
+            header = audio.probe(record["audio"])
+        except DataError as error:
+            raise DataError(f"row {record['row']} of the source, {record['name']}: {error}") from error
+        if header.frames is None:
+            raise DataError(f"row {record['row']} of the source, {record['name']}: it does not say how long it is")
+        return [window.start or 0.0 for window in audio.windows(header.frames, header.rate, duration, hop)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        starts = list(pool.map(count, range(len(source))))
+    rows = np.repeat(np.arange(len(source), dtype=np.int64), [len(each) for each in starts])
+    return Windowed(source, rows, np.concatenate([np.array(each) for each in starts]))
+
+
+class Windowed:
+    """A row for each window: the recording's record, and `window`.
+
+    Args:
+        source: the recordings.
+        rows: (windows,) int64, of the source.
+        starts: (windows,) seconds.
+    """
+
+    def __init__(self, source: Recordings, rows: Any, starts: Any) -> None:
+        self.source, self.rows, self.starts = source, rows, starts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The record of a window."""
+        return {**self.source[int(self.rows[row])], "window": audio.Window(float(self.starts[row]))}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the recordings and the windows."""
+        from unisono.data.recordings.source import hash_of
+
+        return f"{self.source.fingerprint}-{hash_of(self.rows)}-{hash_of(self.starts.view(np.int64))}"
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files as JSON."""
+        return self.source.manifest
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Refuse other data than those of an earlier manifest."""
+        self.source.check_same(before)
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Refuse files that have changed since."""
+        self.source.check_files(share, shares)

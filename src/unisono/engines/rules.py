@@ -1,0 +1,222 @@
+"""The rules of a step, without a framework: counts, scales, sums, clipping, results, and what ranks must agree on.
+
+Every engine computes by these rules. What they are given and return is plain numbers, or scalars of whatever framework
+the engine has: nothing here does more with them than multiply and add.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unisono.config.batch_split import Split, divisors
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.protocol import StepResult
+from unisono.runtime.communicator import Group
+from unisono.runtime.errors import ConfigError, KernelError, MemoryExhaustedError
+from unisono.task import Batch, Context, Loss, Task
+
+Names = list[list[str]]  # of terms, metrics and work
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+# before the first pass ------------------------------------------------------------------------------------------------
+
+
+def sum_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """What each term counts in this process's micro-batches, sorted by name; the rest of it is a sum over ranks.
+
+    Raises:
+        ConfigError: for terms that only some micro-batches have, and for negative or infinite counts.
+    """
+    names = sorted(batches[0].counts)
+    for micro in batches:
+        if sorted(micro.counts) != names or not all(0 <= n < math.inf for n in micro.counts.values()):
+            raise ConfigError(
+                f"counts() returned {micro.counts} for rows {micro.rows.tolist()[:8]}; every batch must count the "
+                f"terms {names}, none below zero"
+            )
+    return {name: sum(micro.counts[name] for micro in batches) for name in names}
+
+
+def scales(counts: Mapping[str, Any], factor: float, where: Callable[..., Any]) -> dict[str, Any]:
+    """What each term's sum is multiplied by: factor / count, and zero where nothing counts.
+
+    Args:
+        counts: of the terms, over the whole global batch.
+        factor: undoes the division of gradients by whatever wraps the model.
+        where: the framework's `where(condition, then, otherwise)`.
+    """
+    return {name: where(count > 0, factor / count, 0.0) for name, count in counts.items()}
+
+
+# the loss of a micro-batch --------------------------------------------------------------------------------------------
+
+
+def scaled_loss(
+    task: Task, outputs: Any, batch: Batch, context: Context, scales: Mapping[str, Any]
+) -> tuple[Any, Loss]:
+    """A task's loss as one scaled scalar, whose gradients add up to the step's, and as the unscaled sums to report.
+
+    Raises:
+        ConfigError: for terms that are not those that were counted, and for sums that are not scalars.
+    """
+    name = type(task).__name__
+    loss = task.loss(outputs, batch, context)
+    if not loss.sums:
+        raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
+    if not (set(loss.sums) == set(scales) if context.training else set(loss.sums) <= set(scales)):
+        raise ConfigError(
+            f"{name}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(scales)}; every term "
+            "needs its count"
+        )
+    total: Any = sum(loss.weights.get(term, 1.0) * (value * scales[term]) for term, value in loss.sums.items())
+    if total.ndim:
+        shapes = {term: tuple(value.shape) for term, value in loss.sums.items() if value.ndim}
+        raise ConfigError(f"{name}: loss() must return sums over the rows, scalars; got shapes {shapes}")
+    return total, loss
+
+
+class MetricSums:
+    """What a step or an evaluation reports, summed over this process's micro-batches; idle ones add only their names.
+
+    Args:
+        vector: makes scalars one vector of the framework, wide enough to add millions of them.
+
+    Attributes:
+        names: of terms, metrics and work; None before the first micro-batch.
+    """
+
+    def __init__(self, vector: Callable[..., Any]) -> None:
+        self._vector = vector
+        self._terms: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}  # (sum, count)
+        self._work: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self.names: Names | None = None
+
+    def add(self, micro: MicroBatch, loss: Loss) -> None:
+        """Add the sums of one micro-batch.
+
+        Raises:
+            ConfigError: if its names or weights are not those of the others.
+        """
+        names = [sorted(loss.sums), sorted(loss.metrics), list(micro.work)]
+        weights = {name: float(loss.weights.get(name, 1.0)) for name in names[0]}
+        if self.names not in (None, names) or self._weights not in ({}, weights):
+            raise ConfigError(
+                f"micro-batch {micro.number}: terms, metrics, work or weights differ from the micro-batches before "
+                f"({self.names}, {self._weights} before; {names}, {weights} now). They may not depend on the rows; a "
+                "term that counts nothing has sum and count zero."
+            )
+        self.names, self._weights = names, weights
+        for name, term in loss.sums.items():
+            self._terms[name] = self._terms.get(name, 0.0) + self._vector(0.0 if micro.idle else term)
+        for name, pair in loss.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + self._vector(*((0.0, 0.0) if micro.idle else pair))
+        for name, amount in micro.work.items():
+            self._work[name] = self._work.get(name, 0.0) + amount
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the loss's terms, in the order of `vectors`."""
+        return sorted(self._terms)
+
+    def vectors(self) -> list[Any]:
+        """All sums, to be added up over ranks: of the terms, the metrics, the work."""
+        sums = [self._terms[name] for name in self.terms] + [self._metrics[name] for name in sorted(self._metrics)]
+        return [*sums, *(self._vector(amount) for amount in self._work.values())]
+
+    def result(self, sums: Sequence[float], counts: Sequence[float], squared_norm: float = 0.0) -> StepResult:
+        """What the step came to.
+
+        Args:
+            sums: the elements of `vectors`, one after the other, over all ranks.
+            counts: of the terms, in their order.
+            squared_norm: of the gradient.
+        """
+        values = iter(sums)
+        means = {name: ratio(next(values), count) for name, count in zip(self.terms, counts, strict=True)}
+        return StepResult(
+            loss=sum(self._weights.get(name, 1.0) * mean for name, mean in means.items()),
+            terms=means,
+            metrics={name: ratio(next(values), next(values)) for name in sorted(self._metrics)},
+            work={name: next(values) for name in self._work},
+            grad_norm=math.sqrt(squared_norm),
+        )
+
+
+def ratio(total: float, count: float) -> float:
+    """A mean; of nothing it is zero, not NaN."""
+    return total / count if count else 0.0
+
+
+# the update -----------------------------------------------------------------------------------------------------------
+
+
+def clip_factor(norm: float, largest: float | None) -> float | None:
+    """What to multiply gradients by so that their norm is at most `largest`; None where it is already."""
+    return None if largest is None or norm <= largest else largest / (norm + _CLIP_EPSILON)
+
+
+# what ranks must agree on ---------------------------------------------------------------------------------------------
+
+
+def choose_kernels(task: Task, communicator: Group, device: str, precision: str) -> dict[str, str]:
+    """The kernels that the task chooses, the same on every rank; collective.
+
+    Raises:
+        KernelError: on every rank, if one cannot have what was asked for, or chooses another.
+    """
+    mine, refusal = {}, ""
+    try:
+        mine = task.kernels(device, precision)
+    except KernelError as error:
+        refusal = str(error)
+    everyone = communicator.gather([mine, refusal], "the kernels of all ranks")
+    for rank, (chosen, refused) in enumerate(everyone):
+        if refused:
+            raise KernelError(refused if all(why for _, why in everyone) else f"rank {rank}: {refused}")
+        if chosen != everyone[0][0]:
+            raise KernelError(
+                f"rank 0 would compute with {everyone[0][0]} and rank {rank} with {chosen}; install the same packages "
+                "on all hosts, or name the kernels"
+            )
+    return mine
+
+
+def check_names(communicator: Group, names: Names | None, where: str) -> None:
+    """Check that all ranks report the same terms, metrics and work; collective.
+
+    Raises:
+        ConfigError: on every rank, with the names of two that differ.
+    """
+    everyone = communicator.gather(names, f"the names of terms, metrics and work in {where}")
+    for rank, others in enumerate(everyone):
+        if others != everyone[0]:
+            raise ConfigError(
+                f"in {where}, terms, metrics and work have other names on rank 0 and rank {rank}: {everyone[0]} and "
+                f"{others}. They may not depend on the rows."
+            )
+
+
+def agree_on_first_pass(communicator: Group, left_out: Sequence[str], random: bool) -> tuple[bool, list[str]]:
+    """Whether the first pass of any rank drew random numbers, and the parameters that any of them left out; collective."""
+    everyone = communicator.gather([list(left_out), random], "the others to warm up")
+    return any(drew for _, drew in everyone), sorted({name for names, _ in everyone for name in names})
+
+
+# out of memory --------------------------------------------------------------------------------------------------------
+
+
+def memory_error(where: str, split: Split, reason: str) -> MemoryExhaustedError:
+    """What to say of a process that ran out of memory, e.g. in `rank 1, step 3`, in the allocator's own words."""
+    smaller = [size for size in divisors(split.passes * split.micro_batch) if size < split.micro_batch]
+    sizes = f"a smaller layout.micro_batch ({', '.join(map(str, smaller[-4:]))})"
+    advice = f"Use {sizes}, or let `unisono autobatch` find the largest that fits" if smaller else (
+        "There is no smaller layout.micro_batch: use more processes with layout.strategy=fsdp, "
+        "layout.activation_checkpointing=1, or a smaller model"
+    )  # fmt: skip
+    rows = "1 row" if split.micro_batch == 1 else f"{split.micro_batch} rows"
+    return MemoryExhaustedError(f"{where}: out of memory with {rows} in a micro-batch ({reason}). {advice}.")

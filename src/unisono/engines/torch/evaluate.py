@@ -1,0 +1,65 @@
+"""Loss and metrics over all rows together, without a trace in what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines import rules
+from unisono.engines.protocol import StepResult
+from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.train_state import TrainState
+from unisono.runtime import heartbeat
+from unisono.task import Context
+
+
+def evaluate(
+    parts: Parts,
+    state: TrainState,
+    passes: Passes,
+    steps: Iterable[list[MicroBatch]],
+    step: int,
+    scalars: Mapping[str, float],
+    average: bool,
+) -> StepResult:
+    """See `Engine.evaluate`; `steps` are global batches, which only a loss across samples tells apart."""
+    parallel, cross_sample = state.parallel, passes.cross_sample
+    # DDP's wrapper does nothing for a pass without a backward pass; FSDP's gathers the parameters.
+    module = parallel.module if parts.job.config.layout.strategy == "ddp" else parallel.wrapped
+    training = {part: part.training for part in module.modules()}
+    context = Context(step, training=False, scalars=scalars)
+    sums, seen = parts.reduction.sums(), list[MicroBatch]()
+    with (
+        state.average.swapped_in() if average else nullcontext(),
+        state.buffers.restored(),
+        parts.random_state.restored(),
+        torch.no_grad(),
+    ):
+        module.eval()
+        state.buffers.copy_from_first()
+        try:
+            for batches in steps if cross_sample else [chain.from_iterable(steps)]:
+                for micro, batch in parts.transfer.prefetch(batches):
+                    ones = dict.fromkeys(micro.counts, torch.ones((), device=parts.device))
+                    result = passes.evaluate(module, micro, batch, context, ones)
+                    if cross_sample is None:
+                        sums.add(micro, result[1])
+                    else:
+                        cross_sample.add_outputs(micro, result, batch)
+                    seen.append(replace(micro, arrays={}))
+                for micro, loss in cross_sample.compute_loss(context, ones) if cross_sample else ():
+                    sums.add(micro, loss)
+        finally:
+            parallel.reshard()
+            for part, mode in training.items():
+                part.training = mode
+    parts.comparison.check(f"the evaluation after step {step}")
+    rules.check_names(parts.job.communicator, sums.names, "the evaluation")
+    with heartbeat.phase("wait", "the sums of the evaluation"):
+        return parts.reduction.reduce(sums, parts.reduction.counts(seen))[0]

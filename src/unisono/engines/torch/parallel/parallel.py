@@ -1,0 +1,156 @@
+"""The step module in the wrapper of its strategy, and everything in which strategies differ within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.engines.torch.numerics import gradients
+from unisono.engines.torch.numerics.gradients import OrderedSum
+from unisono.engines.torch.parallel import wrap
+from unisono.engines.torch.parallel.wrap import StepModule
+from unisono.engines.torch.parts import Parts
+from unisono.runtime.errors import ConfigError
+
+
+class Parallel:
+    """One process's part of a wrapped step module.
+
+    Attributes:
+        module: the step module itself.
+        wrapped: the module in its wrapper; every pass goes through it.
+        trainable: the parameters that are trained.
+        finds_unused: whether passes may leave parameters out.
+        is_sharded: whether a process has shards of parameters and gradients.
+        gradient_factor: what losses are multiplied by; see `wrap.gradient_factor`.
+        replicas: groups of ranks that hold copies of the same parameters.
+    """
+
+    def __init__(self, module: StepModule, parts: Parts) -> None:
+        job, layout = parts.job, parts.job.config.layout
+        self.module, self.finds_unused = module, layout.find_unused_parameters
+        self.is_sharded = layout.strategy in ("fsdp", "hsdp")
+        self.gradient_factor = wrap.gradient_factor(layout, job.process.world_size)
+        self.replicas = wrap.replicas(layout, job.process.world_size)
+        self._config, self._layout, self._process, self._passes = job.config, layout, job.process, job.split.passes
+        self._device, self._comparison = parts.device, parts.comparison
+        self.wrap()
+
+    def wrap(self) -> None:
+        """Wrap the module, and prepare what adds up its gradients."""
+        world_size = self._process.world_size
+        precision, timeout = self._config.train.precision, self._config.launch.timeout
+        self.wrapped = wrap.wrap(
+            self.module, self._layout, precision, self._device, world_size, timeout, self.finds_unused
+        )
+        self._comparison.watch(self.wrapped)
+        self.trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._ordered = None
+        if self._layout.reduction == "ordered":
+            self._ordered = OrderedSum(self.trainable, self._passes, world_size)
+            if isinstance(self.wrapped, DistributedDataParallel):
+                named = self._comparison.of_bucket  # not through this object, which holds the wrapper
+                self.wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: named(ordered.hook, bucket))
+
+    def find_unused(self) -> bool:
+        """Let passes leave parameters out from now on; returns whether the wrapper was made anew for it.
+
+        Raises:
+            ConfigError: where FSDP cannot.
+        """
+        if self.finds_unused:
+            return False
+        if self.is_sharded and not wrap.KNOWS_UNUSED:
+            raise ConfigError(
+                "some parameters get no gradient, which FSDP can only do with torch 2.13 or newer; use layout.strategy="
+                "ddp, or freeze them"
+            )
+        self.finds_unused = True
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self.wrap()
+            return True
+        return False
+
+    # within a step ------------------------------------------------------------------------------------------------
+
+    def begin(self, passes: int) -> None:
+        """Begin to add up the gradients of so many passes."""
+        if self._ordered is not None:
+            self._ordered.begin(passes)
+
+    @contextmanager
+    def synchronise(self, last: bool) -> Iterator[None]:
+        """The context of one pass, forward and backward: whether its gradients are reduced over processes now."""
+        wrapped = self.wrapped
+        if isinstance(wrapped, DistributedDataParallel) and not last:
+            with wrapped.no_sync():
+                yield
+            return
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_is_last_backward(last)
+            wrapped.set_requires_gradient_sync(last or not self._layout.defer_reduction)
+            if self._layout.strategy == "hsdp":
+                wrapped.set_requires_all_reduce(last)
+        yield
+
+    def end_pass(self) -> None:
+        """The gradients of a pass are there."""
+        if self._ordered is not None:
+            self._ordered.end_pass()
+
+    def gradients(self) -> list[Tensor]:
+        """This process's part of every gradient that there is."""
+        return gradients.gradients(self.trainable)
+
+    def squared_norm(self, dtype: torch.dtype) -> Tensor:
+        """This process's part of the squared norm of the step's gradient; not finite if any of its elements is not."""
+        squares = gradients.squared_norm(self.gradients(), dtype).to(self._device)
+        if self.is_sharded:
+            copies = self._process.world_size // (self._layout.shards or self._process.world_size)
+            return squares / copies
+        # Every rank has the whole gradient, and the first one's counts. Zero times NaN is NaN: that of any rank counts.
+        return squares if self._process.is_first else squares * 0
+
+    # around steps -------------------------------------------------------------------------------------------------
+
+    def check_reduced(self, where: str) -> None:
+        """Refuse passes that left out a parameter which DDP counts on: what it leaves in `.grad` is not reduced.
+
+        Args:
+            where: rank and step.
+
+        Raises:
+            ConfigError: naming parameters without a gradient.
+        """
+        if not isinstance(self.wrapped, DistributedDataParallel):
+            return
+        try:
+            self.wrapped._check_reducer_finalized()
+        except RuntimeError as error:
+            named = self.module.model.named_parameters()
+            left_out = [name for name, p in named if p.requires_grad and p.grad is None] or ["torch does not say which"]
+            raise ConfigError(
+                f"{where}: a pass left out parameters that the first pass used ({', '.join(left_out[:4])}), so DDP did not "
+                "reduce all gradients. Set layout.find_unused_parameters=true.",
+                fault="Parameters are left out",
+            ) from error
+
+    def reshard(self) -> None:
+        """Put FSDP's parameters back into shards after a forward pass that no backward pass follows.
+
+        The backward pass does it otherwise; without it the root's parameters would stay gathered, and what a checkpoint
+        or a guard then finds under their names is not what is trained.
+        """
+        for module in self.wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def devices(self) -> int:
+        """How many this process computes on."""
+        return len(self.wrapped.device_ids) if isinstance(self.wrapped, nn.DataParallel) else 1

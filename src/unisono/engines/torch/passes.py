@@ -1,0 +1,164 @@
+"""The passes of a step: each micro-batch on the device, under its own random address, with the state of its rows.
+
+A loss that needs to know the whole global batch (`Totals.totals`, losses across samples) gets it from a first pass
+without gradients over all micro-batches, with the same random draws as the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono import protocols
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.numerics.cross_sample import CrossSample
+from unisono.engines.torch.numerics.gradients import local_gradients
+from unisono.engines.torch.numerics.metric_reduction import sum_over_ranks
+from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.train_state import TrainState
+from unisono.task import Batch, Context, Loss
+
+
+class Passes:
+    """Makes passes; it knows the context and the scales of the step that was begun last.
+
+    Attributes:
+        cross_sample: the outputs of all processes, where the loss crosses samples.
+        random: whether a pass drew random numbers so far, or mixed rows.
+    """
+
+    def __init__(self, parts: Parts, state: TrainState) -> None:
+        task, self.random = parts.job.task, state.mixes_rows
+        self._parts, self._state, self._parallel, self._task = parts, state, state.parallel, task
+        self._seed, self._precision = parts.random_state.seed, parts.job.config.train.precision
+        self.cross_sample: CrossSample | None = None
+        if protocols.cross_sample(task) is not None:
+            self.cross_sample = CrossSample(parts.job, parts.random_state, self._local)
+        # The only micro-batch of a process still has its graph when the loss across samples is computed.
+        self._has_first_pass = protocols.needs_totals(task) or (
+            self.cross_sample is not None and parts.job.split.passes > 1
+        )
+
+    # a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, batches: Sequence[MicroBatch], context: Context, scales: Mapping[str, Tensor]) -> None:
+        """Begin a step, with its first pass if the task needs one; collective."""
+        self._context, self._scales = context, scales
+        self._parts.recurrent.begin()
+        if self._has_first_pass:
+            with self._state.buffers.restored(), torch.no_grad():
+                totals = self._totals(batches)
+            self._context = replace(context, totals=totals)
+            self._parallel.reshard()
+            if self.cross_sample is not None:
+                self._compute_cross_sample_loss()
+        self._parallel.begin(len(batches))
+
+    def forward(self, micro: MicroBatch, batch: Batch | None = None) -> tuple[Tensor, Loss]:
+        """The forward pass of a micro-batch: its part of the step's loss, scaled, and the unscaled sums to report."""
+        seed = self._seed("dropout", self._context.step, micro.number)
+        total, loss = self._scaled_loss(micro, batch)
+        self.random = self.random or self._parts.random_state.was_used(seed)
+        return total, loss
+
+    def _scaled_loss(self, micro: MicroBatch, batch: Batch | None = None) -> tuple[Tensor, Loss]:
+        scales = self._scales
+        if micro.idle:
+            scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
+        batch, context = self._local(micro, self._context, batch)
+        result: Any = self._run(micro, batch, context, scales)
+        if self.cross_sample is None:
+            return result  # type: ignore[no-any-return]
+        if not self._has_first_pass:
+            self.cross_sample.add_outputs(micro, result, batch)
+            self._compute_cross_sample_loss()
+        return self.cross_sample.surrogate_loss(micro, result)
+
+    def _run(self, micro: MicroBatch, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
+        """What the wrapped module computes of a micro-batch; see `StepModule`."""
+        if self._state.statistics is not None:
+            self._state.statistics.idle = micro.idle
+        with self._parts.observers.part("forward"), precision.autocast(self._precision, self._parts.device):
+            return self._parallel.wrapped(batch, context, scales)
+
+    def _local(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
+        """A micro-batch on the device, and the context with the recurrent state of its rows."""
+        batch = self._parts.transfer.to_device(micro.arrays) if batch is None else batch
+        return batch, self._parts.recurrent.put_into(context, micro, batch)
+
+    def _totals(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """The task's totals over all micro-batches of all ranks, idle ones left out; collective.
+
+        Whole numbers are exact in the dtype of the sums, so no layout changes them. Where the loss crosses samples, the
+        outputs are kept for it.
+        """
+        totals: dict[str, Tensor] = {}
+        for micro in batches:
+            self._seed("dropout", self._context.step, micro.number)
+            batch, context = self._local(micro, self._context)
+            result = self._run(micro, batch, context, None)
+            if self.cross_sample is not None:
+                self.cross_sample.add_outputs(micro, result, batch)
+                result = protocols.totals(self._task, result, batch, context)
+            for name, value in sorted(result.items()):
+                value = value.detach().to(self._parts.device, self._parts.reduction.dtype)
+                value = torch.zeros_like(value) if micro.idle else value
+                totals[name] = totals[name] + value if name in totals else value
+        return sum_over_ranks(totals) if self._parts.job.process.world_size > 1 and totals else totals
+
+    def _compute_cross_sample_loss(self) -> None:
+        assert self.cross_sample is not None
+        self.cross_sample.compute_loss(self._context, self._scales)
+        self.random |= self.cross_sample.random
+
+    # the same passes again ----------------------------------------------------------------------------------------
+
+    def repeat(self, micro: MicroBatch, see: Callable[[str, Tensor], None]) -> Loss:
+        """Make a pass of the step again to see its gradients, see `local_gradients`; no buffer changes. Collective."""
+        module = self._parallel.module
+        with self._parallel.synchronise(last=True), self._state.buffers.restored(), local_gradients(module, see):
+            self._seed("dropout", self._context.step, micro.number)
+            total, loss = self._scaled_loss(micro)
+            self._parallel.begin(1)
+            total.backward()
+        return loss
+
+    def used_parameters(self, batches: Sequence[MicroBatch]) -> set[str]:
+        """The parameters that this rank's passes of the step use, found out by making them again; collective."""
+        gradients = [parameter.grad for parameter in self._parallel.trainable]
+        self._state.optimizer.zero_grad(set_to_none=True)
+        used: set[str] = set()
+        for micro in batches:
+            self.repeat(micro, lambda name, _: used.add(name))
+        for parameter, gradient in zip(self._parallel.trainable, gradients, strict=True):
+            parameter.grad = gradient
+        return used
+
+    @torch.no_grad()
+    def loss_alone(self, row: MicroBatch) -> Loss:
+        """The sums of one row of a micro-batch, computed alone; no buffer changes."""
+        with self._state.buffers.restored():
+            self._seed("dropout", self._context.step, row.number)
+            return self._scaled_loss(row)[1]
+
+    # passes of no step --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, module: nn.Module, micro: MicroBatch, batch: Batch, context: Context, scales: Mapping[str, Tensor]
+    ) -> Any:
+        """What a step module computes of a held-out micro-batch."""
+        self._seed("eval", micro.number)
+        with precision.autocast(self._precision, self._parts.device):
+            return module(batch, self._local(micro, context, batch)[1], scales)
+
+    def outputs(self, micro: MicroBatch, context: Context) -> Any:
+        """What the task itself returns for a micro-batch, whatever wraps the model."""
+        self._seed("look", micro.number)
+        batch, context = self._local(micro, context)
+        with precision.autocast(self._precision, self._parts.device):
+            return self._task.outputs(self._state.module, batch, context)

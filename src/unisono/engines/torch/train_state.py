@@ -1,0 +1,148 @@
+"""The model of a run, laid out on one process, and all that is trained, saved and loaded with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono.engines.state import Reader, Shard
+from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.guards import replicas
+from unisono.engines.torch.lora import Adapter
+from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.numerics.batch_norm import BatchStatistics
+from unisono.engines.torch.numerics.buffers import Buffers
+from unisono.engines.torch.numerics.ema import MovingAverage
+from unisono.engines.torch.parallel import wrap
+from unisono.engines.torch.parallel.parallel import Parallel
+from unisono.engines.torch.parts import Parts
+from unisono.optim import optimizers
+from unisono.runtime.errors import ConfigError
+from unisono.runtime.rng import key
+
+_SPIKES = "spikes/"  # what the names of their history in a checkpoint begin with
+
+
+class TrainState:
+    """Built, laid out and checked from the task's `build`; collective.
+
+    Attributes:
+        module: the model, with adapters where there are any.
+        parallel: its wrapper.
+        optimizer: of its trainable parameters.
+        average: the moving average of its weights.
+        buffers: its buffers.
+        statistics: those that processes share in batch normalisation; None where each has its own.
+        mixes_rows: whether the result for a row depends on the rows beside it, which the micro-batch chooses.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        job, config = parts.job, parts.job.config
+        self._job, self._recurrent, self._spikes = job, parts.recurrent, parts.spikes
+        self._compared: int | None = None  # updates made when replicas were compared last
+        self.module = module = build_model(job.task.build, config.run.seed)
+        self._adapter = Adapter(config.adapter, module, config.run.seed)
+        if config.train.precision == "fp64":  # after the build, so that the first weights are those of other precisions
+            torch.set_default_dtype(torch.float64)
+        precision.to_master(module, config.train.precision)
+        module.train()
+        replicas.check_initial_weights(job.communicator, module)
+        self.statistics = None
+        if config.layout.sync_batch_norm:
+            self.statistics = BatchStatistics(module, job.process.world_size)
+            self.statistics.warn_of_accumulation(job.split.passes)
+        synchronised = self.statistics.layers if self.statistics else frozenset[str]()
+        # Which rows synchronised layers normalise together, the configuration says.
+        self.mixes_rows = not synchronised and any(isinstance(part, _BatchNorm) for part in module.modules())
+        self.buffers = Buffers(module, job.process, synchronised)
+        wrap.prepare(module, config.layout, config.train.precision)
+        self.parallel = Parallel(wrap.StepModule(job.task, module), parts)
+        self.optimizer = optimizers.build(config.optim, module, wrap.blocks(module))
+        self.average = MovingAverage(config.ema, module)
+        replicas.check_optimizer(self.optimizer, module)
+        replicas.check_dtype(module, precision.MASTER[config.train.precision])
+
+    def update(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Make one update from the gradients that are there, and clear them; `step` updates were made before."""
+        optimizers.schedule(self.optimizer, scalars, self._job.config.optim)
+        self.optimizer.step()
+        self.average.update(step + 1)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def check_replicas(self, updates: int) -> None:
+        """Check that copies are copies; see `Engine.check_replicas`."""
+        if self._compared != updates:
+            copies = dict(self.module.named_parameters()) | self.average.named | self._of_optimizer()
+            replicas.check_copies(self._job.communicator, copies, self.parallel.replicas, updates)
+            replicas.check_buffers(self._job.communicator, self.buffers.shared, updates)
+            self._compared = updates
+
+    def shards(self) -> list[Shard]:
+        """The pieces this process has to save; see `Engine.state`."""
+        process, by_first = self._job.process, self.buffers.saved_by_first
+        named = self._named() | self.average.named
+        shards = sharded_tensors.shards({n: value for n, value in named.items() if n not in by_first}, process)
+        own = dict(self.buffers.own)
+        if process.is_first:
+            own |= {name: value for name, value in named.items() if name in by_first}
+            own |= {_SPIKES + n: torch.tensor(v, dtype=torch.float64) for n, v in self._spikes.state().items()}
+            shards += self._adapter.shards()
+        shards += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
+        return [*shards, *self._recurrent.shards()]
+
+    def load(self, reader: Reader, weights_only: bool = False) -> None:
+        """Load a saved state; see `Engine.load`."""
+        self._adapter.check_base(reader)
+        if weights_only:
+            weights = self._adapter.saved(sharded_tensors.model_tensors(self.module))
+            sharded_tensors.load(weights, reader, kinds=("model/",))
+            self.average.load(reader)
+            return
+        sharded_tensors.make_optimizer_state(self.optimizer, self.module, reader)
+        sharded_tensors.load(self._named(), reader)
+        self.average.load(reader)
+        own = self.buffers.own
+        if all(name in reader.shapes for name in own):  # of as many processes, or more
+            sharded_tensors.load(own, reader, kinds=(f"rank-{self._job.process.rank}/",))
+        self._recurrent.load(reader)
+        spikes = {name: name.removeprefix(_SPIKES) for name in reader.shapes if name.startswith(_SPIKES)}
+        self._spikes.load({kind: reader.read(n, (0,), reader.shapes[n]).tolist() for n, kind in spikes.items()})
+
+    def _named(self) -> dict[str, Tensor]:
+        return self._adapter.saved(sharded_tensors.model_tensors(self.module)) | self._of_optimizer()
+
+    def _of_optimizer(self) -> dict[str, Tensor]:
+        return sharded_tensors.optimizer_tensors(self.module, self.optimizer)
+
+
+def count_parameters(build: Callable[[], nn.Module]) -> int:
+    """How many parameters a model has, without giving it memory.
+
+    Args:
+        build: makes the model; every tensor that it creates is on the device `meta`.
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
+def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
+    """The model, on the CPU, in the dtype that its code gives it.
+
+    Args:
+        build: a task's method, or what makes the same model.
+        seed: of the run.
+
+    Raises:
+        ConfigError: if it is no torch module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(seed, "init"))
+        model = build()
+    if not isinstance(model, nn.Module):
+        owner = type(getattr(build, "__self__", build)).__name__
+        raise ConfigError(f"{owner}.build returned a {type(model).__name__}, not a torch module")
+    return model

@@ -1,0 +1,124 @@
+"""The model as an observer sees it: by name, and whole whatever the layout; see `unisono.engines.observers.ModelView`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.observers import Array, Kind
+from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.guards import replicas
+from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.train_state import TrainState
+from unisono.runtime import rng
+from unisono.task import Context
+
+
+class TorchModelView:
+    """The model of one process."""
+
+    def __init__(self, parts: Parts, state: TrainState, passes: Passes) -> None:
+        self._job, self._random_state, self._state, self._passes = parts.job, parts.random_state, state, passes
+        self.module = state.module
+        named = list(self.module.named_parameters())
+        self.trainable = [name for name, parameter in named if parameter.requires_grad]
+        self.frozen = [name for name, parameter in named if not parameter.requires_grad]
+        self.local_buffers = sorted(state.buffers.local)
+        self.size = sum(parameter.numel() for _, parameter in named)
+
+    def whole(self, kind: Kind) -> dict[str, Array]:
+        """Whole arrays by name, on rank 0; collective."""
+        keep = self._job.process.is_first
+        found = {name: sharded_tensors.whole(value, keep) for name, value in self._tensors(kind).items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _tensors(self, kind: Kind) -> dict[str, Tensor]:
+        match kind:
+            case "parameters":
+                return dict(self.module.named_parameters())
+            case "gradients":
+                return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+            case "optimizer state":
+                return sharded_tensors.optimizer_tensors(self.module, self._state.optimizer)
+            case "buffers":
+                return dict(self.module.named_buffers())
+            case "EMA":
+                return self._state.average.tensors
+
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient now."""
+        return any(parameter.grad is not None for parameter in self.module.parameters())
+
+    def learning_rates(self) -> list[float]:
+        """Of every parameter group, as the optimizer has them."""
+        return [float(group["lr"]) for group in self._state.optimizer.param_groups]
+
+    def differing_replicas(self) -> list[str]:
+        """Parameters and averages of which ranks hold copies with other bits; collective."""
+        copies = dict(self.module.named_parameters()) | self._state.average.named
+        ranks = self._state.parallel.replicas
+        return replicas.find_differing(self._job.communicator, copies, ranks, "the digests of parameters")
+
+    def digests(self) -> dict[str, Any]:
+        """Mode of every module, and digests of tensors and of the random state."""
+        module = self.module
+        tensors = [*module.parameters(), *module.buffers(), *self._state.average.tensors.values()]
+        return {
+            "training mode": [part.training for part in module.modules()],
+            "parameters and buffers": [replicas.digest(tensor) for tensor in tensors],
+            "random state": [replicas.digest(state) for state in self._random_state.current()],
+        }
+
+    def flatten(self, outputs: Any) -> dict[str, Array]:
+        """The computed tensors of a nested structure by name, in double precision; parameters are left out."""
+        found = {}
+        for path, leaf in tree_flatten_with_path(outputs)[0]:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor):
+                leaf = leaf.detach()
+                if leaf.is_floating_point() or leaf.is_complex():
+                    leaf = leaf.to(torch.complex128 if leaf.is_complex() else torch.float64)
+                found[keystr(path) or "output"] = leaf.cpu().resolve_conj().resolve_neg().numpy()
+        return found
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """The context of passes that do not count; see `ModelView`."""
+        mode = precision.promotion(self._job.config.train.precision)
+        with self._state.buffers.restored(), self._random_state.restored(), mode, torch.no_grad():
+            yield
+
+    def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+        """What the task returns for a micro-batch in training; see `ModelView`."""
+        return self._passes.outputs(micro, Context(0, training=True, scalars=scalars))
+
+    @torch.no_grad()
+    def perturb(self, size: float) -> None:
+        """Change every parameter by a random relative change of at most this size."""
+        for name, parameter in self.module.named_parameters():
+            generator = rng.generator(self._job.config.run.seed, "perturb", name)
+            change = torch.from_numpy(generator.uniform(-size, size, parameter.shape)).to(parameter)
+            parameter.mul_(1 + change)
+
+    def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
+        """Make one update from whole gradients; complex ones are pairs of real numbers, as traces have them."""
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = None
+            if name in gradients:
+                whole = torch.from_numpy(gradients[name])
+                whole = torch.view_as_complex(whole) if parameter.is_complex() else whole
+                whole = whole.to(parameter.dtype).reshape(parameter.shape)
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                else:
+                    parameter.grad = whole.to(parameter.device)
+        self._state.update(step, scalars)

@@ -1,0 +1,226 @@
+"""JSON messages over one TCP connection between two nodes that prove to each other that they know the same token.
+
+Anybody can connect to the port where nodes meet, and anybody can listen there before node 0 does. Until both sides have
+proved themselves a message is at most 4 KB, has one deadline for all of it, and whatever is wrong with it is one error.
+Afterwards every message carries an HMAC with a key of this connection, a direction and a number, so nobody on the way
+can change, repeat or invent one. Nothing is encrypted: configurations and paths can be read on the way.
+
+    node 0 -> node   {"unisono": 2, "token": which, "nonce": a}
+    node -> node 0   {"nonce": b, "proof": HMAC(token, "node", a, b, who), "who": {...}}
+    node 0 -> node   {"proof": HMAC(token, "node 0", b, a)}
+    both             HMAC(HMAC(token, "key", a, b), direction, number, message) message
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from unisono.runtime.communicator import Json
+from unisono.runtime.errors import DeadlineError
+from unisono.runtime.safe_paths import parse_json
+from unisono.runtime.text import one_line
+
+VERSION = 2
+BEFORE, AFTER = 4096, 64 << 20  # bytes of a message before and after both sides have proved themselves
+_MAC = 64  # characters of an HMAC-SHA256 in hex
+_NONCE = 32  # characters
+
+
+class GreetingError(Exception):
+    """Whoever is at the other end is no node of this job, or does not show it."""
+
+
+class TokenError(GreetingError):
+    """The other end speaks as a node does, and does not know the token."""
+
+
+class AuthenticatedLine:
+    """A connected socket; `name` is whoever is at its other end.
+
+    Args:
+        link: connected.
+        name: of the other end, as far as it is known.
+    """
+
+    def __init__(self, link: socket.socket, name: str) -> None:
+        self.name = name
+        self._link = link
+        self._writes = link.dup()  # a timeout belongs to a socket object, and one thread writes while another reads
+        self._read = bytearray()
+        self._key: bytes | None = None
+        self._directions = (b"", b"")  # of what is sent, of what is received
+        self._sent = self._received = 0
+
+    # greetings ------------------------------------------------------------------------------------------------------
+
+    def admit(self, token: bytes, which: str, deadline: float) -> dict[str, Any]:
+        """Node 0: let the other end prove itself, prove this one, and return what the other says of itself.
+
+        Args:
+            token: that all nodes know.
+            which: how they know it, a public name.
+            deadline: of the whole greeting.
+
+        Raises:
+            TokenError: if it does not know the token; it has been told so.
+            GreetingError: for anything else than a greeting.
+        """
+        mine = secrets.token_hex(_NONCE // 2)
+        self._say({"unisono": VERSION, "token": which, "nonce": mine}, deadline)
+        told = self._hear(deadline)
+        who, theirs = told.get("who"), _text(told, "nonce", _NONCE)
+        if not isinstance(who, dict):
+            raise GreetingError("it does not say who it is")
+        if not _same(_text(told, "proof", _MAC), _mac(token, b"node", mine, theirs, _canonical(who))):
+            self._say({"refused": "token"}, deadline)
+            raise TokenError(one_line(who.get("host"), 100))
+        self._say({"proof": _mac(token, b"node 0", theirs, mine)}, deadline)
+        self._begin(token, mine, theirs, (b"0>", b">0"))
+        return who
+
+    def offer(self, deadline: float) -> tuple[str, str]:
+        """Another node: what node 0 says first, which token it asks for and its nonce.
+
+        Raises:
+            GreetingError: if nobody answers as node 0 does.
+        """
+        told = self._hear(deadline)
+        if told.get("unisono") != VERSION:
+            raise GreetingError("whoever answers there is not node 0 of this version of Unisono")
+        which = told.get("token")
+        if not isinstance(which, str) or len(which) > 100:
+            raise GreetingError("whoever answers there does not say which token it asks for")
+        return which, _text(told, "nonce", _NONCE)
+
+    def introduce(self, who: dict[str, Any], token: bytes, theirs: str, deadline: float) -> None:
+        """Another node: prove this one to node 0, and let node 0 prove itself.
+
+        Raises:
+            TokenError: if node 0 says that the token is another, or cannot show that it knows it.
+            GreetingError: for anything else than an answer.
+        """
+        mine = secrets.token_hex(_NONCE // 2)
+        proof = _mac(token, b"node", theirs, mine, _canonical(who))
+        self._say({"nonce": mine, "proof": proof, "who": who}, deadline)
+        told = self._hear(deadline)
+        if told.get("refused") == "token" or not _same(
+            _text(told, "proof", _MAC), _mac(token, b"node 0", mine, theirs)
+        ):
+            raise TokenError("it does not know this node's token")
+        self._begin(token, theirs, mine, (b">0", b"0>"))
+
+    # messages -------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Json, deadline: float) -> None:
+        """Send a message, or raise an OSError."""
+        text = json.dumps(message)
+        if self._key is not None:
+            text = f"{_mac(self._key, self._directions[0], str(self._sent), text)} {text}"
+            self._sent += 1
+        self._writes.settimeout(max(0.01, deadline - time.monotonic()))
+        self._writes.sendall(text.encode() + b"\n")
+
+    def receive(self, deadline: float, what: str) -> dict[str, Any]:
+        """The next message; a DeadlineError if it does not come, or is not what the other end has sent."""
+        assert self._key is not None
+        mac, _, text = self._line(deadline, what, AFTER).partition(b" ")
+        expected = _mac(self._key, self._directions[1], str(self._received), text.decode("utf-8", "replace"))
+        if not _same(mac.decode("ascii", "replace"), expected):
+            raise DeadlineError(f"{self.name}: a message was changed or invented on its way, in wait for {what}")
+        self._received += 1
+        with suppress(ValueError):
+            told = parse_json(text)
+            if isinstance(told, dict):
+                return told
+        raise DeadlineError(f"{self.name} does not speak as a node of ours, in wait for {what}")
+
+    def exchange(self, message: Json, timeout: float, what: str) -> dict[str, Any]:
+        """Send a message and return the next one that comes."""
+        deadline = time.monotonic() + timeout
+        try:
+            self.send(message, deadline)
+        except OSError as error:
+            raise DeadlineError(f"{self.name} is gone ({error.strerror}), in wait for {what}") from error
+        return self.receive(deadline, what)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._writes.close()
+        self._link.close()
+
+    # below ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, token: bytes, first: str, second: str, directions: tuple[bytes, bytes]) -> None:
+        self._key = bytes.fromhex(_mac(token, b"key", first, second))
+        self._directions = directions
+
+    def _say(self, message: Json, deadline: float) -> None:
+        try:
+            self.send(message, deadline)
+        except OSError as error:
+            raise GreetingError(f"it is gone ({error.strerror or error})") from error
+
+    def _hear(self, deadline: float) -> dict[str, Any]:
+        """A message of a greeting; from a stranger, so that anything may be wrong with it."""
+        try:
+            told = parse_json(self._line(deadline, "a greeting", BEFORE))
+        except (DeadlineError, ValueError) as error:
+            raise GreetingError(one_line(error)) from error
+        if not isinstance(told, dict):
+            raise GreetingError("it does not speak as a node does")
+        return told
+
+    def _line(self, deadline: float, what: str, limit: int) -> bytes:
+        """Bytes up to the end of a line, all of them before the deadline."""
+        began, seen = time.monotonic(), 0
+        while (end := self._read.find(b"\n", seen)) < 0:
+            if len(self._read) > limit:
+                raise DeadlineError(f"{self.name} has sent {len(self._read)} bytes without an end, in wait for {what}")
+            seen = len(self._read)
+            left = deadline - time.monotonic()
+            try:
+                if left <= 0 and seen:  # a byte now and then is no message
+                    raise TimeoutError
+                self._link.settimeout(max(0.01, left))
+                part = self._link.recv(1 << 16)
+            except TimeoutError:
+                waited = time.monotonic() - began
+                raise DeadlineError(f"{self.name} has said nothing for {waited:.0f} s, in wait for {what}") from None
+            except OSError as error:
+                raise DeadlineError(f"{self.name} is gone ({error.strerror}), in wait for {what}") from error
+            if not part:
+                raise DeadlineError(f"{self.name} is gone, in wait for {what}")
+            self._read += part
+        line = bytes(self._read[:end])
+        del self._read[: end + 1]
+        if len(line) > limit:
+            raise DeadlineError(f"{self.name} has sent a message of {len(line)} bytes, in wait for {what}")
+        return line
+
+
+def _text(told: dict[str, Any], name: str, length: int) -> str:
+    """A text of a greeting that must have so many hexadecimal digits."""
+    value = told.get(name)
+    if not isinstance(value, str) or len(value) != length or not set(value) <= set("0123456789abcdef"):
+        raise GreetingError(f"it says nothing that could be its {name}")
+    return value
+
+
+def _canonical(who: dict[str, Any]) -> str:
+    return json.dumps(who, sort_keys=True)
+
+
+def _mac(key: bytes, purpose: bytes, *parts: str) -> str:
+    """An HMAC over parts of which none can be taken for another."""
+    content = purpose + b"".join(len(part.encode()).to_bytes(8, "big") + part.encode() for part in parts)
+    return hmac.new(key, content, "sha256").hexdigest()
+
+
+def _same(mine: str, theirs: str) -> bool:
+    return hmac.compare_digest(mine.encode(), theirs.encode())

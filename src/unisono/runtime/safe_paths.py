@@ -1,0 +1,267 @@
+"""Every path that a file names is opened here: inside its folder, a regular file, no link, and never a wait.
+
+A manifest, an index or a folder of assets may come from anybody. A name in it may climb out of its folder, be a link to
+a private key, or a pipe on which a reader would wait for ever. So a name is walked from its folder one component at a
+time, each opened relative to the one before without following links; what is checked is the open descriptor, which
+nobody can exchange between the check and the use. The folder itself is the caller's word, and may be reached by links.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from unisono.runtime.errors import UnisonoError
+from unisono.runtime.text import one_line
+
+TEXT = 64 << 20  # bytes that a text or JSON file of ours has at most, unless its reader says otherwise
+_NAME = 1024  # characters of a name
+_DEEP = 16  # components of a name
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+
+
+class UnsafePathError(UnisonoError, OSError):
+    """A path that leads elsewhere, or to something that is no regular file. It was not read."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.strerror = text
+
+
+def open_inside(folder: Path | str, name: object) -> BufferedReader:
+    """Open a file that an index, a manifest or a listing of a folder names.
+
+    A link is refused, in one case it is followed: in a snapshot of the Hugging Face cache, to a blob of the same cache.
+
+    Args:
+        folder: that the name is relative to; it is the caller's, and may be reached by links.
+        name: as it stands in somebody's file, with `/` between its components.
+
+    Raises:
+        UnsafePathError: for a name that is absolute, climbs with `..` or goes by a link, and for what is no regular file.
+        OSError: where it is missing or may not be read.
+    """
+    parts = components(folder, name)
+    with ExitStack() as opened:
+        at = _folder(folder, opened)
+        for number, part in enumerate(parts[:-1], start=1):
+            at = _descend(at, part, f"{folder}/{one_line('/'.join(parts[:number]))}", opened)
+        shown = f"{folder}/{one_line(name)}"
+        try:
+            descriptor = os.open(parts[-1], _OPEN | os.O_NOFOLLOW, dir_fd=at)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EMLINK):
+                raise _told(error, shown) from error
+            blob = _blob(Path(folder), parts, at)
+            if blob is None:
+                target = ""
+                with suppress(OSError):
+                    target = f" to {one_line(os.readlink(parts[-1], dir_fd=at))}"
+                raise UnsafePathError(
+                    f"{shown} is a link{target}; only files that lie in that folder themselves are read: copy it there"
+                ) from error
+            return open_inside(Path(folder).parent.parent, blob)
+        return _regular(descriptor, shown)
+
+
+def open_regular(path: Path | str) -> BufferedReader:
+    """Open a file that the user named, who may name a link; a pipe, a device or a folder is refused at once.
+
+    Raises:
+        UnsafePathError: for what is no regular file.
+        OSError: where it is missing or may not be read.
+    """
+    return _regular(os.open(path, _OPEN), str(path))
+
+
+def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:
+    """The content of a file inside a folder, as by `open_inside`; one of more bytes than `limit` is refused unread."""
+    with open_inside(folder, name) as file:
+        return bounded(file, f"{folder}/{one_line(name)}", limit)
+
+
+def read_text(folder: Path | str, name: object, limit: int = TEXT) -> str:
+    """The same as text; a UnicodeDecodeError, which is a ValueError, where it is not UTF-8."""
+    return read_bytes(folder, name, limit).decode("utf-8")
+
+
+def read_json(folder: Path | str, name: object, limit: int = TEXT) -> Any:
+    """The same as JSON; a ValueError where it is none, or nested too deeply."""
+    return parse_json(read_bytes(folder, name, limit))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Foreign JSON: whatever makes Python's parser fail is a ValueError.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def sha256_inside(folder: Path | str, name: object) -> str:
+    """The hash of a file inside a folder, as by `open_inside`."""
+    with open_inside(folder, name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_inside(folder: Path | str, name: object, target: Path) -> None:
+    """Copy a file inside a folder, as by `open_inside`, to a new file; one that is there already is an error."""
+    with open_inside(folder, name) as source:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "wb") as made:
+            while part := source.read(1 << 20):
+                made.write(part)
+
+
+def is_inside(folder: Path | str, name: object) -> bool:
+    """Whether there is a file that `open_inside` would open; False where it is missing or refused."""
+    try:
+        open_inside(folder, name).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def path_inside(folder: Path | str, name: object) -> Iterator[str]:
+    """A path to the file that `open_inside` has opened, for a library that takes nothing else, while it is open.
+
+    It leads to the descriptor and not to the name, so it stays that file whatever becomes of the name.
+    """
+    with open_inside(folder, name) as file:
+        yield path_of(file)
+
+
+def path_of(file: BufferedReader) -> str:
+    """A path that leads to an open file."""
+    return f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else f"/dev/fd/{file.fileno()}"
+
+
+def destination(folder: Path, name: object) -> Path:
+    """Where to write a file that somebody's list names: its parents are made, and nothing on the way is a link.
+
+    Raises:
+        UnsafePathError: for a name that leads elsewhere, and where something else than a folder or file is in the way.
+    """
+    parts = components(folder, name)
+    path = folder
+    for number, part in enumerate(parts, start=1):
+        path = path / part
+        last = number == len(parts)
+        if not last:
+            with suppress(FileExistsError):
+                path.mkdir()
+        if os.path.lexists(path):
+            mode = os.lstat(path).st_mode
+            if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
+                raise UnsafePathError(f"{path} is {_kind(mode)}, so nothing is written through it; move it away")
+    return path
+
+
+def components(folder: Path | str, name: object) -> list[str]:
+    """The components of a name that stays below its folder.
+
+    Raises:
+        UnsafePathError: for one that does not, or is none.
+    """
+    told = f"{folder} names the file '{one_line(name)}'"
+    if not isinstance(name, str) or not name or len(name) > _NAME or "\0" in name or "\\" in name:
+        raise UnsafePathError(f"{told}, which is no name of a file; do not use what comes from there")
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnsafePathError(f"{told}, which is no name of a file; do not use what comes from there") from error
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts:
+        raise UnsafePathError(f"{told}, which lies elsewhere; only files of that folder are read")
+    parts = [part for part in parts if part not in ("", ".")]
+    if not parts or len(parts) > _DEEP:
+        raise UnsafePathError(f"{told}, which is no name of a file; do not use what comes from there")
+    return parts
+
+
+def bounded(file: BufferedReader, shown: str, limit: int) -> bytes:
+    """The content of an open file, which may grow meanwhile; one that is larger than `limit` is refused."""
+    size = os.fstat(file.fileno()).st_size
+    content = file.read(limit + 1) if size <= limit else b""
+    if size > limit or len(content) > limit:
+        raise UnsafePathError(
+            f"{shown} has {max(size, len(content))} bytes, and at most {limit} are read of such a file"
+        )
+    return content
+
+
+def _folder(folder: Path | str, opened: ExitStack) -> int:
+    descriptor = os.open(folder, _FOLDER)
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _descend(at: int, part: str, shown: str, opened: ExitStack) -> int:
+    try:
+        descriptor = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+    except OSError as error:
+        if _is_link(at, part):
+            raise UnsafePathError(f"{shown} is a link; only what lies in that folder itself is read") from error
+        raise _told(error, shown) from error
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _is_link(at: int, part: str) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(part, dir_fd=at, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _regular(descriptor: int, shown: str) -> BufferedReader:
+    """An open regular file as a file object; anything else is closed and refused."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise UnsafePathError(f"{shown} is {_kind(mode)}, not a file; it was not read")
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _blob(folder: Path, parts: list[str], at: int) -> str | None:
+    """The blob that a link of a Hugging Face snapshot leads to, relative to the cache of its repository."""
+    if folder.parent.name != "snapshots":
+        return None
+    with suppress(OSError):
+        target = os.readlink(parts[-1], dir_fd=at).split("/")
+        up, rest = target[: len(parts) + 1], target[len(parts) + 1 :]
+        if set(up) == {".."} and len(rest) == 2 and rest[0] == "blobs" and rest[1] not in ("", ".", ".."):
+            return "/".join(rest)
+    return None
+
+
+def _told(error: OSError, shown: str) -> OSError:
+    """The same error with the whole path, where the system knows a part of it alone."""
+    return type(error)(error.errno, error.strerror, shown)
+
+
+def _kind(mode: int) -> str:
+    kinds = (
+        (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
+    )  # fmt: skip
+    return next((name for is_kind, name in kinds if is_kind(mode)), "something else")

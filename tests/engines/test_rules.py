@@ -1,0 +1,59 @@
+"""The rules of a step, on plain numbers: what a second engine must compute too."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines import rules
+from unisono.runtime.errors import ConfigError
+from unisono.task import Loss
+
+
+def micro(number: int = 0, idle: bool = False, **counts: float) -> MicroBatch:
+    return MicroBatch(number, np.arange(2), {}, counts, {"rows": 2.0}, idle)
+
+
+def vector(*values: float) -> np.ndarray:
+    return np.array(values, np.float64)
+
+
+def test_a_term_that_counts_nothing_has_scale_zero() -> None:
+    with np.errstate(divide="ignore"):
+        scales = rules.scales({"a": np.float64(4.0), "b": np.float64(0.0)}, 2.0, np.where)
+    assert scales == {"a": 0.5, "b": 0.0}
+
+
+@pytest.mark.parametrize("counts", [{"a": -1.0}, {"a": math.inf}, {"a": math.nan}, {"b": 1.0}])
+def test_what_is_no_count_is_refused(counts: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"counts\(\) returned .* every batch must count the terms \['a'\]"):
+        rules.sum_counts([micro(a=1.0), micro(**counts)])
+
+
+def test_a_result_is_made_of_sums_and_counts_in_any_framework() -> None:
+    sums = rules.MetricSums(vector)
+    for number, (loss, idle) in enumerate([(3.0, False), (5.0, False), (math.nan, True)]):
+        sums.add(micro(number, idle), Loss({"a": loss}, {"a": 2.0}, {"m": (loss, 4.0)}))  # type: ignore[dict-item]
+    flat = np.concatenate(sums.vectors()).tolist()
+    result = sums.result(flat, [4.0], squared_norm=9.0)
+    assert (result.loss, result.terms, result.metrics) == (4.0, {"a": 2.0}, {"m": 1.0})
+    assert (result.work, result.grad_norm, result.is_finite) == ({"rows": 6.0}, 3.0, True)
+
+
+@pytest.mark.parametrize(("norm", "largest", "factor"), [(2.0, 1.0, 0.5), (1.0, 1.0, None), (9.0, None, None)])
+def test_clipping_makes_gradients_shorter_and_never_longer(
+    norm: float, largest: float | None, factor: float | None
+) -> None:
+    assert rules.clip_factor(norm, largest) == (None if factor is None else pytest.approx(factor, rel=1e-6))
+
+
+def test_out_of_memory_names_sizes_that_can_be_asked_for() -> None:
+    error = rules.memory_error("rank 1, step 3", Split(24, 2, 6), "no bytes left")
+    assert str(error) == (
+        "rank 1, step 3: out of memory with 6 rows in a micro-batch (no bytes left). Use a smaller layout.micro_batch "
+        "(1, 2, 3, 4), or let `unisono autobatch` find the largest that fits."
+    )

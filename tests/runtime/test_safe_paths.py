@@ -1,0 +1,204 @@
+"""A name in somebody's file leads to a regular file of its folder, or nowhere; and nobody waits for a pipe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import UnisonoError
+from unisono.runtime.safe_paths import UnsafePathError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "given"
+    (made / "inner").mkdir(parents=True)
+    (made / "a").write_text("mine")
+    (made / "inner" / "b").write_text("deeper")
+    (tmp_path / "secret").write_text("private")
+    return made
+
+
+def read(folder: Path, name: object) -> str:
+    with safe_paths.open_inside(folder, name) as file:
+        return file.read().decode()
+
+
+def test_a_file_of_the_folder_is_read_at_any_depth(folder: Path) -> None:
+    assert (read(folder, "a"), read(folder, "inner/b"), read(folder, "./inner//b")) == ("mine", "deeper", "deeper")
+    (folder.parent / "link").symlink_to(folder)  # the folder itself is the caller's word
+    assert read(folder.parent / "link", "inner/b") == "deeper"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret", "inner/../../secret", "/etc/passwd", "", ".", "/", "a\0b", "inner\\b", 3, None, "x" * 2000,
+        "d/" * 40 + "x", "\ud800",
+    ],
+)  # fmt: skip
+def test_a_name_that_is_none_or_leads_elsewhere_is_refused(folder: Path, name: object) -> None:
+    with pytest.raises(UnsafePathError) as caught:
+        read(folder, name)
+    assert isinstance(caught.value, UnisonoError) and isinstance(caught.value, OSError)
+    str(caught.value).encode()  # fit to be printed
+
+
+def _link_to_a_file(folder: Path) -> str:
+    (folder / "x").symlink_to(folder.parent / "secret")
+    return "x"
+
+
+def _link_within(folder: Path) -> str:
+    (folder / "x").symlink_to("a")
+    return "x"
+
+
+def _link_to_a_folder(folder: Path) -> str:
+    (folder / "x").symlink_to(folder.parent)
+    return "x/secret"
+
+
+def _link_to_nowhere(folder: Path) -> str:
+    (folder / "x").symlink_to("nowhere")
+    return "x"
+
+
+@pytest.mark.parametrize("make", [_link_to_a_file, _link_within, _link_to_a_folder, _link_to_nowhere])
+def test_a_link_is_refused_and_not_followed(folder: Path, make: Callable[[Path], str]) -> None:
+    name = make(folder)
+    with pytest.raises(UnsafePathError, match="is a link"):
+        read(folder, name)
+    assert not safe_paths.is_inside(folder, name)
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [_pipe, _socket, _directory])
+@pytest.mark.parametrize("reads", [lambda p: safe_paths.open_inside(p.parent, p.name), safe_paths.open_regular])
+def test_what_is_no_regular_file_is_refused_at_once(
+    folder: Path, make: Callable[[Path], None], reads: Callable[[Path], Any]
+) -> None:
+    make(folder / "x")
+    with pytest.raises(OSError):
+        reads(folder / "x")
+
+
+def test_a_device_is_refused() -> None:
+    with pytest.raises(UnsafePathError, match="is a device"):
+        safe_paths.open_regular("/dev/null")
+
+
+def test_a_file_that_is_missing_is_so_by_its_whole_name(folder: Path) -> None:
+    for name in ("nothing", "inner/nothing", "nowhere/nothing"):
+        with pytest.raises(FileNotFoundError) as caught:
+            read(folder, name)
+        assert str(folder) in str(caught.value.filename)
+
+
+def test_the_user_s_own_word_may_be_a_link(folder: Path) -> None:
+    (folder / "x").symlink_to("a")
+    with safe_paths.open_regular(folder / "x") as file:
+        assert file.read() == b"mine"
+
+
+def test_what_was_opened_stays_the_same_file_whatever_becomes_of_its_name(folder: Path) -> None:
+    with safe_paths.path_inside(folder, "a") as path:
+        (folder / "a").unlink()
+        (folder / "a").symlink_to(folder.parent / "secret")
+        assert Path(path).read_text() == "mine"
+
+
+def test_a_file_that_is_too_large_is_refused_unread(folder: Path) -> None:
+    with (folder / "large").open("wb") as file:
+        file.truncate(1 << 40)  # of holes
+    with pytest.raises(UnsafePathError, match="has 1099511627776 bytes, and at most 67108864"):
+        safe_paths.read_bytes(folder, "large")
+    assert safe_paths.read_bytes(folder, "a", 4) == b"mine"
+    with pytest.raises(UnsafePathError, match="at most 3"):
+        safe_paths.read_bytes(folder, "a", 3)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "1" * 5000, b"\xff", ""])
+def test_what_is_no_json_is_a_value_error(folder: Path, text: str | bytes) -> None:
+    (folder / "x").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError):
+        safe_paths.read_json(folder, "x")
+
+
+def test_a_copy_follows_no_link_and_replaces_nothing(folder: Path) -> None:
+    safe_paths.copy_inside(folder, "a", folder / "copy")
+    assert (folder / "copy").read_text() == "mine"
+    with pytest.raises(FileExistsError):
+        safe_paths.copy_inside(folder, "a", folder / "copy")
+    (folder / "x").symlink_to(folder.parent / "secret")
+    with pytest.raises(UnsafePathError):
+        safe_paths.copy_inside(folder, "x", folder / "y")
+    (folder / "z").symlink_to(folder.parent / "made by it")
+    with pytest.raises(FileExistsError):
+        safe_paths.copy_inside(folder, "a", folder / "z")
+    assert not (folder.parent / "made by it").exists()
+
+
+def test_nothing_is_written_through_a_link(folder: Path) -> None:
+    assert safe_paths.destination(folder, "new/deep/file") == folder / "new" / "deep" / "file"
+    assert (folder / "new" / "deep").is_dir()
+    (folder / "out").symlink_to(folder.parent)
+    (folder / "x").symlink_to(folder.parent / "secret")
+    for name in ("out/secret", "x", "../secret", "/secret", "inner"):
+        with pytest.raises(UnsafePathError):
+            safe_paths.destination(folder, name)
+
+
+def test_a_snapshot_of_the_hugging_face_cache_may_link_to_its_own_blobs_alone(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    (snapshot / "deep").mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "123").write_text("x")
+    (snapshot / "a").symlink_to("../../blobs/123")
+    (snapshot / "deep" / "a").symlink_to("../../../blobs/123")
+    assert read(snapshot, "a") == read(snapshot, "deep/a") == "x"
+    (tmp_path / "secret").write_text("x")
+    (blobs / "456").symlink_to(tmp_path / "secret")
+    for number, target in enumerate(
+        [tmp_path / "secret", "../../../secret", "../../blobs/456", "../../blobs/../../secret", "../../blobs/.."]
+    ):
+        (snapshot / f"b{number}").symlink_to(target)
+        with pytest.raises(UnsafePathError):
+            read(snapshot, f"b{number}")
+
+
+def test_nothing_stays_open_after_a_refusal(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "x").symlink_to("a")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for name in ("pipe", "x", "inner/nothing", "../secret", "inner"):
+        with pytest.raises(OSError):
+            read(folder, name)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_copy_is_no_more_open_to_others_than_the_umask_says(folder: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        safe_paths.copy_inside(folder, "a", folder / "copy")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "copy").stat().st_mode) == 0o600

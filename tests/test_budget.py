@@ -1,0 +1,78 @@
+"""Where the slow tests need more time than a run has, the date decides, and nothing is left out for good."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.budget import choose
+
+ROOT = Path(__file__).parents[1]
+COSTS = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=4), st.floats(0.1, 100), max_size=12)
+MODULE = """
+import pytest
+def test_quick(): pass
+@pytest.mark.slow
+def test_slow(): pass
+"""
+
+
+@given(COSTS, st.floats(1, 300), st.integers(730_000, 750_000))
+def test_every_module_is_taken_on_the_day_that_was_told(costs: dict[str, float], budget: float, day: int) -> None:
+    choice = choose(costs, budget, day)
+    assert choice.taken | choice.left_out.keys() == costs.keys()
+    assert not choice.taken & choice.left_out.keys()
+    for module, days in choice.left_out.items():
+        assert module in choose(costs, budget, day + days).taken
+
+
+@given(COSTS, st.floats(1, 300), st.integers(730_000, 750_000))
+def test_a_day_takes_no_more_than_it_has_time_for_and_leaves_nothing_out_that_fits(
+    costs: dict[str, float], budget: float, day: int
+) -> None:
+    choice = choose(costs, budget, day)
+    spent = sum(costs[module] for module in choice.taken)
+    assert spent <= budget + 1e-9 or len(choice.taken) == 1
+    assert all(spent + costs[module] > budget - 1e-9 for module in choice.left_out)
+
+
+def test_the_run_lists_what_it_leaves_out_and_deals_out_what_was_never_measured(tmp_path: Path) -> None:
+    for letter in "abc":
+        (tmp_path / f"test_{letter}.py").write_text(MODULE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: long\n")
+    measured = tmp_path / "seconds.json"
+    measured.write_text(json.dumps({f"test_{letter}.py": {"slow": 6.0} for letter in "ab"}))
+
+    def run(*words: str) -> str:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.budget",
+            f"--measured={measured}",
+            "--budget=308",
+            *words,
+        ]
+        environment = {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        ).stdout
+
+    first, second = datetime.date(2026, 3, 1), datetime.date(2026, 3, 2)
+    left_out = []
+    for today, other in ((first, second), (second, first + datetime.timedelta(2))):
+        said = run(f"--today={today}")
+        assert "5 passed, 1 deselected" in said, said
+        listed = next(line for line in said.splitlines() if line.startswith("left out today"))
+        assert f"--today={other}" in listed
+        left_out.append(listed.rpartition(": ")[2])
+    assert sorted(left_out) == ["test_a.py", "test_b.py"]
+    assert "left out" not in run("--budget=312", f"--measure={tmp_path / 'new.json'}")
+    assert json.loads((tmp_path / "new.json").read_text()).keys() == {"test_a.py", "test_b.py", "test_c.py"}
