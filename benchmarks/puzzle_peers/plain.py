@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
+    """A projection without bias."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
@@ -25,6 +27,8 @@ class Linear(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """`down(silu(gate) * up)`."""
+
     def __init__(self, features: int, expansion: float, multiple: int) -> None:
         super().__init__()
         inner = math.ceil(round(expansion * features * 2 / 3) / multiple) * multiple
@@ -36,6 +40,8 @@ class SwiGLU(nn.Module):
 
 
 class Attention(nn.Module):
+    """Multi-head attention with RoPE."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.qkv, self.out = heads, Linear(width, 3 * width), Linear(width, width)
@@ -49,6 +55,8 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """Mixing of cells, then a SwiGLU; a norm after each."""
+
     def __init__(self, config: Any, length: int) -> None:
         super().__init__()
         self.mlp = config.mixer == "mlp"

@@ -155,7 +155,7 @@ def test_an_ignored_token_of_the_published_layout_is_not_counted(tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["sudoku", "arc", "arrays"])
 def test_prepared_puzzles_are_those_that_are_augmented_on_the_fly(tmp_path: Path, kind: str) -> None:
-    made = small_sudokus(5)
+    made = small_sudokus(12)
     if kind == "sudoku":
         write_csv(tmp_path / "all.csv", made)
         asked: settings.Part = settings.Sudoku(kind="sudoku", path=tmp_path / "all.csv", held_out=0.4, augmentations=3)

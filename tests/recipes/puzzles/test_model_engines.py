@@ -120,9 +120,13 @@ def with_jax(model: Any, kind: str) -> list[tuple[float, dict[str, Any], dict[st
     ("kind", "settings"),
     [
         ("sudoku", {"mixer": "attention", "positions": "rope"}),
-        ("maze", {"mixer": "mlp", "positions": "none"}),
-        ("sudoku", {"mixer": "sparse", "positions": "learned", "nets": 2, "gradient": "step"}),
-        ("maze", {"mixer": "attention", "positions": "learned", "gradient": "all"}),
+        pytest.param("maze", {"mixer": "mlp", "positions": "none"}, marks=pytest.mark.slow),
+        pytest.param(
+            "sudoku",
+            {"mixer": "sparse", "positions": "learned", "nets": 2, "gradient": "step"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("maze", {"mixer": "attention", "positions": "learned", "gradient": "all"}, marks=pytest.mark.slow),
     ],
     ids=["attention", "mlp", "sparse, two nets, one step", "whole gradient"],
 )
@@ -142,6 +146,7 @@ def test_torch_and_jax_compute_the_same_losses_gradients_and_rows(kind: str, set
             np.testing.assert_allclose(their_carry[name], value, rtol=1e-10, atol=1e-10, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_starts_of_the_states_are_not_trained() -> None:
     one, other = models(mixer="mlp", positions="none")
     gradients = with_jax(other, "sudoku")[0][1]
@@ -149,6 +154,7 @@ def test_the_starts_of_the_states_are_not_trained() -> None:
     assert not {"answer_start", "latent_start"} & {name for name, _ in one.named_parameters()}
 
 
+@pytest.mark.slow
 def test_both_engines_draw_initial_weights_of_the_same_spread() -> None:
     from unisono.recipes.puzzles.model.jax_model import PuzzleModel as JaxModel
 

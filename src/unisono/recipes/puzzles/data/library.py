@@ -260,7 +260,7 @@ def _held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) -> NDAr
     if puzzles.format.kind != "sudoku":
         return hold_out(len(puzzles), config.held_out, what="maze")
     names = twins.twin_names(puzzles.format, puzzles.answers)
-    return hold_out(names, config.held_out, what="puzzle", hint="since all are alike but for symmetry")
+    return hold_out(names, config.held_out, what="puzzle up to symmetry")
 
 
 def _kept(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzles:
