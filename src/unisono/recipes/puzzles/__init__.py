@@ -1,4 +1,4 @@
-"""Small recursive models that solve puzzles: Sudoku, mazes, ARC-AGI; in torch and in JAX."""
+"""Small recursive models that solve puzzles: Sudoku, mazes, ARC-AGI."""
 
 from unisono import Recipe
 

@@ -1,1 +1,0 @@
-"""What the puzzle recipe is measured against."""
