@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 
 # Train the embedded example on two processes for about a minute, evaluate it, and say where the run lies.
 demo: $(READY)
-	$(BIN)/unisono train language
+	$(BIN)/unisono train language layout.world_size=2
 
 # What a developer runs all day: ten minutes on two cores.
 test: lint types quick

@@ -103,25 +103,26 @@ def bare(rank: int, world: int, task, seed: int) -> Iterator[float]:
 
 def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     """Interleave the contenders; returns seconds per step of each, on rank 0."""
-    from unisono.config import resolve
-    from unisono.launch import rank_process, train
-    from unisono.launch import run_directory as folders
+    from unisono.config.resolved_run import ResolvedRun
+    from unisono.launch import layout, run_directory
+    from unisono.launch.processes import rank_process
     from unisono.runtime.communicator import Place
+    from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training
 
     place = Place(rank, world, rank, world, "benchmark")
-    config, _ = resolve.load("language", recipe(world, folder, rounds + 5))
-    config = train.concrete(config, place)
+    config, _ = load_config("language", recipe(world, folder, rounds + 5))
+    config = layout.concrete(config, place)
     group = rank_process.join(config, place)
-    task = rank_process.task_of(config)
-    path = folders.path_of(config)
+    task = build_task(config)
+    run = ResolvedRun(config, run_directory.path_of(config), None)
     if rank == 0:
-        path.mkdir(parents=True)
+        run.directory.mkdir(parents=True)
     group.barrier("the folder")
-    with Training(task, config, place, group, path) as training:
+    with Training(task, run, place, group) as training:
         contenders: dict[str, Iterator] = {
-            "bare": bare(rank, world, rank_process.task_of(config), config.run.seed),
-            "bare again": bare(rank, world, rank_process.task_of(config), config.run.seed),
+            "bare": bare(rank, world, build_task(config), config.run.seed),
+            "bare again": bare(rank, world, build_task(config), config.run.seed),
             "unisono": (result.loss for result in training.steps()),
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -158,11 +159,10 @@ def bare_first_step() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    from unisono.config import resolve
-    from unisono.launch import rank_process
+    from unisono.task_config import build_task, load_config
 
-    config, _ = resolve.load("language", recipe(world, Path("unused"), 1))
-    next(bare(int(os.environ.get("RANK", "0")), world, rank_process.task_of(config), 0))
+    config, _ = load_config("language", recipe(world, Path("unused"), 1))
+    next(bare(int(os.environ.get("RANK", "0")), world, build_task(config), 0))
     if os.environ.get("RANK", "0") == "0":
         print(f"first step at {time.time()}", flush=True)
     os._exit(0)

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from tests import runs
 from tests.runs import configuration
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import process_group
-from unisono.launch.rank_process import guarded
+from unisono.launch.processes.rank_process import guarded
 from unisono.runtime import collective_log
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Context, Loss, Task
-from unisono.training import loop
 
 STEP = 2  # in which rank 1 does what is wrong; the run makes four
 
@@ -167,7 +167,7 @@ def train(
 
     CollectiveComparison.close = close  # type: ignore[method-assign]
     try:
-        outcome.loss = loop.run(task, config_of(strategy, **layout), place, group, folder).loss
+        outcome.loss = runs.train(folder, config_of(strategy, **layout), task, place, group).loss
     except UnisonoError as error:
         outcome.kind, outcome.error, outcome.code = type(error).__name__, str(error), error.exit_code
     finally:
@@ -191,6 +191,6 @@ def process(rank: int, port: int, folder: Path, wrong: str) -> None:
 
     def work() -> None:
         group = process_group.start(place, torch.device("cpu"), timeout=20, start_timeout=60)
-        loop.run(Talking(place, wrong), config_of(), place, group, folder)
+        runs.train(folder, config_of(), Talking(place, wrong), place, group)
 
     guarded(work, place)

@@ -40,13 +40,14 @@ ROOT = Path(__file__).parents[1]
 # What ranks and commands need in most tests. A module of tests is imported when a rank is first to call into it.
 IMPORTED = (
     "torch", "torch.distributed.fsdp", "torch.nn.parallel", "numpy", "unisono.cli.main", "unisono.launch.train",
-    "unisono.launch.rank_process", "unisono.supervise.monitor", "unisono.engines.torch.engine",
+    "unisono.launch.processes.rank_process", "unisono.supervise.monitor", "unisono.engines.torch.engine",
     "unisono.training.loop", "tests.processes", "tests.runs", "tests.tasks",
 )  # fmt: skip
 # Libraries that these import start threads; each fork imports them for itself.
 NEVER_IMPORTED = ("tests.recipes.microbiome", "tests.proofs.test_microbiome")
 SCRIPTS = {"unisono": "unisono", "torchrun": "torch.distributed.run"}  # beside the interpreter: the modules they run
 STARTERS = ("unisono", "torch.distributed.run")  # whose processes start others
+FORKS = "unisono.launch.processes.fork_server"  # a server of its own, which is given a descriptor
 PATIENCE = 600.0  # seconds for a process to be there, the imports of a server on a busy machine included
 
 _THREADS = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which expects to be forked
@@ -74,6 +75,7 @@ class Request:
         mask: of the rights of new files.
         cores: that it may run on.
         ignored: signals.
+        passed: descriptors that it gets; arguments name them.
     """
 
     words: tuple[str, ...]
@@ -87,6 +89,7 @@ class Request:
     mask: int
     cores: frozenset[int]
     ignored: frozenset[int]
+    passed: tuple[int, ...] = ()
 
     @property
     def imports(self) -> list[str]:
@@ -151,7 +154,8 @@ def _start(popen: Any, *positional: Any, **named: Any) -> None:
         _start_really(popen, *positional, **named)
         return
     names = ("p2cread", "c2pwrite", "errwrite")
-    popen.pid = _server.fork(request, [own if given[name] == -1 else given[name] for own, name in enumerate(names)])
+    streams = [own if given[name] == -1 else given[name] for own, name in enumerate(names)]
+    popen.pid = _server.fork(request, [*streams, *request.passed])
     popen._child_created = True
     popen._close_pipe_fds(
         *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
@@ -162,7 +166,7 @@ def _read(given: Mapping[str, Any]) -> Request | None:
     """What is asked for, if it is a command of ours, and nothing is asked that a fork cannot do."""
     if isinstance(given["args"], str | bytes | os.PathLike) or given["shell"]:
         return None
-    if given["preexec_fn"] or given["pass_fds"] or given["executable"] not in (None, sys.executable):
+    if given["preexec_fn"] or given["executable"] not in (None, sys.executable):
         return None
     words = tuple(map(os.fsdecode, given["args"]))
     environment = dict(os.environ if given["env"] is None else given["env"])
@@ -174,7 +178,7 @@ def _read(given: Mapping[str, Any]) -> Request | None:
         module, arguments, path = words[2], words[3:], [folder, *path]
     else:
         return None
-    if not Path(folder).is_dir() or module == "tests.fork_server":
+    if not Path(folder).is_dir() or module == "tests.fork_server" or (given["pass_fds"] and module != FORKS):
         return None
     path = [entry for entry in path if entry]
     if _startup(environment) != _BEGAN or any(Path(entry, "sitecustomize.py").exists() for entry in path):
@@ -184,7 +188,7 @@ def _read(given: Mapping[str, Any]) -> Request | None:
     ignored = frozenset(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
     return Request(
         words, module, arguments, environment, folder, given["start_new_session"], tuple(path), limits, mask,
-        frozenset(os.sched_getaffinity(0)), ignored,
+        frozenset(os.sched_getaffinity(0)), ignored, tuple(given["pass_fds"]),
     )  # fmt: skip
 
 
@@ -215,7 +219,7 @@ def serve(connection: socket.socket) -> Callable[[], None]:
     """Fork whatever is asked for, until nobody asks; returns in each fork, with what it is to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        header, streams, _, _ = socket.recv_fds(connection, 8, 3)
+        header, streams, _, _ = socket.recv_fds(connection, 8, 4)
         if not header:
             os._exit(0)
         body = b""
@@ -262,9 +266,10 @@ def _begin(request: Request, streams: Sequence[int]) -> Callable[[], None]:
             resource.setrlimit(number, limits)
     if request.session:
         os.setsid()
-    for own, number in enumerate(streams):
+    for own, number in enumerate(streams[:3]):
         os.dup2(number, own)
         os.close(number)
+    passed = {str(old): str(new) for old, new in zip(request.passed, streams[3:], strict=True)}
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -281,6 +286,10 @@ def _begin(request: Request, streams: Sequence[int]) -> Callable[[], None]:
         install(Server(lambda: ours))
 
     def run() -> None:
+        if request.module == FORKS:  # as others have imported it already, and it is to be one module
+            sys.modules["__main__"] = module = importlib.import_module(FORKS)
+            number, *modules = request.arguments
+            module.main(int(passed[number]), modules)
         sys.argv = [request.module, *request.arguments]
         sys.modules["__main__"] = types.ModuleType("__main__")
         sys.modules.pop(

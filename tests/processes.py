@@ -102,7 +102,7 @@ def main(named: str, rank: int, world_size: int, folder: Path) -> NoReturn:
     import torch
 
     from unisono.engines.torch.parallel import process_group
-    from unisono.launch.rank_process import die_with_parent
+    from unisono.launch.processes.rank_process import die_with_parent
 
     die_with_parent()
     faulthandler.enable()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,17 +14,23 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from unisono.callback import Callback
+from unisono.checkpoint.core import provenance, resume_point
 from unisono.config.batch_split import Split
+from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import plan_of
+from unisono.data.order.planning import facts_of, plan_of, source_of
 from unisono.engines.observers import ModelView, Observer
 from unisono.engines.protocol import Job
 from unisono.engines.torch.engine import TorchEngine
 from unisono.optim.schedules import Scalars
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, Group, Place, ProcessInfo, SingleProcess
 from unisono.task import Task
+from unisono.training import loop
+from unisono.training.loop import Result
+from unisono.training.parts import Parts
 
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"kind": "adamw", "lr": 1e-2}
@@ -164,3 +171,55 @@ def distance(mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> d
         / max(float(np.linalg.norm(np.float64(b))), 1e-3 * everything, 1e-300)
         for name, b in reference.items()
     }
+
+
+# runs of the loop, without a launcher ---------------------------------------------------------------------------------
+
+
+def resolved(task: Task, config: RunConfig, folder: Path, process: ProcessInfo | None = None) -> ResolvedRun:
+    """A run in this folder, with whatever checkpoint is there; the layout is taken as it is."""
+    world = (process or ProcessInfo()).world_size
+    source = source_of(task, config, world)
+    plan = plan_of(task, source, config, world)
+    newest = resume_point.newest_readable(folder / "checkpoints")
+    here = provenance.of(config, facts_of(source))
+    return ResolvedRun(config, folder, resume_point.decide(folder, config, here, newest, plan.steps))
+
+
+def train(
+    folder: Path,
+    config: RunConfig,
+    task: Task,
+    process: ProcessInfo | None = None,
+    communicator: Communicator | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Train in this folder, from its newest checkpoint."""
+    process = process or ProcessInfo()
+    run = resolved(task, config, folder, process)
+    return loop.train(task, run, process, communicator or SingleProcess(), callbacks)
+
+
+def evaluate(folder: Path, config: RunConfig, task: Task) -> dict[str, float]:
+    """Evaluate the newest checkpoint of this folder, on one process."""
+    run = ResolvedRun(config, folder, resume_point.everything(folder))
+    return loop.evaluate(task, run, ProcessInfo(), SingleProcess())
+
+
+def training(
+    task: Task, config: RunConfig, process: ProcessInfo, communicator: Communicator, folder: Path
+) -> loop.Training:
+    """The loop itself, for tests that look inside of a run."""
+    return loop.Training(task, resolved(task, config, folder, process), process, communicator)
+
+
+def parts(task: Task, config: RunConfig, folder: Path) -> Parts:
+    """What one process computes with, set up from the newest checkpoint of this folder, which is only read."""
+    run = ResolvedRun(config, folder, resume_point.everything(folder))
+    made = Parts(task, run, ProcessInfo(), SingleProcess(), writing=False)
+    try:
+        made.setup(made.resume())
+    except BaseException:
+        made.close()
+        raise
+    return made

@@ -37,6 +37,7 @@ def test_every_error_is_a_value_error_that_the_user_can_catch_at_once():
         (errors.LostError, 9),
         (errors.StuckError, 10),
         (errors.FormatError, 2),
+        (errors.CallbackError, 1),
         (errors.Preempted, 75),
     ],
 )
@@ -48,7 +49,7 @@ def test_every_error_has_an_exit_code_that_the_tests_know():
     assert {kind.__name__ for kind in KINDS} == {
         "UnisonoError", "ConfigError", "DataError", "RunError", "CheckpointError", "NonFiniteError", "GuardError",
         "DeadlineError", "DesyncError", "KernelError", "SpikeError", "MemoryExhaustedError", "SaveError", "UploadError",
-        "LostError", "StuckError", "FormatError", "Preempted", "RecordError", "BadSamplesError",
+        "LostError", "StuckError", "FormatError", "Preempted", "RecordError", "BadSamplesError", "CallbackError",
     }  # fmt: skip
 
 

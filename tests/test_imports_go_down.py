@@ -21,7 +21,8 @@ FLOORS = (
     ("evaluation", "observe", "checkpoint", "supervise"),
     ("engines",),
     ("data",),
-    ("task", "protocols", "optim", "config", "audio"),
+    ("task_config",),
+    ("task", "protocols", "callback", "optim", "config", "audio"),
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -79,11 +80,11 @@ def test_every_room_of_the_house_has_a_floor():
         ("unisono.config.schema.run", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
         ("unisono.runtime.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
         ("unisono.runtime.errors", "from ..task import Task", ["unisono.task"]),
-        ("unisono.engines.torch.engine", "from ...launch import rank_process", ["unisono.launch.rank_process"]),
+        ("unisono.engines.torch.engine", "from ...launch.processes import rank_process", ["unisono.launch.processes.rank_process"]),
         ("unisono.optim.schedules", "import unisono", ["unisono"]),
         ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
         ("unisono.recipes.language.task", "from unisono.engines.torch import engine", ["unisono.engines.torch.engine"]),
-        ("unisono.recipes.language.task", "from unisono.config import resolve", ["unisono.config.resolve"]),
+        ("unisono.recipes.language.task", "from unisono.config import validate", ["unisono.config.validate"]),
         ("unisono.recipes.language.task", "from unisono.task import Task", ["unisono.task"]),
         ("unisono.recipes.language.task", "import unisono.recipes.birdsong.task", ["unisono.recipes.birdsong.task"]),
         ("unisono.launch.train", "from unisono.training import loop\nfrom unisono.engines.torch import devices", []),
@@ -104,7 +105,7 @@ def test_a_config_module_imports_neither_torch_nor_jax(module: str):
 def test_composing_and_validating_settings_loads_neither_torch_nor_jax():
     code = """
 import sys
-from unisono.config import batch_split, compose, fingerprint, resolve
+from unisono.config import batch_split, compose, fingerprint, validate
 from unisono.config.schema import run as schema
 composed = compose.compose("language")
 schema.RunConfig(recipe="x", train={"steps": 1}, optim={"kind": "sgd"})

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import unisono
+from tests import runs
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
 from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task
@@ -21,7 +22,6 @@ from unisono.protocols import initial_carry
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
 from unisono.task import set_up
-from unisono.training import loop
 from unisono.version import __version__
 
 
@@ -225,9 +225,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
     folder = tmp_path_factory.mktemp("run")
     config = configuration(train={"steps": 3, "global_batch": 8}, checkpoint={"every": 1}, observe={"progress": False})
     weights: dict[str, torch.Tensor] = {}
-    with loop.Training(TransformerTask(), config, Place(), Alone(), folder) as training:
+    with runs.training(TransformerTask(), config, Place(), Alone(), folder) as training:
         for _ in training.steps():
-            model = training._engine.view.module  # type: ignore[attr-defined]
+            model = training._parts.engine.view.module  # type: ignore[attr-defined]
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     (folder / "config.yaml").write_text("recipe: test\n")
     return folder, weights

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests import runs
 from tests.runs import configuration, interrupted
 from tests.tasks import LinearTask, TransformerTask
-from unisono.checkpoint.core import commit, resume
+from unisono.checkpoint.core import commit, resume_point
 from unisono.config.schema.run import RunConfig
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
@@ -24,10 +25,9 @@ from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
 from unisono.observe.run_record import Record
 from unisono.optim.schedules import Scalars
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import Alone
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.task import Context, Loss, SampleContext, Task
-from unisono.training import loop
 from unisono.training.loop import Result
 
 
@@ -37,11 +37,11 @@ def config(steps: int = 5, **groups: Any) -> RunConfig:
 
 
 def run(folder: Path, how: RunConfig, task: Task | None = None) -> Result:
-    return loop.run(task or TransformerTask(), how, Place(), Alone(), folder)
+    return runs.train(folder, how, task or TransformerTask())
 
 
 def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str, float]:
-    return loop.evaluate(task or TransformerTask(), how, Place(), Alone(), folder)
+    return runs.evaluate(folder, how, task or TransformerTask())
 
 
 def steps(folder: Path) -> list[int]:
@@ -103,7 +103,7 @@ def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]
     (newest,) = commit.find(whole[0] / "checkpoints")[-1:]
     checkpoint = commit.read(newest)
     kept = checkpoint.state
-    assert kept.keys() == resume.KEYS
+    assert kept.keys() == resume_point.KEYS | resume_point.OPTIONAL
     assert [kept[name] for name in ("step", "total", "random", "micro_batch", "plan")] == [5, 5, False, 8, None]
     assert checkpoint.about["config"]["train"]["steps"] == 5
 
@@ -197,9 +197,9 @@ def test_a_run_that_goes_on_says_after_which_step(tmp_path: Path, capsys: pytest
     how = config(3, checkpoint={"every": 1}, observe={"progress": True})
     with interrupted(before=2):
         run(tmp_path, how)
-    assert "continuing" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
     run(tmp_path, how)
-    assert "continuing after step 2\n" in capsys.readouterr().out
+    assert "resuming after step 2\n" in capsys.readouterr().out
 
 
 # runs that go on ------------------------------------------------------------------------------------------------------
@@ -279,9 +279,9 @@ class Elsewhere(Alone):
 def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> None:
     run(tmp_path, config(2))
     with pytest.raises(
-        CheckpointError, match=r"different checkpoints, \['step-00000002', None\]; is it a shared folder"
+        CheckpointError, match=r"different checkpoints, \['step-00000002', None\]; is it a shared directory"
     ):
-        loop.run(TransformerTask(), config(3), Place(), Elsewhere(), tmp_path)
+        runs.train(tmp_path, config(2), TransformerTask(), None, Elsewhere())
 
 
 # evaluation of a run --------------------------------------------------------------------------------------------------

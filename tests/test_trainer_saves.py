@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import runs
 from tests.runs import configuration
 from tests.tasks import TransformerTask, Words
 from unisono.checkpoint.core import arrays, commit, staging
@@ -21,10 +22,8 @@ from unisono.engines.state import Shard
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.train_state import TrainState
 from unisono.observe import events
-from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import ConfigError, DataError, NonFiniteError, SaveError
 from unisono.task import Task
-from unisono.training import loop
 
 
 def config(steps: int = 6, **groups: Any) -> RunConfig:
@@ -32,8 +31,8 @@ def config(steps: int = 6, **groups: Any) -> RunConfig:
     return configuration(**{"observe": {"log_every": 1}, **groups, "train": train})
 
 
-def run(folder: Path, how: RunConfig, task: Task | None = None) -> loop.Result:
-    return loop.run(task or TransformerTask(), how, Place(), Alone(), folder)
+def run(folder: Path, how: RunConfig, task: Task | None = None) -> runs.Result:
+    return runs.train(folder, how, task or TransformerTask())
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.version import __version__
 
 if TYPE_CHECKING:
+    from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
     from unisono.checkpoint.exchange import hf_config
     from unisono.config.recipes import Recipe
     from unisono.config.schema.base import Settings
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from unisono.runtime.files import whole as whole_file
     from unisono.runtime.rng import generator, key
     from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
+    from unisono.training.callbacks.early_stopping import EarlyStopping
 
 _HOME = {
     # what a task is made of
@@ -78,6 +80,13 @@ _HOME = {
     "Prepared": "protocols",
     "Recurrent": "protocols",
     "Totals": "protocols",
+    # what acts on a run
+    "Callback": "callback",
+    "EarlyStopping": "training.callbacks.early_stopping",
+    "Evaluate": "callback",
+    "RunInfo": "callback",
+    "Save": "callback",
+    "Stop": "callback",
     # what is done with a task, and with a run
     "Recipe": "config.recipes",
     "Run": "launch.run",
@@ -139,11 +148,14 @@ _HOME = {
 __all__ = [
     "BadSamplesError",
     "Batch",
+    "Callback",
     "ConfigError",
     "Context",
     "CrossSample",
     "Data",
     "DataError",
+    "EarlyStopping",
+    "Evaluate",
     "GlobalBatch",
     "Joined",
     "KernelError",
@@ -159,10 +171,13 @@ __all__ = [
     "Run",
     "RunConfig",
     "RunError",
+    "RunInfo",
     "SampleContext",
+    "Save",
     "Scaling",
     "Settings",
     "Source",
+    "Stop",
     "Subset",
     "Task",
     "Totals",

@@ -26,6 +26,8 @@ from unisono.runtime.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono.callback import Callback
+
 Batch = dict[str, Any]
 _OLD_NAMES = frozenset({"rng", "generator", "random", "rand"})  # of the second argument of `sample` in older versions
 
@@ -257,6 +259,10 @@ class Task(ABC):
         """
         return {}
 
+    def callbacks(self) -> Sequence[Callback]:
+        """Callbacks of every run of the task, besides those that the user names."""
+        return []
+
     def facts(self) -> dict[str, Any]:
         """What is worth knowing about the data before the start, as JSON; printed by `check` and kept with the run."""
         return {}
@@ -282,8 +288,15 @@ class Task(ABC):
 def set_up(task: Task) -> None:
     """Have a task's `setup` called, unless this process has done so for this very object."""
     if vars(task).get("_set_up_by") != os.getpid():
+        before = vars(task).keys() - made_by_setup(task)
         task.setup()
+        vars(task)["_made_by_setup"] = vars(task).keys() - before
         vars(task)["_set_up_by"] = os.getpid()
+
+
+def made_by_setup(task: Task) -> set[str]:
+    """The attributes of a task that its `setup` makes, so that they are no state of the object's own."""
+    return {"_set_up_by", "_made_by_setup", *vars(task).get("_made_by_setup", ())}
 
 
 def _refuse_old_sample(cls: type[Task]) -> None:

@@ -381,7 +381,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
 
     assert trained(second, monkeypatch, upload, "run.allow_change=[task.hangs]") == 0
     told = capfd.readouterr().out
-    assert f"restored step-00000001 from {store.url}\n" in told and "continuing after step 1\n" in told
+    assert f"restored step-00000001 from {store.url}\n" in told and "resuming after step 1\n" in told
     assert f"step {STEPS} is in {store.url}" in told
     made = [event["step"] for event in jobs.events(second / "runs" / "a") if "loss" in event and not event.get("eval")]
     assert made == list(range(2, STEPS + 1))
@@ -468,6 +468,6 @@ def test_a_finished_run_that_has_to_go_waits_for_its_upload_no_longer_than_the_d
     assert f"the checkpoint of step 6 is not in {store.url}" in output
     assert store.get(f"checkpoints/{last}/manifest.json") is None
     assert process.returncode == 75, told
-    assert f"preempted after step {STEPS} of {STEPS}, which is saved. Start the same command again to go on" in told
+    assert f"preempted after step {STEPS} of {STEPS}, which is saved. Resume with:\n  unisono train " in told
     assert "did not meet" not in told and "came before all ranks" not in told
     assert seconds < 6 + 4, "the end of the processes included, on a busy machine"

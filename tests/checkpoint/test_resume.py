@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests import processes
+from tests import processes, runs
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono.checkpoint.core import commit, manifest, provenance, resume
+from unisono.checkpoint.core import commit, manifest, resume, resume_point
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, FormatError, RunError
 from unisono.training import loop
 
@@ -33,7 +33,7 @@ def config(steps: int = 4, how: str = "auto", allow: tuple[str, ...] = (), **gro
 
 
 def run(folder: Path, how: RunConfig) -> loop.Result:
-    return loop.run(TransformerTask(), how, Place(), Alone(), folder)
+    return runs.train(folder, how, TransformerTask())
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_damaged_newest_checkpoint_is_brought_again_from_a_store_that_has_it_w
     assert note["step"] == 4
     assert note["brought_again"]["name"] == "step-00000004"
     assert note["brought_again"]["kept_as"] == "damaged-step-00000004"
-    assert "It was brought again from its store; the damaged one is kept as damaged-step" in capfd.readouterr().out
+    assert "It was fetched again from its store; the damaged one is kept as damaged-step" in capfd.readouterr().out
     assert not notes(folder, "fallback")
 
 
@@ -131,7 +131,7 @@ def test_what_no_store_has_whole_is_passed_over_with_the_reason(
     shutil.rmtree(tmp_path / "store" / "test" / "checkpoints" / "step-00000004")
     run(folder, config(checkpoint=upload))
     (note,) = notes(folder, "fallback")
-    assert "It could not be brought again: file://" in note["fallback"]["why"]
+    assert "It could not be fetched again: file://" in note["fallback"]["why"]
     assert "has no checkpoint step-00000004." in note["fallback"]["why"]
 
 
@@ -146,7 +146,7 @@ def brought_by_two(place: Place, group: Group, path: Path) -> tuple[str | None, 
         return asked.with_name("aside"), ""
 
     began = time.monotonic()
-    return *resume._brought(path, again, group), time.monotonic() - began
+    return *resume._refetch(path, again, group), time.monotonic() - began
 
 
 def test_all_ranks_wait_for_what_the_first_brings_and_know_what_came_of_it(tmp_path: Path) -> None:
@@ -217,19 +217,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(cut: Path) 
 def test_an_evaluation_takes_no_other_checkpoint_than_the_newest(cut: Path) -> None:
     damage(cut, 3)
     with pytest.raises(CheckpointError, match="step-00000003"):
-        loop.evaluate(TransformerTask(), config(), Place(), Alone(), cut)
+        runs.evaluate(cut, config(), TransformerTask())
     assert "damaged-step-00000003" not in names(cut)
 
 
 def together(place: Place, group: Group, folder: Path) -> list[str]:
     """Where one rank alone finds a checkpoint damaged: which one every rank takes."""
     how = config(layout={"world_size": 2, "strategy": "ddp"})
-    told = provenance.of(how, {"rows": 27}, place)
+    run = runs.resolved(TransformerTask(), how, folder, place)
     if place.rank == 1:
         commit.read = _short_sighted
-    found = resume.choose(folder, how, told, 4, group)
+    found = resume.open_newest(run, {}, group)
     assert found.checkpoint is not None
-    return [found.checkpoint.path.name, *(one.why for one in found.fallen)]
+    return [found.checkpoint.path.name, *(one.why for one in found.rejected)]
 
 
 _read = commit.read
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     with pytest.raises(FormatError, match=told):
         run(cut, config())
     with pytest.raises(FormatError, match=told):
-        resume.newest_readable(cut / "checkpoints")
+        resume_point.newest_readable(cut / "checkpoints")
     assert "damaged-step-00000003" not in names(cut)
 
 
@@ -333,7 +333,7 @@ def test_what_lies_around_a_run_is_told_and_an_exact_one_refuses_it(
 def test_a_harmless_change_passes_and_is_told_and_recorded(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(cut, config(layout={"micro_batch": 4}, eval={"every": 2}))
     output = capsys.readouterr().out
-    assert "continuing after step 3\n" in output
+    assert "resuming after step 3\n" in output
     assert "  eval.every: not set -> 2\n  layout.micro_batch: not set -> 4\n" in output
     (note,) = notes(cut, "changed")
     assert note == {"step": 3, "changed": {"config": {"eval.every": [None, 2], "layout.micro_batch": [None, 4]}}}
@@ -386,7 +386,7 @@ def test_a_last_checkpoint_of_the_model_holds_its_weights_and_their_average_alon
     assert {name.split("/")[0] for name in older.arrays} == {"model", "ema", "optimizer"}
     assert {name.split("/")[0] for name in newest.arrays} == {"model", "ema"}
     last = events.last_evaluation(events.read(model_only / "events.jsonl"))
-    assert loop.evaluate(TransformerTask(), config(ema={"decay": 0.9}), Place(), Alone(), model_only) == {
+    assert runs.evaluate(model_only, config(ema={"decay": 0.9}), TransformerTask()) == {
         "step": 4,
         **last,
     }

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from tests import processes
+from tests import runs as runs_
 from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
-from unisono.checkpoint.core.resume import Found
+from unisono.checkpoint.core.resume import Resumption
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.evaluation.best import Best
 from unisono.observe import events
 from unisono.runtime.communicator import Group, Place
 from unisono.task import Context, Loss
-from unisono.training import loop
 
 STEPS = 6
 
@@ -68,7 +68,7 @@ def train(place: Place, group: Group, runs: list[tuple[Path, tuple[int, ...]]]) 
         for stop in stops if -1 in stops else (*stops, None):  # -1: it is left where it stopped
             if stop != -1:
                 with interrupted(before=stop):
-                    loop.run(task, how, place, group, folder)
+                    runs_.train(folder, how, task, place, group)
         drawn = torch.rand(4).numpy().tobytes().hex()
         (folder / f"drawn-{place.rank}").write_text(drawn)
 
@@ -166,15 +166,15 @@ def test_a_kind_of_state_that_is_lost_is_seen(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str]
 ) -> None:
     lose, seen = LOST[kind]
-    load = Found.load
+    load = Resumption.load
 
-    def lossy(found: Found, engine: Any, plan: Any) -> int:
+    def lossy(found: Resumption, engine: Any, plan: Any) -> int:
         step = load(found, engine, plan)
         if step:
             lose(engine)
         return step
 
-    monkeypatch.setattr(Found, "load", lossy)
+    monkeypatch.setattr(Resumption, "load", lossy)
     processes.alone(train, [(tmp_path / "run", (5,))])
     found = state(tmp_path / "run")
     assert seen <= {name for name, digest in found.items() if digest != expected[name]}
@@ -184,8 +184,8 @@ def test_a_kind_of_state_that_is_lost_is_seen(
 def test_what_stands_beside_the_arrays_and_is_lost_is_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str]
 ) -> None:
-    kept = Found.kept
-    monkeypatch.setattr(Found, "kept", lambda found, asked: None if asked == name else kept(found, asked))
+    kept = Resumption.kept
+    monkeypatch.setattr(Resumption, "kept", lambda found, asked: None if asked == name else kept(found, asked))
     processes.alone(train, [(tmp_path / "run", (5,))])
     found = state(tmp_path / "run")
     assert {key for key, digest in found.items() if digest != expected[key]} == {name}
@@ -195,9 +195,9 @@ def test_what_is_told_of_the_tracked_runs_outlives_their_file(tmp_path: Path) ->
     (tmp_path / "trackers.json").write_text('{"wandb": "abc"}')
     task, how = Everything(), config(1)
     shorter = how.model_copy(update={"train": how.train.model_copy(update={"steps": 2})})
-    loop.run(task, shorter, *_alone(), tmp_path)
+    runs_.train(tmp_path, shorter, task)
     (tmp_path / "trackers.json").unlink()
-    loop.run(task, shorter, *_alone(), tmp_path)
+    runs_.train(tmp_path, shorter, task)
     assert (tmp_path / "trackers.json").read_text() == '{\n "wandb": "abc"\n}\n'
 
 

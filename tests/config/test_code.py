@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import tasks
-from unisono.config import code_digest, resolve
+from unisono.config import code_digest
+from unisono.task_config import find_task
 
 TASK = """
 import json
@@ -119,7 +120,7 @@ def test_a_task_that_is_installed_counts_with_its_own_package(tmp_path: Path, mo
 
 def test_a_task_of_a_package_counts_with_the_packages_above_it():
     recipe = f"{tasks.__file__}:LinearTask"
-    resolve.task_class(recipe)
+    find_task(recipe)
     assert of_project(recipe).keys() == {"tests/__init__.py", "tests/tasks.py"}
 
 

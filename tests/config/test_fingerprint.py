@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests import tasks
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint
 from unisono.config.schema.run import RunConfig
+from unisono.task_config import load_config
 
 TASK = f"{tasks.__file__}:TransformerTask"
 BASE = (
@@ -18,6 +19,7 @@ BASE = (
 )  # fmt: skip
 
 HARMLESS = {
+    "callbacks": "[early_stopping]",
     "run.name": "b",
     "run.dir": "elsewhere",
     "run.resume": "never",
@@ -159,7 +161,7 @@ NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
 
 def config(*overrides: str) -> RunConfig:
     base = BASE if not any(word.startswith("schedules.depth={") for word in overrides) else BASE[:-1]
-    return resolve.load(TASK, (*base, *overrides))[0]
+    return load_config(TASK, (*base, *overrides))[0]
 
 
 @pytest.fixture(scope="module")

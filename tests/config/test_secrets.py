@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from unisono.config import resolve, secrets
+from unisono.config import secrets
 from unisono.config.compose import compose
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import validate_config
 
 CANARY = "canary5f0c9d1e7a"
 
@@ -97,7 +98,7 @@ def test_settings_of_a_secret_type_are_refused() -> None:
 def test_a_configuration_with_a_secret_is_refused_and_the_secret_not_repeated(override: str) -> None:
     composed = compose("language", ["data=corpus", override])
     with pytest.raises(ConfigError) as refused:
-        resolve.validate(composed)
+        validate_config(composed)
     said = composed.explain(str(refused.value))
     assert "it can hold no secret" in said
     assert "os.environ" in said

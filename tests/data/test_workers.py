@@ -342,7 +342,7 @@ def test_a_task_of_a_script_is_found_in_worker_processes(tmp_path: Path) -> None
 
 
 def test_a_task_of_a_recipe_file_is_found_in_worker_processes(tmp_path: Path) -> None:
-    from unisono.config import resolve
+    from unisono.task_config import find_task
 
     (tmp_path / "beside.py").write_text("ADDED = 5\n")
     (tmp_path / "recipe.py").write_text(
@@ -354,7 +354,7 @@ def test_a_task_of_a_recipe_file_is_found_in_worker_processes(tmp_path: Path) ->
                 return {**super().sample(record, context), "row": int(record) + beside.ADDED}
         """)
     )
-    task = resolve.task_class(f"{tmp_path / 'recipe.py'}:Mine")()
+    task = find_task(f"{tmp_path / 'recipe.py'}:Mine")()
     first = made.steps(task, worker_kind="processes", last=1)[0][0]
     assert np.array_equal(first.arrays["row"], first.rows + 5)
 

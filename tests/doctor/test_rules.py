@@ -10,7 +10,7 @@ import pytest
 from unisono.doctor import rules
 from unisono.doctor.facts import Facts
 from unisono.doctor.rules import CONDITIONS
-from unisono.launch.host_variables import VARIABLES, Finding
+from unisono.launch.host.host_variables import VARIABLES, Finding
 from unisono.launch.nodes.network import Interface
 
 HEALTHY = Facts(
@@ -101,7 +101,7 @@ BAD = [  # one at least for every rule of the table, in its order
     (24, "OMP_NUM_THREADS", ["0", "auto", "-1"]),
     (25, "OMP_PROC_BIND", ["true", "close"]),
     (26, "TOKENIZERS_PARALLELISM", ["false"]),
-    (27, "UNISONO_NODE", ["{}"]),
+    (27, "UNISONO_RUN_ID", ["unisono-7"]),
     (28, "TRANSFORMERS_CACHE", ["/data"]),
     (29, "HF_HUB_OFFLINE", ["1"]),
 ]

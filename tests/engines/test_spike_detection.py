@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests import processes
 from tests.runs import configuration
+from tests.runs import training as training_of
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
@@ -26,7 +27,6 @@ from unisono.engines.protocol import StepResult
 from unisono.engines.spike_detection import SpikeDetection, limit
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import SpikeError
-from unisono.training import loop
 
 # the limit ----------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def config(layout: str, **spikes: Any) -> Any:
 def train(place: Place, group: Group, runs: list[tuple[Any, Path, int | None]]) -> None:
     for made, folder, until in runs:
         folder.mkdir(exist_ok=True)
-        with loop.Training(Spiky(), made, place, group, folder) as training:
+        with training_of(Spiky(), made, place, group, folder) as training:
             for step, _ in enumerate(training.steps(), training.first + 1):
                 if step == until:
                     break

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from tests.launch import jobs
-from unisono.launch import malloc_arenas
+from unisono.launch.host import malloc_arenas
 
 THREADS = 6
 RESERVED = f"""
 import re, sys, threading
 from pathlib import Path
 if sys.argv[1] == "shared":
-    from unisono.launch import malloc_arenas
+    from unisono.launch.host import malloc_arenas
     malloc_arenas.share()
 def size():
     return int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -14,10 +14,10 @@ import torch
 import yaml
 
 from tests.launch import jobs
-from unisono.config import resolve
 from unisono.engines.torch.guards.oom import is_out_of_memory
 from unisono.launch.autobatch import memory, search
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import load_config
 
 TASK = '''
 import numpy as np, torch, unisono
@@ -97,7 +97,7 @@ def test_a_size_within_a_tenth_of_the_limit_is_found_without_running_out_of_memo
 def config(folder: Path, *words: str) -> Any:
     (folder / "wide.py").write_text(TASK)
     task = f"{folder / 'wide.py'}:Wide"
-    return resolve.load(task, [*WORDS[1:], "layout.world_size=1", "layout.strategy=single", *words])[0]
+    return load_config(task, [*WORDS[1:], "layout.world_size=1", "layout.strategy=single", *words])[0]
 
 
 def kept(told: Any, peaks: dict[int, int], **more: Any) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.cluster import NODE, OURS, across_nodes, complete, place
-from unisono.runtime.communicator import Node, Place
+from unisono.launch.cluster import OURS, complete, process_info
+from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
 
 TORCHRUN = {
@@ -25,74 +23,53 @@ SLURM = {
 
 def completed(**variables: str) -> dict[str, str]:
     environment = {**SLURM, **variables}
-    found = place(environment)
+    found = process_info(environment)
     assert found is not None
     complete(found, environment)
     return environment
 
 
 def test_nobody_launched_a_process_without_variables():
-    assert place({}) is None
-    assert place({"PATH": "/bin", "MASTER_ADDR": "a"}) is None
-
-
-# one of several nodes -----------------------------------------------------------------------------------------------
-
-
-def test_a_process_of_a_node_is_numbered_among_all():
-    node = json.dumps(asdict(Node(1, 3, "10.0.0.1", 4000, "eth0")))
-    ours = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", OURS: "a", NODE: node}
-    across_nodes(ours)
-    assert place(ours) == Place(3, 6, 1, 2, "unisono")
-    assert (ours["MASTER_ADDR"], ours["MASTER_PORT"], ours["TORCHELASTIC_USE_AGENT_STORE"]) == (
-        "10.0.0.1",
-        "4000",
-        "False",
-    )
-
-
-def test_a_process_of_the_only_node_keeps_its_number():
-    alone = dict(TORCHRUN)
-    across_nodes(alone)
-    assert alone == TORCHRUN
+    assert process_info({}) is None
+    assert process_info({"PATH": "/bin", "MASTER_ADDR": "a"}) is None
 
 
 # torchrun -----------------------------------------------------------------------------------------------------------
 
 
 def test_torchrun_s_variables_are_a_place():
-    assert place(TORCHRUN) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info(TORCHRUN) == Place(3, 4, 1, 2, "torchrun")
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_torchrun_s_variables_in_part_are_refused_with_the_one_that_is_missing(name: str):
     with pytest.raises(ConfigError, match=f"not {name}; unset them or set all"):
-        place({key: value for key, value in TORCHRUN.items() if key != name})
+        process_info({key: value for key, value in TORCHRUN.items() if key != name})
 
 
 def test_all_missing_variables_of_torchrun_are_named_at_once():
     with pytest.raises(ConfigError, match="not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT;"):
-        place({"RANK": "0", "WORLD_SIZE": "2"})
+        process_info({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_processes_of_our_own_launcher_are_told_from_those_of_torchrun():
     ours = {**TORCHRUN, OURS: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-77"}
-    assert place(ours) == Place(3, 4, 1, 2, "unisono")
-    assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info(ours) == Place(3, 4, 1, 2, "unisono")
+    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == Place(3, 4, 1, 2, "torchrun")
 
 
 def test_a_run_id_of_torchrun_may_begin_as_it_likes():
-    assert place({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
 
 
 def test_torchrun_inside_of_a_process_of_a_run_is_torchrun():
     inner = {**TORCHRUN, OURS: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-78"}
-    assert place(inner) == Place(3, 4, 1, 2, "torchrun")
-    assert place({**TORCHRUN, OURS: "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info(inner) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info({**TORCHRUN, OURS: "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
 
 
 def test_torchrun_inside_of_slurm_is_torchrun():
-    found = place({**SLURM, **TORCHRUN})
+    found = process_info({**SLURM, **TORCHRUN})
     assert found is not None
     assert found.launcher == "torchrun"
 
@@ -107,16 +84,16 @@ def test_torchrun_s_address_is_left_as_it_is():
 
 
 def test_slurm_s_variables_are_a_place():
-    assert place(SLURM) == Place(3, 4, 1, 2, "slurm")
+    assert process_info(SLURM) == Place(3, 4, 1, 2, "slurm")
 
 
 def test_a_batch_script_is_no_process_of_a_step():
     batch = {key: value for key, value in SLURM.items() if "STEP" not in key}
-    assert place({**batch, "SLURM_NTASKS": "4"}) is None
+    assert process_info({**batch, "SLURM_NTASKS": "4"}) is None
 
 
 def test_the_step_s_number_of_tasks_counts_and_not_the_job_s():
-    found = place({**SLURM, "SLURM_NTASKS": "99"})
+    found = process_info({**SLURM, "SLURM_NTASKS": "99"})
     assert found is not None
     assert found.world_size == 4
 
@@ -139,7 +116,7 @@ def test_the_tasks_of_each_host_are_read_from_slurm_s_short_form(text: str, task
             "SLURM_NODEID": str(node),
             "SLURM_STEP_NUM_TASKS": str(sum(tasks)),
         }
-        found = place({**SLURM, **variables})
+        found = process_info({**SLURM, **variables})
         assert found is not None
         assert found.local_world_size == count
 
@@ -154,7 +131,8 @@ def test_any_short_form_that_slurm_can_write_is_read(tasks: list[int]):
             runs.append([count, 1])
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
     found = [
-        place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)}) for node in range(len(tasks))
+        process_info({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
+        for node in range(len(tasks))
     ]
     assert [where.local_world_size for where in found if where] == tasks
 

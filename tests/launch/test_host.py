@@ -15,9 +15,9 @@ import pytest
 
 from tests.launch import jobs
 from unisono.cli import main
-from unisono.config import resolve
-from unisono.launch import host_check
+from unisono.launch.host import host_check
 from unisono.runtime.errors import ConfigError, RunError
+from unisono.task_config import load_config
 
 WORDS = ("small.py:Small", "run.name=a", "train.steps=2", "train.global_batch=8", "layout.device=cpu")
 
@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(*words: str) -> Any:
-    return resolve.load(WORDS[0], [*WORDS[1:], *words])[0]
+    return load_config(WORDS[0], [*WORDS[1:], *words])[0]
 
 
 def refusal(*words: str) -> str:
@@ -79,11 +79,11 @@ def test_a_variable_that_is_misspelt_is_told_and_no_more(
 
 LIMITED = """
 import resource, sys
-from unisono.config import resolve
+from unisono.task_config import load_config
 from unisono.runtime.errors import RunError
-from unisono.launch import host_check
+from unisono.launch.host import host_check
 soft, hard, workers = map(int, sys.argv[1:4])
-config = resolve.load(sys.argv[4], ["run.name=a", "train.steps=2", "layout.world_size=2", f"data.workers={workers}"])[0]
+config = load_config(sys.argv[4], ["run.name=a", "train.steps=2", "layout.world_size=2", f"data.workers={workers}"])[0]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:
     host_check.open_files(config)

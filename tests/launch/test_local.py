@@ -7,79 +7,108 @@ import os
 import signal
 import socket
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.launcher import api
 
 from tests import tasks
-from unisono.config import resolve
-from unisono.launch import local_processes
 from unisono.launch.cluster import OURS
-from unisono.launch.nodes import network
+from unisono.launch.processes import children, exit_report, local_processes
 from unisono.runtime.communicator import Node
+from unisono.task_config import load_config
 
 UNWATCHED = "launch.monitor=false"
 TASK = f"{tasks.__file__}:LinearTask"
 
 
+class Ended:
+    """Processes that have ended without a fault, at once."""
+
+    def __init__(self, count: int) -> None:
+        self.pids, self.codes = [0] * count, dict.fromkeys(range(count), 0)
+
+    def look(self, seconds: float) -> None:
+        pass
+
+
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
     """The environments in which processes would have been started."""
-    found: list[dict[str, str]] = []
-    monkeypatch.setattr(api, "elastic_launch", lambda settings, _: lambda *words: found.append(dict(os.environ)))
+    found: list[Mapping[str, str]] = []
+    starts(monkeypatch, found.extend)
     return found
+
+
+def starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[Sequence[Mapping[str, str]]], Any]) -> None:
+    """Have processes do this, and end."""
+
+    def start(server: object, module: str, arguments: object, environments: Sequence[Mapping[str, str]]) -> Ended:
+        act(environments)
+        return Ended(len(environments))
+
+    monkeypatch.setattr(children, "start", start)
 
 
 def launch(folder: Path, threads: int) -> None:
     local_processes.launch(
-        resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads
+        load_config(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads
     )
 
 
 def test_a_launch_leaves_the_environment_as_it_was(
-    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seen: list[Mapping[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
     launch(tmp_path, 3)
     assert dict(os.environ) == before
     launch(tmp_path, 2)
-    assert [(found["OMP_NUM_THREADS"], found[OURS]) for found in seen] == [
-        ("3", f"unisono-{os.getpid()}"), ("2", f"unisono-{os.getpid()}"),
-    ]  # fmt: skip
+    assert [(found["OMP_NUM_THREADS"], found[OURS], found["RANK"]) for found in seen] == [
+        (threads, f"unisono-{os.getpid()}", rank) for threads in ("3", "2") for rank in ("0", "1")
+    ]
     assert dict(os.environ) == before
 
 
 def test_a_launch_keeps_the_port_at_which_its_processes_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     taken: list[tuple[str, int]] = []
 
-    def starts(settings: api.LaunchConfig, _: str) -> Any:
-        place = network.rendezvous(settings.rdzv_endpoint)
+    def tried(environments: Sequence[Mapping[str, str]]) -> None:
+        place = environments[0]["MASTER_ADDR"], int(environments[0]["MASTER_PORT"])
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(place)
-        return lambda *words: taken.append(place)
+        taken.append(place)
 
-    monkeypatch.setattr(api, "elastic_launch", starts)
+    starts(monkeypatch, tried)
     launch(tmp_path, 1)
     with socket.socket() as other:
         other.bind(*taken)
 
 
-def test_a_launch_leaves_signals_to_whom_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(
-        api, "elastic_launch", lambda *_: lambda *words: signal.signal(signal.SIGTERM, lambda *_: None) and None
-    )
+def test_a_launch_notes_signals_while_it_waits_and_then_leaves_them_to_whom_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    during: list[Any] = []
+
+    class Once(Ended):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            self.codes = {}
+
+        def look(self, seconds: float) -> None:
+            during.append(signal.getsignal(signal.SIGINT))
+            self.codes = dict.fromkeys(range(len(self.pids)), 0)
+
+    monkeypatch.setattr(children, "start", lambda *words: Once(len(words[-1])))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     launch(tmp_path, 1)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert during and during[0] is not before[signal.SIGINT]
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_a_launch_leaves_what_the_user_has_set(
-    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seen: list[Mapping[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
@@ -87,30 +116,30 @@ def test_a_launch_leaves_what_the_user_has_set(
     assert (seen[0]["OMP_NUM_THREADS"], seen[0]["GLOO_SOCKET_IFNAME"]) == ("7", "mine")
 
 
-def test_a_node_starts_its_share_of_the_processes_and_tells_them_which_it_is(
-    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_node_starts_its_share_of_the_processes_and_numbers_them_among_all(
+    seen: list[Mapping[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    counts: list[int] = []
-    monkeypatch.setattr(api, "LaunchConfig", lambda **words: counts.append(words["nproc_per_node"]))
     node = Node(1, 2, "10.0.0.1", 4000, "eth7")
-    config = resolve.load(TASK, ["layout.world_size=6", "layout.device=cpu", UNWATCHED])[0]
+    config = load_config(TASK, ["layout.world_size=6", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00000.fault.json").touch()  # node 0 has begun, and failed
     local_processes.launch(config, tmp_path, 1, node=node)
-    assert counts == [3]
-    assert json.loads(seen[0]["UNISONO_NODE"]) == asdict(node)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [tuple(found[name] for name in names) for found in seen] == [
+        (str(3 + place), "6", str(place), "3", "1", "10.0.0.1", "4000") for place in range(3)
+    ]
     assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
     assert (tmp_path / "logs" / "rank-00000.fault.json").exists()
 
 
 def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
-    seen: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seen: list[Mapping[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # launch.interface came before it
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
-    config = resolve.load(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0]
+    config = load_config(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
     local_processes.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
     assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib")
@@ -127,16 +156,14 @@ def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float
         fault = {"rank": rank, "kind": kind, "text": f"{kind} of {rank}", "code": code, "time": time.time() - ago}
         fault["fault"] = ""
         (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
-    error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=code) for rank, code in exits.items()})
-    told = local_processes._headline(folder, error, first)
+    told = exit_report.headline(folder, {first + place: code for place, code in exits.items()})
     return str(told), told.exit_code
 
 
 def test_what_the_fault_is_called_is_kept(tmp_path: Path):
     report = {"rank": 0, "kind": "GuardError", "text": "no", "code": 4, "fault": "Replicas drift apart", "time": 0.0}
     (tmp_path / "rank-0.fault.json").write_text(json.dumps(report))
-    ended: Any = SimpleNamespace(failures={0: SimpleNamespace(exitcode=4)})
-    assert local_processes._headline(tmp_path, ended).fault == "Replicas drift apart"
+    assert exit_report.headline(tmp_path, {0: 4}).fault == "Replicas drift apart"
 
 
 def test_a_death_is_not_told_as_the_preemption_that_another_rank_takes_the_launcher_s_signal_for(tmp_path: Path):

@@ -147,7 +147,7 @@ class TestTwoHosts:
             assert [done.returncode for done in failed] == [1, 1]
             done = run(pair, here, *words, "run.resume=must", "run.allow_change=[task.raises]")
         assert [one.returncode for one in done] == [0, 0], done
-        assert "continuing after step 2" in done[0].stdout
+        assert "resuming after step 2" in done[0].stdout
         assert computed(here)[-5:] == computed(healthy[0])[-5:]
 
     def test_keep_one_copy_of_the_model_each(self, healthy: tuple[Path, list[Done]]):

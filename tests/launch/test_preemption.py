@@ -1,8 +1,9 @@
-"""A job that has to go: real processes, real signals, and that the same command goes on as if nothing had been."""
+"""A job that has to go: real processes, real signals, and that the command which it prints goes on as if nothing had been."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from unisono.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "train.steps=40", "task.dropout=0.2", "eval.every=3")
-AGAIN = "Start the same command again"
 
 
 @pytest.fixture
@@ -69,7 +69,9 @@ def test_a_run_that_was_preempted_twice_ends_as_one_that_never_was(here: Path, w
     (step,) = saved(here)
     assert 1 <= step < 40
     assert code == 75
-    assert told == f"unisono: preempted after step {step} of 40, which is saved. {AGAIN} to go on\n"
+    typed = [word for word in words(here)[1:] if word != "run.name=a"]
+    resume = f"Resume with:\n  {shlex.join(['unisono', *typed, 'run.name=a'])}\n"
+    assert told == f"unisono: preempted after step {step} of 40, which is saved. {resume}"
     for mark in (here / "marks").iterdir():
         mark.unlink()
     with jobs.started(words(here), here) as process:  # and, on its way again, one rank alone
@@ -80,7 +82,7 @@ def test_a_run_that_was_preempted_twice_ends_as_one_that_never_was(here: Path, w
         _, told = process.communicate(timeout=60)
     assert process.returncode == 75, told
     assert saved(here)[-1] > step
-    assert told == f"unisono: preempted after step {saved(here)[-1]} of 40, which is saved. {AGAIN} to go on\n"
+    assert told == f"unisono: preempted after step {saved(here)[-1]} of 40, which is saved. {resume}"
     resumed = jobs.unisono(*words(here)[1:], cwd=here)
     assert resumed.returncode == 0, resumed.stderr
     assert saved(here)[-1] == 40
@@ -157,7 +159,8 @@ def test_torchruns_processes_answer_its_signal(here: Path):
     code, told = interrupted(here, signal.SIGTERM, [*command, "--no-python", *words(here, "train.steps=3000")])
     (step,) = saved(here)
     assert code == 1  # torchrun's own, after a signal
-    assert f"unisono: ended on rank 0: preempted after step {step} of 3000, which is saved. {AGAIN}" in told
+    kept = f"unisono: ended on rank 0: preempted after step {step} of 3000, which is saved. "
+    assert f"{kept}Resume (under torchrun, as before) with:\n  unisono train " in told
 
 
 @pytest.mark.slow

@@ -172,7 +172,10 @@ def test_the_traceback_of_the_process_that_raised_is_the_headline(here: Path):
     assert done.returncode == 1
     assert done.stderr.startswith("unisono: error: rank 1 failed")
     assert done.stderr.splitlines()[1].startswith("Traceback (most recent call last):")
-    assert done.stderr.rstrip().endswith("RuntimeError: the sky fell")
+    *_, raised, _, saved, typed = done.stderr.rstrip().splitlines()
+    assert raised == "RuntimeError: the sky fell"
+    assert saved == "There is no checkpoint yet. Start over with:"
+    assert typed.startswith("  unisono train small.py:Small ")
     assert done.stderr.count("Traceback (most recent call last):") == 1
     assert jobs.working_in(here) == []
 
@@ -181,7 +184,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_the_step_the_rank_and_the
     done = jobs.unisono(*TRAIN, "train.steps=20", "layout.world_size=2", "task.nan=7", cwd=here)
     assert done.returncode == 3
     told = done.stderr.splitlines()
-    assert len(told) == 1
+    assert len(told) == 3  # what to type next besides
     made = jobs.events(here / "runs" / "a")[-1]["step"]
     assert told[0].startswith(f"unisono: error: step {made + 1}: the loss is not finite")
     assert "rank " in told[0]
@@ -241,7 +244,9 @@ def test_an_interruption_ends_every_process_and_says_how_to_go_on(here: Path, wo
         _, errors = process.communicate(timeout=10)
         assert jobs.all_gone(here, 1)
     assert process.returncode == 130
-    assert "unisono: interrupted; every process has ended." in errors
+    assert (
+        "unisono: interrupted. There is no checkpoint yet. Start over with:\n  unisono train small.py:Small " in errors
+    )
     assert "Traceback" not in errors
 
 

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_told_before_anything_starts(run: Path) -> None:
 def test_it_is_one_command_and_about_a_run(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         replay(tmp_path)
-    monkeypatch.setattr(cluster, "place", lambda: Place(world_size=2, launcher="torchrun"))
+    monkeypatch.setattr(cluster, "process_info", lambda: Place(world_size=2, launcher="torchrun"))
     with pytest.raises(ConfigError, match="without torchrun"):
         replay(run)
 

@@ -3,80 +3,182 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from tests import tasks
 from tests.launch import jobs
-from unisono.config import resolve
+from unisono.checkpoint.core import commit, provenance, resume_point
+from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.launch import local_processes, restart, train
+from unisono.launch import layout, resolve, run_directory, train
+from unisono.launch.preflight import DataFacts
+from unisono.launch.processes import local_processes, restart
+from unisono.launch.processes.local_processes import WorkerError
 from unisono.observe.events import Events
-from unisono.runtime.communicator import Place
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.communicator import Place, SingleProcess
+from unisono.runtime.errors import ConfigError, RunError
 from unisono.supervise import preemption
+from unisono.task_config import load_config, read_run
 
 
 def config(*words: str) -> RunConfig:
-    return resolve.load(f"{tasks.__file__}:LinearTask", ["layout.world_size=2", "layout.device=cpu", *words])[0]
+    return load_config(f"{tasks.__file__}:LinearTask", ["layout.world_size=2", "layout.device=cpu", *words])[0]
 
 
 @pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Numbers of the attempts that were made; every one of them fails with the code that is written in `CODE`."""
-    made: list[str] = []
+def start(tmp_path: Path) -> Callable[..., ResolvedRun]:
+    """A run as a start has resolved it and written it down."""
 
-    def launch(*_: object) -> None:
-        made.append(os.environ["UNISONO_ATTEMPT"])
-        raise local_processes.WorkerError("rank 1 died.\nMore of it.", int(os.environ["CODE"]))
+    def resolved(*words: str) -> ResolvedRun:
+        concrete = layout.concrete(config(f"run.dir={tmp_path}", "run.name=a", *words), None)
+        run = resolve.decide(concrete)
+        run.directory.mkdir(exist_ok=True)
+        run_directory.write(run, DataFacts({}, {}), tasks.LinearTask())
+        return run
+
+    return resolved
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Number and micro-batch of the attempts that were made; every one fails with the code in `CODE`."""
+    made: list[tuple[str, Any]] = []
+
+    def launch(config: RunConfig, *_: object, **__: object) -> None:
+        made.append((os.environ["UNISONO_ATTEMPT"], config.layout.micro_batch))
+        raise WorkerError("rank 1 died.\nMore of it.", int(os.environ["CODE"]), random=RANDOM[0])
 
     monkeypatch.setattr(local_processes, "launch", launch)
     return made
 
 
-def failed(folder: Path, *words: str) -> str:
-    (folder / "config.yaml").write_text(yaml.safe_dump(config(*words).model_dump(mode="json")))
-    with pytest.raises(local_processes.WorkerError) as caught:
-        restart.launch(config(*words), folder, 1)
+RANDOM: list[bool | None] = [False]  # what the processes say of their forward passes
+
+
+def failed(run: ResolvedRun) -> str:
+    with pytest.raises(WorkerError) as caught:
+        restart.launch(run, 1)
     return str(caught.value)
+
+
+def checkpoint(run: ResolvedRun, step: int, random: bool = False) -> None:
+    kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
+    about = provenance.of(read_run(run.directory, trust=True))
+    commit.save(run.directory / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=about)
 
 
 @pytest.mark.parametrize("code", [5, 9, 10])
 def test_a_run_is_started_as_often_as_it_may_and_then_fails_with_how_often(
-    tmp_path: Path, attempts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
-):
+    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], code: int,
+):  # fmt: skip
     monkeypatch.setenv("CODE", str(code))
-    events = Events(tmp_path / "events.jsonl")
+    run = start("launch.max_restarts=2")
+    events = Events(run.directory / "events.jsonl")
     events.write({"step": 1, "loss": 2.0})
     events.close()
-    with (tmp_path / "events.jsonl").open("a") as file:
+    with (run.directory / "events.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # a process died while it wrote
-    text = failed(tmp_path, "launch.max_restarts=2")
-    assert text.endswith("\nIt was started again 2 times (launch.max_restarts)")
-    assert attempts == ["0", "1", "2"]
+    assert failed(run).endswith("\nIt was restarted 2 times (launch.max_restarts)")
+    assert [number for number, _ in attempts] == ["0", "1", "2"]
     assert "UNISONO_ATTEMPT" not in os.environ
     told = capsys.readouterr().err.splitlines()
-    assert [line for line in told if "starting all" in line] == [
-        "unisono: starting all processes again, from the beginning: there is no checkpoint (attempt 1 of 2, "
-        "launch.max_restarts)",
-        "unisono: starting all processes again, from the beginning: there is no checkpoint (attempt 2 of 2, "
-        "launch.max_restarts)",
+    assert [line for line in told if "restarting" in line] == [
+        f"unisono: restarting all processes from the beginning: there is no checkpoint (attempt {attempt} of 2, "
+        "launch.max_restarts)"
+        for attempt in (1, 2)
     ]
-    kept = [line for line in (tmp_path / "events.jsonl").read_text().splitlines() if "restart" in line]
+    kept = [line for line in (run.directory / "events.jsonl").read_text().splitlines() if "restart" in line]
     assert kept[0] == f'{{"step": 0, "restart": 1, "code": {code}, "why": "rank 1 died."}}'
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("code", [1, 2, 3, 4, 6, 75, 130])
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 75, 130])
 def test_what_would_fail_again_is_not_started_again(
-    tmp_path: Path, attempts: list[str], monkeypatch: pytest.MonkeyPatch, code: int
+    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch, code: int
 ):
     monkeypatch.setenv("CODE", str(code))
-    assert failed(tmp_path, "launch.max_restarts=2") == "rank 1 died.\nMore of it."
-    assert attempts == ["0"]
-    assert not (tmp_path / "events.jsonl").exists()
+    run = start("launch.max_restarts=2")
+    assert failed(run) == "rank 1 died.\nMore of it."
+    assert len(attempts) == 1
+    assert not (run.directory / "events.jsonl").exists()
+
+
+def test_every_attempt_resumes_from_what_is_its_newest_checkpoint_by_then(
+    start: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch
+):
+    """And its processes get another resolved run, with another digest."""
+    run = start("launch.max_restarts=2")
+    digests: list[str] = []
+
+    def launch(config: RunConfig, directory: Path, _: int, arguments: tuple[str, ...], **__: object) -> None:
+        digests.append(arguments[0])
+        there = resolve.read(directory, arguments[0])
+        assert (there.resume.step if there.resume else 0) == 5 * (len(digests) - 1)
+        checkpoint(run, 5 * len(digests))
+        raise WorkerError("rank 1 died", 9)
+
+    monkeypatch.setattr(local_processes, "launch", launch)
+    failed(run)
+    assert len(set(digests)) == 3
+    with pytest.raises(RunError, match="is not what this start was resolved to"):
+        resolve.read(run.directory, digests[0])
+
+
+# out of memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batches(
+    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    """Divisors of the rows of a process, until the smallest does not fit either; from the newest checkpoint."""
+    monkeypatch.setenv("CODE", "6")
+    run = start("launch.max_restarts=9", "train.global_batch=12")
+    checkpoint(run, 5)
+    text = failed(run)
+    assert [rows for _, rows in attempts] == [6, 3, 2, 1]
+    assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is one row already: use " in text
+    told = capsys.readouterr().err
+    assert "restarting all processes from the checkpoint of step 5, with layout.micro_batch=3 (attempt 1 of 9" in told
+    assert read_run(run.directory, trust=True).layout.micro_batch == 1
+    later = resolve.decide(
+        layout.concrete(config(f"run.dir={run.directory.parent}", "run.name=a", "train.global_batch=12"), None)
+    )
+    assert later.layout.micro_batch == 1, "a later start keeps what fits"
+
+
+@pytest.mark.parametrize("known_by", ["fault", "checkpoint"])
+def test_a_run_that_draws_random_numbers_gets_no_other_micro_batch_unless_that_is_allowed(
+    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch, known_by: str
+):
+    monkeypatch.setenv("CODE", "6")
+    monkeypatch.setitem(globals(), "RANDOM", [True if known_by == "fault" else None])
+    run = start("launch.max_restarts=1", "train.global_batch=12")
+    if known_by == "checkpoint":
+        checkpoint(run, 5, random=True)
+        run = resolve.again(run)
+    assert "a smaller micro-batch is another run. If that is meant, resume with:\n  " in (text := failed(run))
+    assert '"run.allow_change": "[layout.micro_batch]"' in text and '"layout.micro_batch": "3"' in text
+    assert [rows for _, rows in attempts] == [6]
+    attempts.clear()
+    run = start("launch.max_restarts=1", "train.global_batch=12", "run.allow_change=[layout.micro_batch]")
+    failed(run)
+    assert [rows for _, rows in attempts] == [6, 3]
+
+
+def test_a_run_that_ran_out_of_memory_before_it_knew_of_random_draws_is_started_again(
+    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing was computed yet that another micro-batch could contradict."""
+    monkeypatch.setenv("CODE", "6")
+    monkeypatch.setitem(globals(), "RANDOM", [None])
+    failed(start("launch.max_restarts=1", "train.global_batch=12"))
+    assert [rows for _, rows in attempts] == [6, 3]
 
 
 def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
@@ -90,7 +192,7 @@ def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
 
 def test_processes_that_others_started_or_that_are_on_other_nodes_are_not_started_again():
     with pytest.raises(ConfigError, match=r"launch\.max_restarts=1, but torchrun has started this process"):
-        train.concrete(config("launch.max_restarts=1"), Place(0, 2, 0, 2, "torchrun"))
+        layout.concrete(config("launch.max_restarts=1"), Place(0, 2, 0, 2, "torchrun"))
     nodes = ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400")
     with pytest.raises(ConfigError, match="a run on several nodes is not started again by itself"):
         config("launch.max_restarts=1", *nodes)
@@ -103,14 +205,14 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
     task = f"{tasks.__file__}:LinearTask"
     path = f"run.dir={tmp_path}"
     words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
-    train.start(resolve.load(task, words)[0])
-    assert ("nothing starts it again" in capsys.readouterr().err) == warned
+    train.start(load_config(task, words)[0])
+    assert ("has no effect on a single process" in capsys.readouterr().err) == warned
 
 
 def test_who_was_asked_to_end_is_not_started_again(
-    tmp_path: Path, attempts: list[str], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CODE", "10")
     monkeypatch.setattr(preemption, "waited", lambda: 3.0)
-    assert failed(tmp_path, "launch.max_restarts=2") == "rank 1 died.\nMore of it."
-    assert attempts == ["0"]
+    assert failed(start("launch.max_restarts=2")) == "rank 1 died.\nMore of it."
+    assert len(attempts) == 1

@@ -17,15 +17,17 @@ import unisono
 from tests import tasks
 from tests.launch import jobs
 from tests.tasks import LinearTask
-from unisono.config import foreign_run, resolve
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import load, local_processes, run_directory, train
+from unisono.launch import layout, load, preflight, run_directory, task_objects, train
 from unisono.launch.cluster import OURS
+from unisono.launch.processes import local_processes
 from unisono.observe import events
 from unisono.recipes.microbiome.settings import Model, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
+from unisono.task import set_up
+from unisono.task_config import find_task, load_config, read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -39,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(*overrides: str) -> RunConfig:
-    return resolve.load(TASK, overrides)[0]
+    return load_config(TASK, overrides)[0]
 
 
 # before processes start ---------------------------------------------------------------------------------------------
@@ -70,13 +72,13 @@ class Choosy(LinearTask):
 )
 def test_a_task_that_cannot_be_trained_is_refused(task: LinearTask, told: str):
     with pytest.raises(DataError, match=told):
-        train.preflight(task, train.concrete(config(), None))
+        preflight.preflight(task, layout.concrete(config(), None))
 
 
 def test_less_than_one_row_of_an_epoch_is_refused():
-    told = train.concrete(config("train.steps=null", "train.epochs=0.001"), None)
+    told = layout.concrete(config("train.steps=null", "train.epochs=0.001"), None)
     with pytest.raises(ConfigError, match=r"train\.epochs=0\.001 of 40 rows is less than one row"):
-        train.preflight(LinearTask(), told)
+        preflight.preflight(LinearTask(), told)
 
 
 def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
@@ -84,8 +86,8 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
         def facts(self) -> dict[str, Any]:
             return {"words": 61}
 
-    told = train.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
-    assert train.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
+    told = layout.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
+    assert preflight.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
 
 
 # train, from Python -------------------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
 
 def test_a_task_object_is_trained_with_its_own_settings():
     result = unisono.train(LinearTask(LinearTask.Config(rows=9, features=2)), SHORT)
-    assert foreign_run.read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 2}
+    assert read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 2}
     assert json.loads((result.folder / "fingerprint.json").read_text())["data"]["rows"] == 9
 
 
@@ -118,7 +120,7 @@ def test_a_reference_may_be_given_instead_of_a_class():
 def test_an_override_changes_the_settings_of_a_task_object_and_leaves_the_others():
     task = LinearTask(LinearTask.Config(rows=9, features=2))
     result = unisono.train(task, {**SHORT, "task.features": 5})
-    assert foreign_run.read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 5}
+    assert read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 5}
     expected = unisono.train(LinearTask(LinearTask.Config(rows=9, features=5)), SHORT)
     assert result.loss == expected.loss  # what is written down is what was trained
 
@@ -130,7 +132,7 @@ def test_an_object_of_a_packaged_recipe_keeps_its_settings_before_those_of_the_r
     """The files say `model=tiny` and simulated data of another size."""
     task = Microbiome(model=SMALL, data=Simulated(kind="simulated", subjects=6, taxa=16, metric="jaccard"))
     result = unisono.train(task, {**SHORT, "data.visits": 3, "data.group": "subject"})
-    written = foreign_run.read_run(result.folder, trust=True)
+    written = read_run(result.folder, trust=True)
     assert written.model == SMALL
     assert (written.data.subjects, written.data.taxa, written.data.metric, written.data.visits) == (6, 16, "jaccard", 3)
 
@@ -151,13 +153,13 @@ def typed(**task: Any) -> RunConfig:
 @pytest.mark.parametrize("task", [LinearTask, LinearTask(), TASK])
 def test_a_typed_configuration_is_taken_with_a_class_an_object_or_a_reference(task: Any):
     result = unisono.train(task, typed(features=2))
-    written = foreign_run.read_run(result.folder, trust=True)
+    written = read_run(result.folder, trust=True)
     assert (written.task.features, written.optim.kind, result.step) == (2, "sgd", 3)
 
 
 def test_a_typed_configuration_leaves_alone_what_it_does_not_say_about_a_task_object():
     result = unisono.train(LinearTask(LinearTask.Config(features=5)), typed(rows=9))
-    assert foreign_run.read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 5}
+    assert read_run(result.folder, trust=True).task.model_dump() == {"rows": 9, "features": 5}
 
 
 def test_a_configuration_that_was_loaded_can_be_trained():
@@ -195,7 +197,7 @@ def test_a_task_that_was_defined_in_no_file_is_refused():
 def test_the_task_of_a_packaged_recipe_is_called_by_its_name():
     from unisono.recipes.language.task import Language
 
-    assert train.reference_to(Language) == "language"
+    assert task_objects.reference_to(Language) == "language"
 
 
 def test_a_run_goes_on_where_it_was_interrupted():
@@ -256,7 +258,7 @@ def test_the_only_process_of_a_launcher_is_a_single_process(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     result = unisono.train(LinearTask, {**SHORT, "layout.world_size": 3})
-    layout = foreign_run.read_run(result.folder, trust=True).layout
+    layout = read_run(result.folder, trust=True).layout
     assert (result.step, layout.strategy, layout.world_size) == (3, "single", 1)
 
 
@@ -274,6 +276,9 @@ def test_a_run_is_named_after_its_job_unless_a_person_sits_in_it(
 
 
 class Remembering(LinearTask):
+    def setup(self) -> None:
+        self.question = "?"
+
     @cached_property
     def answer(self) -> int:
         return 42
@@ -282,6 +287,8 @@ class Remembering(LinearTask):
 def remembering() -> Remembering:
     task = Remembering()
     assert task.answer == 42
+    set_up(task)
+    assert task.question == "?"
     return task
 
 
@@ -303,9 +310,7 @@ def test_a_task_object_with_state_of_its_own_is_refused_where_the_configuration_
 
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
     started = []
-    monkeypatch.setattr(
-        local_processes, "launch", lambda config, path, threads: started.append(config.layout.world_size)
-    )
+    monkeypatch.setattr(local_processes, "launch", lambda config, *_, **__: started.append(config.layout.world_size))
     monkeypatch.setattr(train, "outcome", lambda path: None)
     unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
     assert started == [2]
@@ -315,17 +320,17 @@ def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeyp
 
 
 def test_a_start_in_the_same_second_takes_another_folder(monkeypatch: pytest.MonkeyPatch):
-    preflight, taken = train.preflight, []
+    real, taken = preflight.preflight, []
 
     def meanwhile(*arguments: Any) -> Any:
         name = run_directory.named(config()).run.name
         assert name is not None
         taken.append(Path("runs", name))
         taken[0].mkdir(parents=True)
-        return preflight(*arguments)
+        return real(*arguments)
 
     monkeypatch.setattr(run_directory.time, "strftime", lambda _: "now")
-    monkeypatch.setattr(train, "preflight", meanwhile)
+    monkeypatch.setattr(preflight, "preflight", meanwhile)
     result = unisono.train(LinearTask, SHORT)
     assert (taken, result.folder) == ([Path("runs/tasks-now")], Path("runs/tasks-now-2"))
     assert list(taken[0].iterdir()) == []
@@ -339,14 +344,14 @@ def test_a_run_that_trains_is_not_started_again():
 
 
 def test_a_run_that_another_start_has_finished_in_between_is_looked_at_again(monkeypatch: pytest.MonkeyPatch):
-    preflight = train.preflight
+    real = preflight.preflight
 
     def meanwhile(*arguments: Any) -> Any:
-        monkeypatch.setattr(train, "preflight", preflight)
+        monkeypatch.setattr(preflight, "preflight", real)
         unisono.train(LinearTask, {**SHORT, "run.name": "a", "optim.lr": 0.5})
-        return preflight(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(train, "preflight", meanwhile)
+    monkeypatch.setattr(preflight, "preflight", meanwhile)
     with pytest.raises(RunError, match=r"runs/a already holds another run:\n  optim\.lr: 0\.5 there, 0\.0003 here"):
         unisono.train(LinearTask, {**SHORT, "run.name": "a"})
 
@@ -403,25 +408,25 @@ def package(here: Path, name: str, init: bool) -> Path:
 
 def test_a_task_of_a_package_is_called_by_its_file_and_imported_with_its_package(here: Path):
     path = package(here, "packaged", init=True)
-    found = resolve.task_class(f"{path}:Mine")
+    found = find_task(f"{path}:Mine")
     assert (found.__module__, vars(found)["answer"]) == ("packaged.deep.task", 42)
-    assert train.reference_to(found) == f"{path}:Mine"
+    assert task_objects.reference_to(found) == f"{path}:Mine"
     assert unisono.train(found, SHORT).step == 3
 
 
 def test_a_task_of_a_package_without_init_files_is_called_by_its_name(here: Path, monkeypatch: pytest.MonkeyPatch):
     package(here, "bare", init=False)
     monkeypatch.syspath_prepend(str(here))
-    found = resolve.task_class("bare.deep.task:Mine")
-    assert train.reference_to(found) == "bare.deep.task:Mine"
+    found = find_task("bare.deep.task:Mine")
+    assert task_objects.reference_to(found) == "bare.deep.task:Mine"
     assert unisono.train(found, SHORT).step == 3
 
 
 def test_a_package_of_the_same_name_elsewhere_is_not_taken_for_it(here: Path):
     first, second = package(here / "a", "twice", init=True), package(here / "b", "twice", init=True)
-    assert resolve.task_class(f"{first}:Mine").__module__ == "twice.deep.task"
+    assert find_task(f"{first}:Mine").__module__ == "twice.deep.task"
     second.write_text("from tests.tasks import LinearTask\n\n\nclass Mine(LinearTask):\n    pass\n")
-    assert "answer" not in vars(resolve.task_class(f"{second}:Mine"))
+    assert "answer" not in vars(find_task(f"{second}:Mine"))
 
 
 def test_a_finished_run_is_evaluated_from_anywhere(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -447,7 +452,7 @@ def through_hydra(value: Any) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    parsed = OverridesParser.create().parse_override(f"x={train._grammar(value)}")
+    parsed = OverridesParser.create().parse_override(f"x={task_objects.override_text(value)}")
     return OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"]  # type: ignore[index]
 
 
@@ -505,12 +510,15 @@ def test_a_process_that_died_over_a_file_that_changed_leaves_its_name_to_the_lau
     path = here / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 9)
     watched = [open_source(path, "text")]
-    with pytest.raises(local_processes.LostWorkerError, match=r"^rank 1 died$"), train._naming_what_changed(watched):
+    with (
+        pytest.raises(local_processes.LostWorkerError, match=r"^rank 1 died$"),
+        preflight.naming_changed_files(watched),
+    ):
         raise local_processes.LostWorkerError("rank 1 died", 9)
     path.write_text("")
-    with pytest.raises(local_processes.LostWorkerError) as lost, train._naming_what_changed(watched):
+    with pytest.raises(local_processes.LostWorkerError) as lost, preflight.naming_changed_files(watched):
         raise local_processes.LostWorkerError("rank 1 died", 9)
     assert f"rank 1 died {path} has changed since it was opened: it had 126 bytes and has 0;" in str(lost.value)
     assert lost.value.exit_code == 9
-    with pytest.raises(RunError, match=r"^another reason$"), train._naming_what_changed(watched):
+    with pytest.raises(RunError, match=r"^another reason$"), preflight.naming_changed_files(watched):
         raise RunError("another reason")

@@ -132,9 +132,9 @@ def test_each_fault_is_told_in_one_sentence(disturbed: Told, attempt: int, sente
 
 
 def test_each_new_start_is_told_and_recorded_with_its_reason(disturbed: Told):
-    lines = [line for line in disturbed.errors.splitlines() if line.startswith("unisono: starting all")]
+    lines = [line for line in disturbed.errors.splitlines() if line.startswith("unisono: restarting all")]
     assert lines[0] == (
-        "unisono: starting all processes again, from the checkpoint of step 2 (attempt 1 of 4, launch.max_restarts)"
+        "unisono: restarting all processes from the checkpoint of step 2 (attempt 1 of 4, launch.max_restarts)"
     )
     assert len(lines) == len(FAULTS)
     again = [event for event in jobs.events(disturbed.run) if "restart" in event]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
+from unisono.launch.processes import rank_process
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
@@ -104,7 +105,7 @@ def test_a_process_without_our_launcher_leaves_its_fault_for_whoever_explains_th
 def test_a_process_whose_launcher_was_killed_before_it_came_to_itself_ends_at_once(killed: bool) -> None:
     launcher = os.getpid() if not killed else os.getpid() + 1
     run_id = f"unisono-{launcher}"
-    program = "from unisono.launch import rank_process; rank_process.die_with_parent(); print('goes on')"
+    program = "from unisono.launch.processes import rank_process; rank_process.die_with_parent(); print('goes on')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
         env={**os.environ, cluster.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id},

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests import processes
+from tests import processes, runs
 from tests.runs import configuration
 from tests.tasks import TransformerTask
 from unisono.config.schema.run import Observe
 from unisono.engines.torch.profiler import Profiler
 from unisono.observe import events
 from unisono.observe.profile import PARTS, breakdown, read, table
-from unisono.runtime.communicator import Alone, Group, Place
-from unisono.training import loop
+from unisono.runtime.communicator import Group, Place
 
 OWN, GPU_OWN = "user_annotation", "gpu_user_annotation"
 
@@ -126,7 +125,7 @@ def run(folder: Path, place: Place | None = None, group: Group | None = None, **
         observe={"progress": False, **observe},
         eval={"every": 3},
     )
-    loop.run(TransformerTask(TransformerTask.Config(dropout=0.2)), config, place, group or Alone(), folder)
+    runs.train(folder, config, TransformerTask(TransformerTask.Config(dropout=0.2)), place, group)
     return folder
 
 

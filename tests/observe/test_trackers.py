@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import runs
 from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono.observe import trackers
 from unisono.observe.trackers import Tracked
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
-from unisono.training import loop
 
 CURVE = tuple[int, float]
 
@@ -187,7 +187,7 @@ def train(folder: Path, tracker: str, until: int | None) -> None:
         train={"steps": 5}, checkpoint={"every": 2}, observe={"progress": False, "trackers": [tracker]}
     )
     with interrupted(before=until):
-        loop.run(TransformerTask(), config, Place(), Alone(), folder)
+        runs.train(folder, config, TransformerTask())
 
 
 @pytest.fixture

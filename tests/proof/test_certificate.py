@@ -13,16 +13,17 @@ import pytest
 
 from tests.launch import jobs
 from unisono.cli import main
-from unisono.config import code_digest, resolve
+from unisono.config import code_digest
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import local_processes, run_directory, train
+from unisono.launch import layout, preflight, resolve, run_directory
+from unisono.launch.processes import local_processes
 from unisono.proof import case_process, certificate, prove
 from unisono.proof.cases import Proof, cases
 from unisono.proof.comparison import Compared
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Place
 from unisono.runtime.errors import RunError
+from unisono.task_config import load_config
 from unisono.training import loop
 
 TWO = ("train.steps=3", "train.global_batch=8", "layout.world_size=2", "layout.device=cpu")
@@ -40,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configured(*overrides: str) -> RunConfig:
-    return resolve.load("small.py:Small", [*TWO, *overrides])[0]
+    return load_config("small.py:Small", [*TWO, *overrides])[0]
 
 
 def certify(
@@ -68,7 +69,7 @@ def changed(file: Path, **values: Any) -> None:
 def asked(*overrides: str, facts: dict[str, Any] | None = FACTS) -> str:
     """The line about the certificate that fits."""
     words = ["small.py:Small", *TWO, *overrides]
-    return certificate.require(train.concrete(configured(*overrides), None), facts, words)[0]
+    return certificate.require(layout.concrete(configured(*overrides), None), facts, words)[0]
 
 
 def refusal(*overrides: str, facts: dict[str, Any] | None = FACTS) -> list[str]:
@@ -112,7 +113,9 @@ def test_a_certificate_is_there_whole_or_as_it_was(monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError, match="no space left"):
             certify()
     assert file.read_text() == before
-    run_directory.check(configured("run.name=proved"))  # what is left behind does not keep a run from starting
+    resolve.decide(
+        layout.concrete(configured("run.name=proved"), None)
+    )  # what is left behind does not keep a run from starting
 
 
 def test_a_proof_in_the_folder_of_another_one_says_what_it_takes_the_place_of():
@@ -179,7 +182,7 @@ def test_a_file_that_is_no_certificate_is_skipped_and_named():
         path = Path("runs") / name
         path.mkdir()
         (path / "certificate.json").write_text(text)
-    config = train.concrete(configured(), None)
+    config = layout.concrete(configured(), None)
     told, skipped = certificate.require(config, FACTS, ["small.py:Small"])
     assert "runs/b/certificate.json" in told
     assert [line.split(" is skipped: ")[0] for line in skipped] == [f"runs/{n}/certificate.json" for n in "acde"]
@@ -336,7 +339,7 @@ def test_a_newer_failure_of_the_same_run_takes_a_pass_back():
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The error of a `train --proved` that may start nothing, prepare nothing and leave nothing behind."""
-    for module, name in ((local_processes, "launch"), (loop, "run"), (train, "preflight")):
+    for module, name in ((local_processes, "launch"), (loop, "train"), (preflight, "preflight")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
 
     def run(*words: str) -> str:
@@ -366,17 +369,6 @@ def test_other_data_are_refused_before_a_folder_is_made(capsys: pytest.CaptureFi
     assert main.main(["train", "small.py:Small", *TWO, "--proved"]) == 2
     assert "  data: rows: 39 there, 40 here\n" in capsys.readouterr().err
     assert sorted(Path().rglob("*")) == before
-
-
-def test_the_refusal_of_one_rank_is_that_of_all(monkeypatch: pytest.MonkeyPatch):
-    class Two:
-        def gather(self, value: Any, what: str) -> list[Any]:
-            return [value, "scale.py has changed"]
-
-    monkeypatch.setattr(train.rank_process, "part", lambda: None)
-    for place in (Place(0, 2), Place(1, 2)):
-        with pytest.raises(RunError, match=r"^rank 1: scale\.py has changed$"):
-            train._allowed_everywhere(configured(), place, Two(), lambda *_: None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.launch import jobs
-from unisono.config import resolve
-from unisono.launch import local_processes
+from unisono.config import references
+from unisono.launch.processes import local_processes
 from unisono.proof import Report, compare
 from unisono.proof.cases import Case
 from unisono.proof.recording.trace import Trace
@@ -140,7 +140,7 @@ def train_without_records(world):
 def script(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     path = tmp_path_factory.mktemp("script") / "script_of_mine.py"
     path.write_text(SCRIPT)
-    return resolve.module_of(f"{path}:train", str(path))
+    return references.module_of(f"{path}:train", str(path))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from unisono.config import resolve
+from unisono.config import references
 from unisono.proof import compare
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "foreign"
@@ -20,7 +20,7 @@ FOUND = {
 
 def script(name: str) -> ModuleType:
     path = EXAMPLES / f"{name}.py"
-    return resolve.module_of(f"{path}:train", str(path))
+    return references.module_of(f"{path}:train", str(path))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from tests import processes
 from tests.proofs.test_optimizers import NO_TRUE_GRADIENT, OPTIMIZERS
 from tests.runs import configuration, distance
+from tests.runs import training as training_of
 from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
@@ -21,7 +22,6 @@ from unisono.proof.cases import EPSILON, Case, Proof
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, folder_of
 from unisono.runtime.communicator import Group, Place
-from unisono.training import loop
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,7 @@ def train(place: Place, group: Group, root: Path, layout: str, runs: list[tuple[
             observe={"progress": False},
         )
         (root / folder).mkdir(exist_ok=True)
-        with loop.Training(TransformerTask(), config, place, group, root / folder) as training:
+        with training_of(TransformerTask(), config, place, group, root / folder) as training:
             for step, _ in enumerate(training.steps(), training.first + 1):
                 if step == until:
                     break

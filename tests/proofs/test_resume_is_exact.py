@@ -12,13 +12,13 @@ import pytest
 
 from tests import processes
 from tests.runs import ADAMW, SGD, configuration, distance, interrupted
+from tests.runs import train as train_in
 from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.observe.events import NOTES
 from unisono.runtime.communicator import Group, Place
 from unisono.task import Task
-from unisono.training import loop
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"strategy": "single"}),
@@ -39,7 +39,7 @@ def train(
     for number, (config, folder, until) in enumerate(runs):
         task = tasks[number] if tasks else TransformerTask(TransformerTask.Config(dropout=0.2))
         with interrupted(before=until):
-            loop.run(task, config, place, group, folder)
+            train_in(folder, config, task, place, group)
 
 
 def _config(layout: str, optim: Any, precision: str) -> Any:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint
+from unisono.task_config import load_config
 
 EVIL = """
 from pathlib import Path
@@ -21,9 +22,8 @@ def stranger(folder: Path, *words: str, reference: str | None = None) -> tuple[P
     (run / "assets").mkdir(parents=True)
     evil = run / "assets" / "evil.py"
     evil.write_text(EVIL.format(touched=str(touched)))
-    config = resolve.load("tests.tasks:LinearTask", ["train.steps=2", "train.global_batch=8", "run.name=run", *words])[
-        0
-    ]
+    given = ["train.steps=2", "train.global_batch=8", "run.name=run", *words]
+    config, _ = load_config("tests.tasks:LinearTask", given)
     values = {**fingerprint.plain(config), "recipe": reference or f"{evil}:Evil"}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     return run, touched

@@ -25,13 +25,14 @@ from unisono.checkpoint.remote.object_store import ObjectError, Store
 from unisono.checkpoint.remote.restore import Restore
 from unisono.checkpoint.remote.upload_process import Upload
 from unisono.cli import main
-from unisono.config import foreign_run, resolve
+from unisono.config import foreign_run
 from unisono.config.foreign_run import TrustError
 from unisono.data.audit import audit
-from unisono.launch import run_directory
+from unisono.launch import layout, resolve
 from unisono.launch.load import evaluate
 from unisono.launch.replay import replay
 from unisono.runtime.errors import RunError, UnisonoError
+from unisono.task_config import load_config, read_run
 
 
 def ours(run: Path, *words: str) -> Any:
@@ -43,7 +44,7 @@ def ours(run: Path, *words: str) -> Any:
         "train.global_batch=8",
         "layout.world_size=1",
     ]
-    return resolve.load("tests.tasks:LinearTask", [*found, "layout.micro_batch=4", *words])[0]
+    return layout.concrete(load_config("tests.tasks:LinearTask", [*found, "layout.micro_batch=4", *words])[0], None)
 
 
 # the task of a run ------------------------------------------------------------------------------------------------------
@@ -52,10 +53,10 @@ def ours(run: Path, *words: str) -> Any:
 def test_a_start_on_a_stranger_s_run_compares_its_configuration_and_imports_nothing(tmp_path: Path) -> None:
     run, touched = stranger(tmp_path)
     with pytest.raises(RunError, match=r"another run:\n  recipe: .*evil\.py:Evil"):
-        run_directory.check(ours(run))
+        resolve.decide(ours(run))
     assert not touched.exists()
     run, touched = stranger(tmp_path / "other", reference="tests.tasks:LinearTask")
-    assert run_directory.check(ours(run)).recipe == "tests.tasks:LinearTask"  # else the refusal above says nothing
+    assert resolve.decide(ours(run)).config.recipe == "tests.tasks:LinearTask"  # else the refusal above says nothing
 
 
 USES: dict[str, Callable[..., Any]] = {
@@ -105,9 +106,9 @@ def test_the_task_may_come_from_the_command_and_the_run_s_own_is_then_ignored(ru
 
 def test_an_explicit_word_imports_what_the_run_names(run: tuple[Path, Path]) -> None:
     folder, touched = run
-    assert foreign_run.read_run(folder, trust=True).recipe.endswith("evil.py:Evil")
+    assert read_run(folder, trust=True).recipe.endswith("evil.py:Evil")
     assert touched.exists(), "the file that is never imported does nothing, and the tests here show nothing"
-    assert foreign_run.read_run(folder).recipe.endswith("evil.py:Evil")  # this process has it by now
+    assert read_run(folder).recipe.endswith("evil.py:Evil")  # this process has it by now
 
 
 @pytest.mark.parametrize("verb", [["evaluate"], ["replay"], ["data", "audit"], ["predict"], ["generate"]])
@@ -223,7 +224,7 @@ def test_a_restored_configuration_decides_nothing_of_the_next_start(store: Store
     _begin(store, tmp_path / "here")
     touched = tmp_path / "there" / "touched"
     with pytest.raises(RunError, match="recipe"):
-        run_directory.check(ours(tmp_path / "here"))
+        resolve.decide(ours(tmp_path / "here"))
     assert not touched.exists()
 
 

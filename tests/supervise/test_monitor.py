@@ -87,7 +87,7 @@ def test_a_rank_that_dies_is_named_and_one_that_would_wait_for_ever_is_ended(nod
     assert time.monotonic() - began < 15
     assert node.ranks[0].wait(5) == -signal.SIGKILL
     assert node.found()["rank"] == 1
-    assert "; rank 0 waited for the sums of step 4. " in str(node.found()["text"])
+    assert "; rank 0 waited for the sums of step 4" in str(node.found()["text"])
     assert json.loads((node.directory / monitor.FINDING).read_text())["text"] == node.found()["text"]
 
 

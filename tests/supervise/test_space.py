@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests import runs
 from tests.runs import ADAMW, SGD, configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import RunError
 from unisono.supervise import disk_space
-from unisono.training import loop
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_a_checkpoint_has_weights_optimizer_and_average(groups: dict[str, Any], 
 def test_the_estimate_is_what_a_run_writes(tmp_path: Path, groups: dict[str, Any]):
     config = configuration(**groups, eval={"at_end": False})
     task = TransformerTask()
-    loop.run(task, config, Place(), Alone(), tmp_path)
+    runs.train(tmp_path, config, task)
     parameters = sum(p.numel() for p in task.build().parameters())
     written = sum(file.stat().st_size for file in tmp_path.glob("checkpoints/*/*.safetensors"))
     assert (
@@ -86,5 +85,5 @@ def test_no_more_is_asked_for_than_will_be_written(tmp_path: Path, free: Any):
 def test_a_run_on_a_full_disk_is_refused_before_its_first_step(tmp_path: Path, free: Any):
     free(10)
     with pytest.raises(RunError, match=r"needs 3\.\d+e-08 GB for 1 more checkpoint of"):
-        loop.run(LinearTask(), configuration(), Place(), Alone(), tmp_path)
+        runs.train(tmp_path, configuration(), LinearTask())
     assert not (tmp_path / "checkpoints").exists()

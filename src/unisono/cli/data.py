@@ -91,14 +91,13 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import Prepare
     from unisono.data.prepare.partitions import Share
     from unisono.data.prepare.preparation import prepare
-    from unisono.launch import rank_process
     from unisono.protocols import preparations
+    from unisono.task_config import build_task
 
     own = arguments.own(parsed, Prepare)
     share = Share.of(own.shard)
     config = load(parsed)
-    task = rank_process.task_of(config)
-    made_ahead = preparations(task)
+    made_ahead = preparations(build_task(config))
     for name, (preparation, cached) in made_ahead.items():
         folder = (own.out / name if name else own.out) if own.out else cached
         with _progress(folder, max(1, preparation.records // share.count)) as told:
@@ -148,12 +147,13 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import Preview
     from unisono.data import preview
-    from unisono.launch import rank_process, train
+    from unisono.launch import layout
+    from unisono.task_config import build_task
 
     own = arguments.own(parsed, Preview)
-    config = train.concrete(load(parsed), None)
+    config = layout.concrete(load(parsed), None)
     assert isinstance(config.layout.world_size, int)
-    task = rank_process.task_of(config)
+    task = build_task(config)
     world = own.world_size or config.layout.world_size
     print("\n".join(preview.lines(preview.preview(task, config, own.position, own.count, world))))
     return 0

@@ -15,7 +15,7 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.schema.run import RunConfig
-    from unisono.launch.train import Allow
+    from unisono.launch.resolve import Allow
     from unisono.runtime.errors import UnisonoError
 
 INTERRUPTED = 130  # the exit code
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and "torch" in sys.modules:
         # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops
         # within torch, as one that makes samples or saves, aborts the process, whatever its exit code was to be.
-        from unisono.launch.rank_process import leave_now
+        from unisono.launch.processes.rank_process import leave_now
 
         if code != INTERRUPTED:
             atexit._run_exitfuncs()
@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _reported(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
     """The exit code of a verb, whose errors are printed as sentences."""
-    from unisono.launch import malloc_arenas
+    from unisono.launch.host import malloc_arenas
     from unisono.runtime.errors import UnisonoError
 
     malloc_arenas.share()  # before anything else is imported, which may start threads
@@ -91,11 +91,10 @@ def _reported(act: Callable[[], int], verb: str, parsed: argparse.Namespace | No
         told = composed.explain(str(error)) if composed else str(error)
         print(f"unisono: {'' if error.exit_code == 75 else 'error: '}{told}", file=sys.stderr)  # 75: preempted
         return error.exit_code
-    except KeyboardInterrupt:
-        how = {"data": " goes on from there", "export": " begins anew", "import": " begins anew"}.get(
-            verb, " with run.name=… goes on from the newest checkpoint"
-        )
-        print(f"\nunisono: interrupted; every process has ended. The same command{how}.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        how = {"data": "; the same command resumes"}.get(verb, "")
+        how = "; the same command begins anew" if verb in ("export", "import") else how
+        print(f"\nunisono: {error if str(error) else f'interrupted{how}'}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -172,7 +171,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     arguments.foreign_run(verb)
     verb.set_defaults(run=_evaluate)
     for name, text in (
-        ("stop", "end a run after its next step, saved; the same command goes on with it"),
+        ("stop", "end a run after its next step, saved; it prints the command that resumes it"),
         ("save", "have a run write a checkpoint after its next step"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
@@ -186,10 +185,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
 
 def _load(parsed: argparse.Namespace) -> RunConfig:
     """The typed configuration of a command line, kept with its origins for whatever error may follow."""
-    from unisono.config import compose, resolve
+    from unisono.config import compose
+    from unisono.task_config import validate_config
 
     parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-    return resolve.validate(parsed.composed)
+    return validate_config(parsed.composed)
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -200,22 +200,41 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _trained(parsed: argparse.Namespace) -> int:
-    from unisono.launch import cluster, rank_process, train
+    from unisono.launch import cluster
+    from unisono.launch.processes import rank_process
 
-    place = cluster.place()
+    place = cluster.process_info()
     if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
 
         def work() -> None:
-            train.start(_load(parsed), allow=_allow(parsed))
+            _start(parsed)
 
         rank_process.guarded(work, place)
-    train.start(_load(parsed), allow=_allow(parsed))
+    _start(parsed)
     return 0
+
+
+def _start(parsed: argparse.Namespace) -> None:
+    from unisono.config import compose
+    from unisono.launch import train
+    from unisono.task_config import validate_config
+
+    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+    with train.prepared(parsed.composed) as server:
+        config = validate_config(parsed.composed)
+        origins, command = parsed.composed.origins, _command(parsed)
+        train.start(config, allow=_allow(parsed), origins=origins, command=command, server=server)
+
+
+def _command(parsed: argparse.Namespace) -> list[str]:
+    """The words of the command, as the user would type them again."""
+    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
+    return ["unisono", "train", parsed.recipe, *own, *(["--proved"] if parsed.proved else []), *parsed.overrides]
 
 
 def _late(why: UnisonoError) -> None:
     """End a process that was asked to end and does not come to it."""
-    from unisono.launch.rank_process import leave_now
+    from unisono.launch.processes.rank_process import leave_now
 
     print(f"unisono: {why}", file=sys.stderr)
     leave_now(why.exit_code)
@@ -241,29 +260,35 @@ def _allow(parsed: argparse.Namespace) -> Allow | None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from unisono.launch import rank_process, run_directory, train
+    from unisono.launch import resolve
+    from unisono.task_config import build_task
 
-    config = run_directory.check(run_directory.named(train.concrete(_load(parsed), None)))
-    task = rank_process.task_of(config)
-    facts = train.preflight(task, config).facts
-    facts = {**task.kernels(config.layout.device, config.train.precision), **facts}
+    asked = _load(parsed)
+    task = build_task(asked)
+    run, data = resolve.check(asked, task)
+    config = run.config
+    facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
     print(
         f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"
     )
     for name, value in facts.items():
         print(f"  {name}: {value}")
-    print(f"  run: {run_directory.path_of(config)}")
+    print(f"  run: {run.directory}")
+    if run.resume is not None:
+        print(f"  resumes after step {run.resume.step}")
     return 0
 
 
 def _autobatch(parsed: argparse.Namespace) -> int:
-    from unisono.launch import rank_process, train
+    from unisono.launch import layout
     from unisono.launch.autobatch import search
+    from unisono.launch.preflight import preflight
+    from unisono.task_config import build_task
 
-    config = train.concrete(_load(parsed), None)
+    config = layout.concrete(_load(parsed), None)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
-    train.preflight(rank_process.task_of(config), config)
+    preflight(build_task(config), config)
     found = search.find(config)
     print("\n".join(found.lines()))
     return 0
@@ -288,7 +313,7 @@ def _config(parsed: argparse.Namespace) -> int:
 def _prove(parsed: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from unisono.launch import run_directory
+    from unisono.launch import resolve, run_directory
     from unisono.proof import certificate, prove, verdict
     from unisono.proof.cases import Proof
     from unisono.runtime.errors import ConfigError
@@ -301,7 +326,8 @@ def _prove(parsed: argparse.Namespace) -> int:
             "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
         ) from error
     asked = _load(parsed)
-    config = run_directory.check(run_directory.named(asked))
+    config = run_directory.named(asked)
+    resolve.refuse_other_run(config)
     verdicts, alone, about = prove.prove(config, proof)
     if asked.run.name is None:
         config = run_directory.claim(config)

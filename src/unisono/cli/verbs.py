@@ -99,12 +99,12 @@ def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any
 
 
 def _verbs_of(reference: str) -> Mapping[str, Any]:
-    from unisono.config import recipes, resolve
+    from unisono.config import recipes, references
 
     name = reference if reference in recipes.names() else recipes.name_of(reference)
     if name is not None:
         return recipes.find(name).verbs
-    module = resolve.module_of(reference, reference.rpartition(":")[0])
+    module = references.module_of(reference, reference.rpartition(":")[0])
     verbs = getattr(module, "VERBS", {})
     if not isinstance(verbs, Mapping) or not all(callable(function) for function in verbs.values()):
         raise ConfigError(f"{reference}: VERBS has to be a dictionary of functions by the names of their verbs")

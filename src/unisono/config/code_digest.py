@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from unisono.config import recipes, resolve
+from unisono.config import recipes, references
 
 _INSTALLED = tuple(
     {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -33,12 +33,12 @@ def digests(recipe: str) -> dict[str, str]:
     """
     root = Path(__file__).resolve().parents[1]
     files = {f"unisono/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
-    place = (resolve.located(recipe) if recipe in recipes.names() else recipe).rpartition(":")[0]
+    place = (references.located(recipe) if recipe in recipes.names() else recipe).rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         pass  # a task whose file is gone, or was never one, has no code that could be read
     elif place.endswith(".py"):
         path = Path(place).resolve()
-        files |= _project(resolve.in_package(path)[1] or path.stem, path)
+        files |= _project(references.in_package(path)[1] or path.stem, path)
     elif place:  # else a recipe of no file, as callers of `unisono.training.loop` may have it
         files |= _project(place, None)
     return {name: _digest(path) for name, path in files.items()}

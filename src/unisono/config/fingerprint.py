@@ -15,7 +15,7 @@ from unisono.config.schema.run import RunConfig
 
 # Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.
 _HARMLESS = (
-    "layout", "eval", "checkpoint", "observe", "launch", "run.name", "run.dir", "run.resume", "run.allow_change",
+    "layout", "eval", "checkpoint", "observe", "launch", "callbacks", "run.name", "run.dir", "run.resume", "run.allow_change",
     "run.stop_after", "train.guard_every", "optim.implementation",
     "data.workers", "data.worker_kind", "data.prefetch", "data.prefetch_mb", "data.cache", "data.verify",
 )  # fmt: skip

@@ -13,7 +13,6 @@ import os
 import pwd
 import stat
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import util
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import fingerprint, recipes, resolve, safe_yaml
+from unisono.config import fingerprint, recipes, safe_yaml, validate
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line
@@ -47,7 +46,7 @@ def read_values(path: Path) -> dict[str, Any]:
     values = safe_yaml.read(path)
     if not isinstance(values.get("recipe"), str):
         raise ConfigError(f"{path} is not the configuration of a run: it names no task (recipe)")
-    own = {group: values.get(group) or {} for group in resolve.TASK_GROUPS}
+    own = {group: values.get(group) or {} for group in validate.TASK_GROUPS}
     if wrong := next((group for group, given in own.items() if not isinstance(given, dict)), None):
         raise ConfigError(f"{path} is not the configuration of a run: '{wrong}' is not a group of keys")
     try:
@@ -57,15 +56,12 @@ def read_values(path: Path) -> dict[str, Any]:
     return {**fingerprint.plain(config), **own}
 
 
-def read_run(
-    folder: Path, task: str | type[Task] | None = None, overrides: Sequence[str] = (), *, trust: bool = False
-) -> RunConfig:
-    """The configuration of a run, typed by a task that may be imported.
+def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> str:
+    """The reference of the task to import for a run.
 
     Args:
         folder: of the run.
         task: that the caller names: `path/to/file.py:Class`, a recipe or a class; the file's own is then ignored.
-        overrides: settings that replace those of the run, as `resolve.read` takes them.
         trust: import the task that the run names, wherever it lies.
 
     Raises:
@@ -74,11 +70,6 @@ def read_run(
     """
     if not (folder / NAME).is_file():
         raise RunError(f"{folder} is not a run directory (no {NAME})")
-    return resolve.read(folder / NAME, task_of(folder, task, trust=trust), overrides)
-
-
-def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> str:
-    """The reference of the task to import for a run; arguments and errors as of `read_run`."""
     if task is not None:
         return task if isinstance(task, str) else _reference_to(task)
     named = str(safe_yaml.read(folder / NAME).get("recipe"))

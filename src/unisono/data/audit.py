@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config import foreign_run, resolve
 from unisono.data import ledger
 from unisono.data.ledger import Line, Start
 from unisono.data.loading import checksum
@@ -24,6 +23,7 @@ from unisono.data.order.planning import plan_of, source_of
 from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, ranges
 from unisono.runtime.rng import key
 from unisono.task import Source, Task
+from unisono.task_config import build_task, read_run
 
 _AT_ONCE = 64  # samples that are collated together
 _SHOWN = 20  # faults that are listed
@@ -80,7 +80,7 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
     Args:
         folder: of the run.
         remake: how many of its steps are made anew, to compare what they hold.
-        task: of the run, as `unisono.config.foreign_run.read_run` takes it.
+        task: of the run, as `unisono.task_config.read_run` takes it.
         trust: import the task that the run names, wherever it lies.
 
     Raises:
@@ -92,8 +92,8 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
     files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
     if not files:
         raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
-    config = foreign_run.read_run(folder, task, trust=trust)
-    made_task = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    config = read_run(folder, task, trust=trust)
+    made_task = build_task(config)
     source = source_of(made_task, config)
     plan = plan_of(made_task, source, config, world_size=1)  # of any number of processes: the order is the same
     report = Report(folder)

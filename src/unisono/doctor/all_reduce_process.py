@@ -7,7 +7,8 @@ from pathlib import Path
 from time import perf_counter
 
 from unisono.doctor.rates import RESULT
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
+from unisono.launch.processes import rank_process
 
 _SIZE = 2**26  # bytes
 _TIMES = 8
@@ -17,7 +18,7 @@ _DEADLINE = 60.0  # seconds
 def main(folder: Path) -> None:
     """Add up a tensor with the other processes, and write how long it took."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
 
     def work() -> None:

@@ -16,7 +16,8 @@ from time import perf_counter
 import torch
 
 from unisono.doctor.facts import Facts
-from unisono.launch import local_processes, train
+from unisono.launch import layout
+from unisono.launch.processes import local_processes
 from unisono.runtime.errors import UnisonoError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -110,7 +111,7 @@ def all_reduce(processes: int, device: str) -> Rate:
                 "unisono.doctor.all_reduce_process",
                 place,
                 processes,
-                train.threads_per_process(processes),
+                layout.threads_per_process(processes),
                 "",
                 device == "cpu",
             )

@@ -10,7 +10,7 @@ from typing import Any
 from unisono.doctor import facts, rules
 from unisono.doctor.facts import Facts
 from unisono.doctor.rates import Rate
-from unisono.launch.host_variables import Finding
+from unisono.launch.host.host_variables import Finding
 from unisono.launch.nodes import network
 from unisono.observe.peak_rates import peak_flops
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.doctor.facts import Facts
-from unisono.launch import host_variables
-from unisono.launch.host_variables import Finding, Level
+from unisono.launch.host import host_variables
+from unisono.launch.host.host_variables import Finding, Level
 from unisono.launch.nodes import network
 
 

@@ -96,7 +96,7 @@ def _forked(act: Callable[[], int]) -> int:
 
 def _rank(told: Mapping[str, Any], number: int, port: int) -> int:
     from unisono.launch import train
-    from unisono.launch.rank_process import die_with_parent
+    from unisono.launch.processes.rank_process import die_with_parent
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()

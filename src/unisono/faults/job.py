@@ -165,11 +165,15 @@ class Job:
         found = {}
         for pid in self.pids():
             with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("rank "):  # a fork, which says so itself
+                    found[int(name.removeprefix("rank "))] = pid
+                    continue
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 variables = dict(
                     v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in v
                 )
-                if b"RANK" in variables and any(b"unisono.launch.rank_process" in word for word in command):
+                if b"RANK" in variables and any(b"unisono.launch.processes.rank_process" in word for word in command):
                     found[int(variables[b"RANK"])] = pid
         return found
 

@@ -32,6 +32,8 @@ from unisono.task import Context, Loss, SampleContext, Task
 VARIABLE = "UNISONO_MISBEHAVE"
 MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
 RELEASED = Path("released")  # in the working folder: a process that is held resumes
+TELLS = "UNISONO_TELLS_ADDRESS"  # set where rank 0 is to write down at which address the processes meet
+ADDRESS = Path("address")  # in the working folder: that address, and the port
 FOREVER = 3600.0
 ANY = -1
 
@@ -142,6 +144,10 @@ class Small(Task):
         self.fault = Fault.asked()
         if self.fault is not None and self.fault.where in _CALLS and "RANK" in os.environ:  # not in the launcher
             _harm_calls(self.fault)
+        if TELLS in os.environ and os.environ.get("RANK") == "0":
+            written = ADDRESS.with_suffix(".part")
+            written.write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
+            written.replace(ADDRESS)
 
     def data(self) -> Rows:
         """Rows to train on."""

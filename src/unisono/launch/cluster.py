@@ -1,31 +1,15 @@
-"""Where this process stands, by what its launcher put into the environment: torchrun, srun, or nothing."""
+"""Which process this is, by what its launcher put into the environment: torchrun, srun, or nothing."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from unisono.runtime.communicator import Node, Place
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
-OURS = "UNISONO_RUN_ID"  # what `unisono.launch.local_processes` gives the processes that it starts: the run id of their launcher
-
-NODE = "UNISONO_NODE"  # where there are several nodes: which of them this is, as JSON
-
-
-def across_nodes(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Number this process among those of all nodes, where its launcher has counted those of its own node only."""
-    if NODE in environment:
-        node = Node(**json.loads(environment[NODE]))
-        here, rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
-        environment.update(
-            RANK=str(node.rank * here + rank), WORLD_SIZE=str(node.count * here), GROUP_RANK=str(node.rank),
-            GROUP_WORLD_SIZE=str(node.count), ROLE_RANK=str(node.rank * here + rank),
-            ROLE_WORLD_SIZE=str(node.count * here), MASTER_ADDR=node.host, MASTER_PORT=str(node.port),
-            TORCHELASTIC_USE_AGENT_STORE="False",
-        )  # fmt: skip
+OURS = "UNISONO_RUN_ID"  # what our launcher gives the processes that it starts: its own run id
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -36,8 +20,8 @@ def launcher(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(run_id.rpartition("-")[2])
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that a launcher gave this process, or None if nobody launched it.
+def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo | None:
+    """Which process this is, as its launcher says; None if no launcher has started it.
 
     Raises:
         ConfigError: if a launcher's variables are there only in part.
@@ -52,20 +36,20 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
         rank, world, local, local_world = (int(environment[name]) for name in wanted[:4])
         run_id = environment.get("TORCHELASTIC_RUN_ID")  # of the nearest launcher, which may be inside of ours
         launcher = "unisono" if run_id is not None and run_id == environment.get(OURS) else "torchrun"
-        return Place(rank, world, local, local_world, launcher)
+        return ProcessInfo(rank, world, local, local_world, launcher)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         world = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
         rank, local = int(environment["SLURM_PROCID"]), int(environment.get("SLURM_LOCALID", "0"))
-        return Place(rank, world, local, _tasks_here(environment, world), "slurm")
+        return ProcessInfo(rank, world, local, _tasks_here(environment, world), "slurm")
     return None
 
 
-def complete(place: Place, environment: MutableMapping[str, str] = os.environ) -> None:
+def complete(process: ProcessInfo, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what torch's rendezvous reads where the launcher is srun, which sets names of its own.
 
     The first host of the step is the meeting point; the port follows from the job's number, so all processes know it.
     """
-    if place.launcher == "slurm":
+    if process.launcher == "slurm":
         environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
         number = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
         environment.setdefault("MASTER_PORT", str(20000 + number % 20000))

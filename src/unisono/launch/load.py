@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
-from unisono.config import foreign_run
 from unisono.launch.run import open_run
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import RunError
+from unisono.task_config import build_task, read_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,20 +85,9 @@ def load_model(
 
 def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
     """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
-    from unisono.launch import rank_process, train
+    from unisono.launch import resolve
     from unisono.training import loop
 
     newest(folder)
-    config = foreign_run.read_run(folder, task, trust=trust)
-    alone = {
-        "world_size": 1,
-        "strategy": "single",
-        "shards": None,
-        "device": "auto",
-        "defer_reduction": False,
-        "bucket_mb": None,
-    }
-    here = {"layout": config.layout.model_copy(update=alone), "launch": type(config.launch)()}
-    config = config.model_copy(update=here)
-    config = train.concrete(config, None)
-    return loop.evaluate(rank_process.task_of(config), config, Place(), Alone(), folder)
+    run = resolve.reading(read_run(folder, task, trust=trust), folder)
+    return loop.evaluate(build_task(run.config), run, ProcessInfo(), SingleProcess())

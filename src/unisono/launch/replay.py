@@ -21,13 +21,14 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.checkpoint.exchange.export import newest
-from unisono.config import fingerprint, foreign_run, resolve
+from unisono.config import fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, train
-from unisono.launch.run_directory import FILES
+from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, ranges
+from unisono.task_config import read_run
 
 if TYPE_CHECKING:
     from unisono.task import Task
@@ -106,7 +107,7 @@ def replay(
         run: its folder.
         first: updates of the checkpoint from which to go on; 0 begins anew. None: the last but one, or 0.
         last: updates of the checkpoint to come to. None: the next one after `first`, or the newest.
-        task: of the run, as `unisono.config.foreign_run.read_run` takes it.
+        task: of the run, as `unisono.task_config.read_run` takes it.
         trust: import the task that the run names, wherever it lies.
 
     Raises:
@@ -114,11 +115,11 @@ def replay(
         RunError: if there are no such checkpoints, or none from which a run can go on.
         CheckpointError: if one of them is damaged.
     """
-    place = cluster.place()
+    place = cluster.process_info()
     if place is not None and place.world_size > 1:
         raise ConfigError(f"unisono replay starts the processes itself; give it without {place.launcher}")
     before, after = _chosen(run, first, last)
-    config = foreign_run.read_run(run, task, trust=trust)
+    config = read_run(run, task, trust=trust)
     made = before.step if before else 0
     try:
         folder, config = _prepared(run, config, before, after)
@@ -175,7 +176,7 @@ def _prepared(run: Path, config: RunConfig, before: Checkpoint | None, after: Ch
             "every": None, "keep_every": None, "keep_best": None, "at_end": True, "final": after.holds,
             "upload": Upload(),
         },
-        "eval": {"every": None, "at_end": False},
+        "eval": {"every": None, "at_end": False}, "callbacks": [],
         "observe": {"trackers": [], "profile": None},
         "launch": {"nodes": 1, "node_rank": None, "rendezvous": None, "max_restarts": 0},
     }  # fmt: skip
@@ -188,10 +189,10 @@ def _prepared(run: Path, config: RunConfig, before: Checkpoint | None, after: Ch
         _linked(before.path, folder / "checkpoints" / before.path.name)
         if (run / ledger.FOLDER).is_dir():
             shutil.copytree(run / ledger.FOLDER, folder / ledger.FOLDER)
-        for file in ("fingerprint.json", FILES):
+        for file in (FINGERPRINT, FILES):
             if (run / file).is_file():
                 shutil.copy(run / file, folder / file)
-        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
         (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return folder, config
 

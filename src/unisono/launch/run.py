@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.exchange.export import newest
-from unisono.config import foreign_run, resolve
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.task import Task
+from unisono.task_config import build_task, read_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,8 +77,8 @@ def open_run(
         ConfigError: for an override that does not fit.
     """
     folder = Path(folder)
-    config = foreign_run.read_run(folder, task, overrides, trust=trust)
-    opened = resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
+    config = read_run(folder, task, overrides, trust=trust)
+    opened = build_task(config)
     if (folder / ASSETS).is_dir():
         opened.load_assets(folder / ASSETS)
     return Run(folder, config, opened)

@@ -13,19 +13,22 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from unisono.checkpoint.core import commit, provenance, resume
-from unisono.checkpoint.remote import restore, store_lock
-from unisono.config import environment, fingerprint, foreign_run, resolve
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.remote import store_lock
+from unisono.config import environment, fingerprint, foreign_run
+from unisono.config.resolved_run import RESOLVED, ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.errors import CheckpointError, RunError
+from unisono.launch.preflight import DataFacts
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY, write_kept, write_whole
-from unisono.supervise import disk_space, run_lock
+from unisono.supervise import run_lock
 from unisono.task import Task
 
+FINGERPRINT = "fingerprint.json"
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
 
@@ -40,20 +43,18 @@ def named(config: RunConfig, job: str | None = None) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": free})})
 
 
-def check(config: RunConfig) -> RunConfig:
-    """Refuse a directory that cannot be used, without touching it; returns the configuration to go on with.
-
-    A run that is continued keeps its micro-batch where it fits, and always where a forward pass draws random numbers.
+def refuse_unusable(config: RunConfig) -> None:
+    """Refuse a directory that cannot be used, without touching it.
 
     Raises:
-        RunError: if the directory is not writable, holds another run, or holds nothing to resume where that is a must.
+        RunError: if it is not writable, holds something else, or a run that must not be resumed.
     """
     folder = path_of(config)
     try:
         existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
         reason = error.strerror if isinstance(error, OSError) else "symbolic links that lead in a circle"
-        raise RunError(f"{folder} cannot be a folder: {reason}; choose another run.dir or run.name") from error
+        raise RunError(f"{folder} cannot be a directory: {reason}; choose another run.dir or run.name") from error
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -63,51 +64,13 @@ def check(config: RunConfig) -> RunConfig:
         ) from error
     harmless = {run_lock.FOLDER, CERTIFICATE, store_lock.KEPT}
     inside = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
-    others = set(inside) - harmless
-    if others and not (folder / "config.yaml").is_file():
-        raise RunError(f"{folder} is not empty and is not a run (it has no config.yaml); choose another run.name")
+    if set(inside) - harmless and not (folder / "config.yaml").is_file():
+        raise RunError(f"{folder} is not empty and is not a run directory (no config.yaml); choose another run.name")
     if config.run.resume == "never" and (folder / "config.yaml").is_file():
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
         )
     _refuse_another_s_name(config)
-    newest, damaged = resume.newest_readable(folder / "checkpoints")
-    if newest is not None:
-        disk_space.check(folder, config, disk_space.of_newest(folder), 1)
-    if config.checkpoint.upload.url is not None and (begun := restore.begun(folder)):  # newer, and about to be there
-        newest, damaged = commit.read(begun[-1]), []
-    if config.run.resume == "exact" and damaged:
-        raise CheckpointError(f"{damaged[0].why} {resume.NO_OTHER}")
-    if newest is None and damaged:
-        raise resume.none_whole(folder / "checkpoints", damaged)
-    if config.run.resume in ("must", "exact") and newest is None:
-        raise resume.nothing_there(folder, config)
-    if not (folder / "config.yaml").is_file():
-        provenance.check_names(config)
-        return config
-    there: provenance.About
-    if newest is not None:
-        there, random = newest.about, bool(newest.state["random"])
-    else:  # interrupted before its first checkpoint
-        random = False
-        there = {"config": foreign_run.read_values(folder / "config.yaml")}
-    provenance.check_names(config, there["config"])
-    old = provenance.filled(there["config"], config)
-    before = old["layout"]["micro_batch"]
-    whole = config.layout.sync_batch_norm and fingerprint.normalised_together(old) is None
-    open_ = not isinstance(config.layout.micro_batch, int)
-    kept = random or config.run.resume == "exact" or (_divides(before, config) and not whole)
-    if open_ and kept:
-        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": before})})
-    provenance.refuse(str(folder), provenance.compare(there, provenance.of(config), config, random), config)
-    together = fingerprint.normalised_together(old), fingerprint.normalised_together(config)
-    if together[0] != together[1] and "layout.micro_batch" not in config.run.allow_change:
-        raise RunError(
-            f"{folder} already holds a run that normalises other rows together (layout.sync_batch_norm): "
-            f"{_told(together[0])} there, {_told(together[1])} here. Keep layout.world_size and layout.micro_batch, or "
-            "go on with this change by run.allow_change=[layout.micro_batch]"
-        )
-    return config
 
 
 def _refuse_another_s_name(config: RunConfig) -> None:
@@ -167,56 +130,72 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def make(config: RunConfig, facts: dict[str, Any], task: Task, files: dict[str, Any] | None = None) -> Path:
-    """Make the directory and write what the run is: its configuration, facts, the sources' files and the task's assets.
-
-    Args:
-        config: of the run.
-        facts: of its data.
-        task: that is trained.
-        files: of each source, to say later which of them has changed.
+def write(run: ResolvedRun, data: DataFacts, task: Task) -> None:
+    """Write what the run is: its configuration, facts and files of its data, the task's assets, what was resolved.
 
     Raises:
-        RunError: if it cannot be written, or if the data are not those of the run that lies there.
+        RunError: if it cannot be written.
     """
-    folder = path_of(config)
-    _same_data(folder, facts, files or {})
+    folder, config = run.directory, run.config
+    write_config(run)  # first, as it makes the directory a run
     try:
-        (folder / "assets").mkdir(parents=True, exist_ok=True)
+        (folder / "assets").mkdir(exist_ok=True)
         task.save_assets(folder / "assets")
-        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
-        write_kept(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         described = {
             "mathematics": fingerprint.digest(config),
-            "data": facts,
+            "data": data.facts,
             "versions": environment.versions(),
             "host": platform.node(),
         }
-        write_whole(folder / FILES, json.dumps(files or {}, indent=1) + "\n")  # first, as the other one is looked for
-        write_whole(folder / "fingerprint.json", json.dumps(described, indent=1) + "\n")
+        # The files first, as the other one is looked for.
+        write_whole(folder / FILES, json.dumps(data.files, indent=1) + "\n")
+        write_whole(folder / FINGERPRINT, json.dumps(described, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from error
-    return folder
 
 
-def _same_data(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
+def write_config(run: ResolvedRun) -> None:
+    """Write the configuration of a run, for people and the next start, and what was resolved, for its processes.
+
+    Raises:
+        RunError: if it cannot be written.
+    """
+    values = run.plain()
+    try:
+        write_kept(run.directory / "config.yaml", yaml.safe_dump(values["config"], sort_keys=False))
+        write_whole(run.directory / RESOLVED, json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise _unwritable(run.directory, error) from error
+
+
+def refuse_other_data(folder: Path, data: DataFacts) -> None:
+    """Refuse data that are not those of the run that lies there.
+
+    Raises:
+        RunError: naming the files that have changed, and the facts that differ.
+    """
     from unisono.data.sources.change_detection import what_changed
 
-    if (folder / "fingerprint.json").is_file():
-        before = json.loads((folder / "fingerprint.json").read_text(encoding="utf-8"))["data"]
-        known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
-        if any(before[name] != facts[name] for name in known):  # another number of rows is another order
-            differing = {k: (before.get(k), v) for k, v in facts.items() if before.get(k) != v}
-            were = json.loads((folder / FILES).read_text(encoding="utf-8")) if (folder / FILES).is_file() else {}
-            told = [
-                (f"of source '{name}', " if name else "") + what
-                for name in sorted(were.keys() & files.keys())
-                if (what := what_changed(were[name], files[name]))
-            ]
-            raise RunError(
-                f"{folder} was trained on other data{': ' if told else ''}{'; '.join(told)}; what differs (there, "
-                f"here): {differing}. Bring the data back as they were, or choose another run.name"
-            )
+    facts, files = data.facts, data.files
+    if not (folder / FINGERPRINT).is_file():
+        return
+    before = safe_paths.read_json(folder, FINGERPRINT)["data"]
+    known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
+    if all(before[name] == facts[name] for name in known):  # another number of rows is another order
+        return
+    differing = "; ".join(
+        f"{name} was {before.get(name)} and is {value}" for name, value in facts.items() if before.get(name) != value
+    )
+    were = safe_paths.read_json(folder, FILES) if (folder / FILES).is_file() else {}
+    changed = [
+        (f"of source '{name}', " if name else "") + what
+        for name in sorted(were.keys() & files.keys())
+        if (what := what_changed(were[name], files[name]))
+    ]
+    raise RunError(
+        f"{folder} was trained on other data: {'; '.join([*changed, differing])}. Restore the data, or choose another "
+        "run.name"
+    )
 
 
 def path_of(config: RunConfig) -> Path:
@@ -227,14 +206,3 @@ def path_of(config: RunConfig) -> Path:
 
 def _unwritable(folder: Path, error: OSError) -> RunError:
     return RunError(f"{folder} cannot be written: {error.strerror} ({error.filename}); choose another run.dir")
-
-
-def _told(together: tuple[int, int] | None) -> str:
-    return "the whole global batch" if together is None else f"{together[1]} of each of {together[0]} processes"
-
-
-def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
-    world = config.layout.world_size
-    if not (isinstance(micro_batch, int) and isinstance(world, int)):
-        return False
-    return config.train.global_batch % (world * micro_batch) == 0

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from unisono.config import resolve
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, rank_process, train
+from unisono.launch import cluster
+from unisono.launch import layout as layouts
+from unisono.launch.processes import rank_process
 from unisono.proof.cases import Case, Proof
 from unisono.proof.recording.trace import Trace, folder_of
 from unisono.runtime.communicator import Place
+from unisono.task_config import build_task, read_config
 
 
 def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None) -> RunConfig:
@@ -42,7 +44,7 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
             ),  # its processes are on this host
         }
     )
-    return train.concrete(changed, place)
+    return layouts.concrete(changed, place)
 
 
 def write(folder: Path, cases: list[Case], proof: Proof) -> None:
@@ -62,15 +64,15 @@ def _cannot_be_used(root: Path, case: str) -> bool:
 
 
 def main(folder: Path, task: str) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started for a proof."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started for a proof."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
 
     def work() -> None:
         from unisono.proof.recording import case_recorder
 
-        config = resolve.read(folder / "config.yaml", task)
+        config = read_config(folder / "config.yaml", task)
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         proof = Proof.model_validate(described["proof"])
         cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
@@ -80,7 +82,7 @@ def main(folder: Path, task: str) -> NoReturn:
                 continue
             began = time.perf_counter()
             settled = configured(config, case, proof, place)
-            case_recorder.record(rank_process.task_of(settled), settled, place, group, case, proof, folder)
+            case_recorder.record(build_task(settled), settled, place, group, case, proof, folder)
             if place.is_first:
                 print(f"  {case.name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 

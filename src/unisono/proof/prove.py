@@ -13,16 +13,20 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint, resolve
+from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
-from unisono.launch import local_processes, train
+from unisono.launch.layout import threads_per_process
+from unisono.launch.preflight import preflight
+from unisono.launch.processes import local_processes
+from unisono.launch.task_objects import reference_to
 from unisono.proof import case_process, certificate, comparison, diagnosis, verdict
 from unisono.proof.cases import EPSILON, Case, Proof, cases
 from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import ConfigError, KernelError, RunError
 from unisono.task import Task
+from unisono.task_config import build_task, load_config
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
@@ -46,20 +50,22 @@ def prove(config: RunConfig, proof: Proof) -> tuple[list[Verdict], list[Verdict]
     every = cases(proof, config)
     layouts = {case.name: certificate.described(case_process.configured(config, case, proof, None)) for case in every}
     digests, asked = code_digest.digests(config.recipe), config
-    facts = train.preflight(_task(config), case_process.configured(config, every[0], proof, None)).facts
+    facts = preflight(build_task(config), case_process.configured(config, every[0], proof, None)).facts
     config, shrunk = _shrunk(config, proof)
     folder = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
     try:
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(config), sort_keys=False), "utf-8")
         ended: dict[str, local_processes.WorkerError] = {}
-        threads = train.threads_per_process(max(case.world_size for case in every))
+        threads = threads_per_process(max(case.world_size for case in every))
         for phase in phases(every):
             one = phase[0]
             case_process.write(folder, phase, proof)
             settled = case_process.configured(config, one, proof, None)
             print(f"{one.world_size} process{'es' if one.world_size > 1 else ''}", file=sys.stderr, flush=True)
             try:
-                local_processes.launch(settled, folder, threads, module="unisono.proof.case_process")
+                local_processes.launch(
+                    settled, folder, threads, module="unisono.proof.case_process", arguments=(settled.recipe,)
+                )
             except local_processes.WorkerError as error:
                 missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
                 ended[next(missing, phase[-1]).name] = error  # the first that is missing was under way
@@ -115,7 +121,7 @@ def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> Proved:
         assert proved.passed, proved
     """
     own, rest = split_words(list(words))
-    config, _ = resolve.load(task if isinstance(task, str) else train.reference_to(task), rest)
+    config, _ = load_config(task if isinstance(task, str) else reference_to(task), rest)
     verdicts, references, _ = prove(config, Proof.model_validate(own))
     return Proved(verdicts, references)
 
@@ -271,7 +277,7 @@ def _shrunk(config: RunConfig, proof: Proof) -> tuple[RunConfig, str]:
     """The configuration with a smaller model, if one is wanted and to be had, and what was made smaller."""
     if proof.shrink == "never":
         return config, ""
-    smaller = _task(config).shrunk(_LARGE if proof.shrink == "auto" else 0)
+    smaller = build_task(config).shrunk(_LARGE if proof.shrink == "auto" else 0)
     if smaller is None:
         return config, ""
     made = config.model_copy(
@@ -340,12 +346,6 @@ def _alone(case: Case, trace: Trace) -> Verdict:
         )
     found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
     return found
-
-
-def _task(config: RunConfig) -> Any:
-    from unisono.launch.rank_process import task_of
-
-    return task_of(config)
 
 
 def split_words(words: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -1,21 +1,17 @@
-"""A process's place in the job, and the few things processes say to each other outside the step.
+"""Which process of the job this is, and the few things processes say to each other outside the step.
 
-`Place` is a plain value passed to whoever needs it; nothing reads `RANK` on its own. `Group` is the control channel:
-small JSON messages, named so that a wait that ends in an error can say what it waited for. Nothing is ever pickled.
+`ProcessInfo` is a plain value passed to whoever needs it; nothing reads `RANK` on its own. `Communicator` is the control
+channel: small JSON messages, named so that a wait that times out can say what it waited for. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-T = TypeVar("T")
-_PATIENCE = 10.0  # seconds for others to hear that something is over
 SHARES_PORT = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)  # on the sockets of a launcher and its rank 0 alone
 STORE = "UNISONO_STORE"  # set by our launcher on one host: the file by which its processes meet, of this user alone
 Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
@@ -31,8 +27,8 @@ def written(host: str, port: int) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one process stands.
+class ProcessInfo:
+    """Which process of the job this is.
 
     Attributes:
         rank: number of this process among all, from 0.
@@ -78,8 +74,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Party(Protocol):
-    """All processes of the job, or all its nodes. Every method is collective: all call it, in the same order."""
+class Channel(Protocol):
+    """A control channel between all processes of the job, or all its nodes.
+
+    Every method is collective: all call it, in the same order.
+    """
 
     rank: int
     size: int
@@ -93,11 +92,11 @@ class Party(Protocol):
         ...
 
 
-class Group(Party, Protocol):
-    """All processes of the job as one party."""
+class Communicator(Channel, Protocol):
+    """The control channel of all processes of the job."""
 
-    def another(self) -> Group:
-        """The same processes once more, for threads of theirs: neither group waits for what goes on in the other."""
+    def another(self) -> Communicator:
+        """A second channel of the same processes, for threads of theirs: neither waits for messages of the other."""
         ...
 
     def highest(self, numbers: Sequence[int], what: str) -> list[int]:
@@ -105,8 +104,8 @@ class Group(Party, Protocol):
         ...
 
 
-class Alone:
-    """The group of a single process."""
+class SingleProcess:
+    """The control channel of a single process."""
 
     rank = 0
     size = 1
@@ -118,43 +117,16 @@ class Alone:
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
 
-    def another(self) -> Alone:
-        """Another group of the single process."""
-        return Alone()
+    def another(self) -> SingleProcess:
+        """A second channel of the single process."""
+        return SingleProcess()
 
     def highest(self, numbers: Sequence[int], what: str) -> list[int]:
         """The same numbers."""
         return list(numbers)
 
 
-def while_first(party: Party, work: Callable[[], T], what: str) -> T | None:
-    """What rank 0 makes of something that may take longer than any wait; the others are told every second that it does.
-
-    Args:
-        party: which nobody uses in the meantime; collective.
-        work: of rank 0, in the thread that called.
-        what: names the wait in errors.
-
-    Returns:
-        On rank 0 what came of it; elsewhere None, once it is over.
-    """
-    if party.rank:
-        while party.gather(False, what)[0]:
-            pass
-        return None
-    over = threading.Event()
-
-    def tell() -> None:
-        with suppress(Exception):  # who is gone is told of by whatever is asked of all next
-            while party.gather(not over.wait(1.0), what)[0]:
-                pass
-
-    thread = threading.Thread(target=tell, name=what, daemon=True)
-    if party.size > 1:
-        thread.start()
-    try:
-        return work()
-    finally:
-        over.set()
-        if party.size > 1:
-            thread.join(_PATIENCE)
+Place = ProcessInfo
+Party = Channel
+Group = Communicator
+Alone = SingleProcess

@@ -20,10 +20,12 @@ class UnisonoError(ValueError):
     Attributes:
         exit_code: tells a script which class of fault ended the run.
         fault: the name of the likely fault, under which `docs/diagnoses.md` explains it; empty where it does not.
+        agreed: whether every rank raises the same, so that rank 0 alone has to report it.
     """
 
     exit_code = 2
     fault = ""
+    agreed = False
 
     def __init__(self, text: str = "", fault: str = "") -> None:
         super().__init__(text)
@@ -113,9 +115,21 @@ class DeadlineError(UnisonoError):
 
 
 class MemoryExhaustedError(UnisonoError):
-    """A process that ran out of memory in a step or an evaluation; the others cannot finish it without this one."""
+    """A process that ran out of memory in a step or an evaluation; the others cannot finish it without this one.
+
+    Attributes:
+        random: whether forward passes draw random numbers, so that the micro-batch is part of the mathematics; None
+            where that is not known.
+    """
 
     exit_code = 6
+    random: bool | None = None
+
+
+class CallbackError(UnisonoError):
+    """A callback of the user's that failed on one process; every process raises it."""
+
+    exit_code = 1
 
 
 class UploadError(UnisonoError):
@@ -152,9 +166,23 @@ class StuckError(UnisonoError):
 
 
 class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
-    """A run that was asked to end before it was done; the same command goes on with it."""
+    """A run that was asked to end before it was done, and can be resumed."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that was ended by Ctrl-C, with what is saved and how to resume."""
+
+
+def error_class(name: str) -> type[UnisonoError]:
+    """The class of this module with a name, for an error that another process describes; `RunError` for others.
+
+    >>> error_class("DataError").__name__, error_class("KeyError").__name__
+    ('DataError', 'RunError')
+    """
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, UnisonoError) else RunError
 
 
 def page(fault: str) -> str:

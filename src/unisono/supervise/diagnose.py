@@ -10,25 +10,29 @@ from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.config import safe_yaml
+from unisono.config.resolved_run import RESOLVED, resume_command
 from unisono.observe import events
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, DeadlineError, RunError, page
+from unisono.runtime.text import one_line
 
+_LONGEST = 4000  # characters of a command that is shown
 REMEDIES = {
-    1: "Mend the code that the traceback names, and give the same command again.",
-    2: "Mend what the sentence names, and give the same command again.",
+    1: "Mend the code that the traceback names, and resume.",
+    2: "Mend what the sentence names, and resume.",
     3: "Look at the rows that the sentence names; a lower optim.lr or train.clip_norm may help. The numbers never "
     "reached the parameters.",
     4: "`unisono prove` with the settings of this run shows where it begins.",
     5: "Look at the logs of the rank that was waited for, and at the network between the hosts.",
     6: "Give it a smaller layout.micro_batch, or `layout.micro_batch=auto` to find the largest that fits.",
-    7: "See to the space and the rights of the file system that holds the run, and give the same command again.",
+    7: "See to the space and the rights of the file system that holds the run, and resume.",
     8: "The two calls that the sentence names must be made by all ranks, in one order.",
-    9: "If it happens again at the same place, look at the host (`dmesg`, its memory); launch.max_restarts goes on by "
+    9: "If it happens again at the same place, look at the host (`dmesg`, its memory); launch.max_restarts resumes by "
     "itself.",
     10: "Look at the line that the sentence names. If a step is meant to take so long, raise launch.stuck_after or the "
     "deadline that it names.",
-    75: "Nothing: it was asked to stop, and goes on with the same command.",
-    130: "Nothing: it was interrupted, and goes on with the same command.",
+    75: "Nothing: it was asked to stop.",
+    130: "Nothing: it was interrupted.",
 }
 
 
@@ -63,8 +67,20 @@ def explained(folder: Path) -> list[str]:
     if code is not None:
         fault = next((fault["fault"] for fault in faults if fault.get("fault")), "")
         more = f" See {page(fault)}." if fault else ""
-        lines += ["", "What to do", f"  {REMEDIES.get(code, 'Give the same command again.')}{more}"]
+        lines += ["", "What to do", f"  {REMEDIES.get(code, 'Resume.')}{more}"]
+    if (total is None or made < total) and (command := _resumes_by(folder)):
+        lines += ["", "Resume with", f"  {command}"]
     return lines
+
+
+def _resumes_by(folder: Path) -> str:
+    """What to type to resume the run, as its newest start wrote it down; empty where that is not known."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        values = safe_paths.read_json(folder, RESOLVED)
+        command = tuple(map(str, values["command"]))
+        if command[:2] in ((), ("unisono", "train")):  # the file may be anybody's
+            return one_line(resume_command(command, str(values["config"]["run"]["name"])), _LONGEST)
+    return ""
 
 
 def _planned(folder: Path) -> int | None:
@@ -94,7 +110,7 @@ def _why(
     return None, iter(
         [
             "Nothing tells of a fault. It runs, was interrupted, or all of it was killed at once with its launcher, as",
-            "when a host goes down. The same command goes on from the newest checkpoint.",
+            "when a host goes down.",
         ]
     )
 

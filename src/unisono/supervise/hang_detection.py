@@ -16,8 +16,6 @@ from unisono.runtime.heartbeat import NEW_SHAPE, Record
 from unisono.supervise.processes import STATES
 from unisono.supervise.stacks import Stack
 
-AGAIN = "The same command goes on from the newest checkpoint."
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -166,7 +164,7 @@ def stuck(seen: Mapping[int, Seen], stacks: Mapping[int, Stack], limits: Limits,
             if different
             else "none of them is late, so it is the network, the device, or a process of another node"
         )
-        text = f"on {host} all processes have waited for each other for {still:.0f} s: {everyone}; {why}. {AGAIN}"
+        text = f"on {host} all processes have waited for each other for {still:.0f} s: {everyone}; {why}"
         return Finding(StuckError.__name__, StuckError.exit_code, text, None, "", ranks)
     first = culprits[0]
     one, stack = here[first], stacks.get(first, Stack())
@@ -184,7 +182,7 @@ def stuck(seen: Mapping[int, Seen], stacks: Mapping[int, Stack], limits: Limits,
         f"for {since:.0f} s (limit {limit:.0f} s, {key})",
         *_waiting({r: o for r, o in here.items() if r not in culprits}, stacks),
     ]
-    text = (f"{more[0]}: " if more else "") + "; ".join(parts) + f". {AGAIN}"
+    text = (f"{more[0]}: " if more else "") + "; ".join(parts)
     return Finding(StuckError.__name__, StuckError.exit_code, text, first, where, ranks)
 
 
@@ -209,7 +207,7 @@ def lost(
             groups.setdefault(one.record.awaited, []).append(other)
     parts += [f"{_ranks(numbers)} waited for {what}" for what, numbers in groups.items()]
     ranks = {str(r): plain(one) for r, one in sorted(seen.items())}
-    text = "; ".join(parts) + f". {AGAIN}"
+    text = "; ".join(parts)
     return Finding(LostError.__name__, LostError.exit_code, text, rank, "", ranks)
 
 

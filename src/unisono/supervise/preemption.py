@@ -26,7 +26,7 @@ from unisono.supervise import identity
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 ENDED = 128  # plus the signal: the exit code of a process that was ended because another one had failed
 _LATE = 5.0  # seconds for a process to end by itself once it should: before the first step, or after its last save
-TOO_EARLY = "preempted before the first step was made: nothing is lost. Start the same command again"
+TOO_EARLY = "preempted before the first step of this start: nothing is lost"
 
 Ends = Callable[[Preempted], object]  # tells why and ends the process; called by a thread
 
@@ -50,6 +50,8 @@ def heeded(ends: Ends | None = None) -> Iterator[None]:
     if _ear is None and threading.current_thread() is threading.main_thread():
         ear = _ear = _Ear(ends)
     try:
+        if ear is not None:
+            ear.open()
         yield
     except _TooEarly:
         raise Preempted(TOO_EARLY) from None
@@ -156,11 +158,16 @@ class _Ear:
         self._ends, self._told = ends, False
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
+        self._descriptor = -1
         # Whoever has handlers of their own keeps them, and what is ignored stays so.
-        own = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-        self._before = {number: signal.signal(number, self._heard) for number in own}
+        self._before = {number: signal.SIG_DFL for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL}
+
+    def open(self) -> None:
+        """Hear from now on; the first signal may come before this returns."""
         self._descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        for number in self._before:
+            signal.signal(number, self._heard)
 
     def close(self) -> None:
         """Hear no more."""
@@ -214,7 +221,7 @@ class _Ear:
             return TOO_EARLY
         return (
             f"preempted: the deadline of {self.deadline:g} s (launch.preempt_deadline) came before all ranks had met "
-            "at the end of a step, so the newest checkpoint counts. Start the same command again to go on"
+            "at the end of a step, so the newest checkpoint counts"
         )
 
 

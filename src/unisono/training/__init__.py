@@ -1,1 +1,1 @@
-"""The training loop and what happens between its steps."""
+"""The training loop and what acts on it."""

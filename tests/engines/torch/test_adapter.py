@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import unisono
-from tests import processes
+from tests import processes, runs
 from tests.engines.torch.test_engine import layout, started
 from tests.runs import configuration, parameters
 from tests.tasks import LinearTask, TransformerTask
@@ -22,9 +22,8 @@ from unisono.config.schema.run import Lora
 from unisono.engines.torch import lora
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, ConfigError
-from unisono.training import loop
 
 LORA = Lora(kind="lora", rank=2)
 
@@ -193,8 +192,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
         },
     )
     config = trainer_config(result.folder)
-    with loop.Training(Whole(), config, Place(), Alone(), result.folder, writing=False) as training:
-        model: Any = training._engine.view.module.eval()  # type: ignore[attr-defined]
+    with runs.parts(Whole(), config, result.folder) as parts:
+        model: Any = parts.engine.view.module.eval()  # type: ignore[attr-defined]
         with torch.no_grad():
             return result.folder, dict(model.state_dict()), model(TOKENS)
 
@@ -203,9 +202,9 @@ TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
 def trainer_config(folder: Path) -> Any:
-    from unisono.config import foreign_run
+    from unisono.task_config import read_run
 
-    return foreign_run.read_run(folder, trust=True)
+    return read_run(folder, trust=True)
 
 
 def arrays(folder: Path) -> ArrayReader:
@@ -263,11 +262,11 @@ class OtherBase(TransformerTask):
 def test_a_resume_on_another_base_is_refused(run: Any) -> None:
     config = trainer_config(run[0])
     with pytest.raises(CheckpointError, match="another base: 1 of 35 parameters differ"):
-        loop.Training(OtherBase(), config, Place(), Alone(), run[0], writing=False).__enter__()
+        runs.parts(OtherBase(), config, run[0])
 
 
 def test_a_checkpoint_without_adapters_is_refused_by_a_run_that_has_them(tmp_path: Path) -> None:
-    loop.run(TransformerTask(), configuration(observe={"progress": False}), Place(), Alone(), tmp_path)
+    runs.train(tmp_path, configuration(observe={"progress": False}), TransformerTask())
     engine, _ = processes.alone(started, TransformerTask(), configuration(adapter=LORA.model_dump()))
     with pytest.raises(CheckpointError, match="has no adapters: it was saved by a run without adapter=lora"):
         engine.load(arrays(tmp_path))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests import processes
+from tests import processes, runs
 from tests.engines.torch.test_engine import layout, started
 from tests.runs import SGD, averages, configuration, parameters, whole
 from tests.tasks import LinearTask, TransformerTask
@@ -112,7 +112,7 @@ def test_each_process_holds_the_average_of_its_own_shards() -> None:
 
 @contextmanager
 def trained(place: Place, group: Group, config: Any, folder: Path) -> Iterator[loop.Training]:
-    with loop.Training(TransformerTask(), config, place, group, folder, writing=False) as training:
+    with runs.training(TransformerTask(), config, place, group, folder) as training:
         for _ in training.steps():
             pass
         yield training
@@ -121,15 +121,15 @@ def trained(place: Place, group: Group, config: Any, folder: Path) -> Iterator[l
 def evaluated(place: Place, group: Group, config: Any, folder: Path) -> list[Any]:
     """What an evaluation says of the average, what one says once the weights are the average, and what was changed."""
     with trained(place, group, config, folder) as training:
-        engine: Any = training._engine
+        engine: Any = training._parts.engine
         before = {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
         average = {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
         said = dict(training.evaluated)
-        training.evaluate(4)
+        training._evaluation.evaluate(4)
         left = before == {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
         left = left and average == {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
         with engine.train_state.average.swapped_in():
-            put = engine.evaluate(training.held_out.batches(), 4, {"lr": 0.1}).values
+            put = engine.evaluate(training._parts.held_out.batches(), 4, {"lr": 0.1}).values
         return [said, training.evaluated, put, left]
 
 
@@ -150,7 +150,7 @@ def test_an_evaluation_with_the_average_says_what_a_model_of_it_would_and_change
 @pytest.mark.parametrize(("weights", "names"), [("model", {"loss"}), ("ema", {"ema/loss"})])
 def test_the_configuration_says_which_weights_are_evaluated(tmp_path: Path, weights: str, names: set[str]) -> None:
     config = configuration(train={"steps": 2, "global_batch": 8}, eval={"weights": weights}, ema={"decay": 0.5})
-    with loop.Training(Kept(), config, Place(), Alone(), tmp_path, writing=False) as training:
+    with runs.training(Kept(), config, Place(), Alone(), tmp_path) as training:
         assert len(list(training.steps())) == 2
     assert set(training.evaluated) == names
 
@@ -173,7 +173,7 @@ def test_the_weights_come_back_when_an_evaluation_fails(tmp_path: Path) -> None:
 
 
 def saved(config: Any, folder: Path) -> ArrayReader:
-    loop.run(TransformerTask(), config, Place(), Alone(), folder)
+    runs.train(folder, config, TransformerTask())
     checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
     return ArrayReader(checkpoint.path, checkpoint.arrays)
 

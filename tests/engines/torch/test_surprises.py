@@ -11,17 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import processes
+from tests import processes, runs
 from tests.engines.torch.test_engine import layout, outcome, started
 from tests.runs import configuration, distance, trace, whole
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
-from unisono.training import loop
 
 # parameters that only later steps leave out ---------------------------------------------------------------------------
 
@@ -193,9 +192,9 @@ def normed(place: Place, group: Group, folder: Path, steps: list[int]) -> list[A
             checkpoint={"every": 3},
             observe={"progress": False},
         )
-        with loop.Training(NormedTask(), config, place, group, folder) as training:
+        with runs.training(NormedTask(), config, place, group, folder) as training:
             for result in training.steps():
-                if training.record is not None and until == 3 and result is not None:
+                if until == 3:
                     told.append(result.loss)
                     if len(told) == 3:
                         break
@@ -245,9 +244,9 @@ def test_a_run_shorter_than_a_batch_can_be_read_again(tmp_path: Path) -> None:
     config = configuration(
         layout={"micro_batch": 4}, train={"epochs": 0.15, "global_batch": 16}, observe={"progress": False}
     )
-    done = loop.run(Counting(), config, Place(), Alone(), tmp_path)
+    done = runs.train(tmp_path, config, Counting())
     assert done.step == 1
-    again = loop.evaluate(Counting(), config, Place(), Alone(), tmp_path)
+    again = runs.evaluate(tmp_path, config, Counting())
     assert again["loss"] == pytest.approx(done.evaluation["loss"])
 
 

@@ -20,13 +20,13 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.exchange.export import _plan_of_model, _write, adapter_of, newest
 from unisono.checkpoint.exchange.hf_shards import Sharded
 from unisono.cli import main
-from unisono.config import foreign_run
 from unisono.config.schema.export_verb import Export
 from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.sharded_tensors import load, model_tensors
 from unisono.recipes.language.model import build
 from unisono.recipes.language.settings import Pretrained
 from unisono.recipes.language.tokenizer import Tokenizer
+from unisono.task_config import read_run
 
 TOKENS = torch.arange(3, 67).reshape(2, 32)
 QUIET = {"bos_token_id": None, "eos_token_id": None}  # else the defaults lie outside of a small vocabulary
@@ -223,7 +223,7 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
 
     out = exported(adapted, tmp_path / "out")
     assert {path.name for path in out.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
-    config = foreign_run.read_run(adapted, trust=True)
+    config = read_run(adapted, trust=True)
     base = of_transformers(config.model.path)
     plain = logits(base)
     theirs = logits(PeftModel.from_pretrained(base, out))

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, model, sentences, store_in, task, write_jsonl
 from tests.runs import configuration, trace
-from unisono.config.resolve import load
 from unisono.config.schema.run import RunConfig
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import Corpus, FromConfig, Pretrained
@@ -24,6 +23,7 @@ from unisono.recipes.language.task import IGNORED
 from unisono.runtime.communicator import Alone, Place
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
+from unisono.task_config import load_config as load
 
 EVALUATION, TRAINING = Context(0, training=False), Context(0, training=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests import processes
+from tests import processes, runs
 from tests.recipes.language.corpora import corpus, model, overrides, sentences, write_jsonl
 from tests.runs import configuration
 from unisono.launch import train
@@ -17,7 +17,6 @@ from unisono.recipes.language.task import Language
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import ConfigError
 from unisono.task import Source
-from unisono.training.loop import Training
 
 STEPS = 8
 
@@ -44,7 +43,7 @@ def part(
         checkpoint={"every": 1},
         eval={"at_end": False},
     ).model_copy(update={"data": data})
-    with Training(task, how, place, group, folder) as training:
+    with runs.training(task, how, place, group, folder) as training:
         return training.first, [result.loss for _, result in zip(range(updates), training.steps(), strict=False)]
 
 

@@ -15,11 +15,11 @@ SMALL = ("data.subjects=6", "data.visits=3", "data.taxa=24", "data.bases=16", "d
 
 
 @pytest.mark.slow
-def test_it_runs_out_of_the_box_on_two_processes(tmp_path: Path) -> None:
+def test_made_up_communities_are_trained_on_by_two_processes(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "unisono", "train", "microbiome", *SMALL, f"data.cache={tmp_path / 'cache'}",
-            "task=pretrain", "train.steps=2", "train.global_batch=6", f"run.dir={tmp_path}", "run.name=run",
+            "task=pretrain", "layout.world_size=2", "train.steps=2", "train.global_batch=6", f"run.dir={tmp_path}", "run.name=run",
             "checkpoint.every=null", "eval.every=null",
         ],
         capture_output=True, text=True, timeout=300, check=False,

@@ -24,6 +24,7 @@ About = Mapping[str, Any]
 
 DATA = ("rows", "sources", "fingerprint")  # the facts of the data that decide the order
 AROUND = ("code", "versions", "environment", "machine")  # what may differ where a run need not be the same bit for bit
+HOST = ("environment", "machine")  # of these, what only a process that computes knows
 _BITS = ("layout.", "optim.implementation")  # keys that change no mathematics, but the order of sums
 _OF_A_START = (
     "run.name", "run.dir", "run.resume", "run.allow_change", "run.stop_after",
@@ -53,12 +54,6 @@ def of(config: RunConfig, data: Mapping[str, Any] | None = None, place: Place | 
     }
     kept: dict[str, Json] = json.loads(json.dumps(told))  # as it comes back from a file
     return kept
-
-
-def now(here: About, config: RunConfig) -> dict[str, Json]:
-    """The same with the configuration as it is by now: a run that is under way may cut its micro-batch smaller."""
-    plain = fingerprint.plain(config)
-    return {**here, "config": plain, "layout": plain["layout"]}
 
 
 def versions() -> dict[str, str]:
@@ -149,6 +144,13 @@ def compare(there: About, here: About, config: RunConfig, random: bool) -> Diffe
     known = {name for name in DATA if name in (there.get("data") or {}) and name in (here.get("data") or {})}
     data = _pairs(*({name: side["data"][name] for name in known} for side in (there, here))) if known else {}
     return Difference({**changed, **mathematics}, mathematics, around, data)
+
+
+def compare_host(there: About, here: About) -> Difference:
+    """What is not as it was of what only a process that computes knows: environment and machine."""
+    both = [name for name in HOST if there.get(name) is not None and here.get(name) is not None]
+    parts = {name: _pairs(there[name], here[name]) for name in both}
+    return Difference(around={name: pairs for name, pairs in parts.items() if pairs})
 
 
 def refuse(where: str, differs: Difference, config: RunConfig) -> None:

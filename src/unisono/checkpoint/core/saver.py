@@ -57,7 +57,7 @@ class Saver:
         group: all ranks.
         settings: the `checkpoint` group of the configuration.
         first: updates made before, in the checkpoint that the run goes on from; 0 if there is none.
-        finished: called on rank 0 with the folder of every checkpoint, once it is there.
+        finished: called on every rank with the folder of every checkpoint, once it is there.
         say: called on every rank with a line about a save that failed, where the run goes on.
         deadline: seconds after which a save that is not over on all ranks has failed.
         allowed: see `commit.save`.
@@ -245,7 +245,7 @@ class Saver:
         if not faults:
             self.saved, self._failed = flight.made, None
             self.seconds = time.monotonic() - flight.tried
-            if self._finished is not None and self._group.rank == 0:
+            if self._finished is not None:
                 assert flight.path is not None
                 self._finished(flight.path)
             return

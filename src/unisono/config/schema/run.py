@@ -411,6 +411,10 @@ class RunConfig(Settings):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     launch: Launch = Launch()
+    callbacks: list[str | dict[str, Any]] = Field(
+        [],
+        description="callbacks of yours: early_stopping, path/to/file.py:Class, or {callback: …} with its settings",
+    )
 
     @model_validator(mode="after")
     def _an_average_is_there(self) -> RunConfig:

@@ -82,10 +82,10 @@ def _begin(place: str | None, file: str | None, again: dict[str, Any]) -> None:
         try:
             importlib.import_module(place)
         except ModuleNotFoundError:
-            from unisono.config import resolve
+            from unisono.config import references
 
             assert file is not None
-            resolve.module_of(f"{file}:{place}", file)
+            references.module_of(f"{file}:{place}", file)
 
 
 def _listen(sock: socket.socket, asked: SimpleQueue[Any]) -> None:

@@ -9,9 +9,8 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
-from unisono.faults import job
+from unisono.faults import job, task
 from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import Abstain, Ground, Outcome, fault
 from unisono.faults.scenarios.setup import by_hand
@@ -108,7 +107,9 @@ def _owned(ground: Ground) -> Outcome:
         taken.listen()
         named = taken.getsockname()[1]
         command = job.train("layout.world_size=2")
-        with ground.job(command=command, variables={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{named}"}) as run:
+        with ground.job(
+            command=command, variables={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{named}", task.TELLS: "1"}
+        ) as run:
             place, got = _chosen(run), False
             with socket.socket() as stranger:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -126,12 +127,13 @@ def _owned(ground: Ground) -> Outcome:
 
 
 def _chosen(run: Job) -> tuple[str, int]:
-    """Where the processes of a run will meet, by the environment of rank 0."""
-    with suppress(IndexError):
-        variables = Path(f"/proc/{run.workers(1)[0]}/environ").read_text().split("\0")
-        found = dict(one.split("=", 1) for one in variables if one.startswith("MASTER_"))
-        return found["MASTER_ADDR"], int(found["MASTER_PORT"])
-    raise AssertionError(run.finish().said[-2000:])
+    """Where the processes of a run will meet, by what rank 0 writes down."""
+    told = run.folder / task.ADDRESS
+    job.wait_for(lambda: told.exists() or run.process.poll() is not None, 120.0, "the address of rank 0")
+    if not told.exists():
+        raise AssertionError(run.finish().said[-2000:])
+    host, port = told.read_text().split()
+    return host, int(port)
 
 
 @fault("A8", "a node is cut off from the network, with launch.timeout=8")

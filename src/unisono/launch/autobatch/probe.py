@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.config import memory_fit, resolve
+from unisono.config import memory_fit
 from unisono.config.batch_split import Split
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
@@ -20,14 +20,16 @@ from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import plan_of, source_of
 from unisono.engines import create_engine
 from unisono.engines.protocol import Job
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
 from unisono.launch.autobatch import memory
+from unisono.launch.autobatch.search import ASKED, FOUND, UNDER_WAY
+from unisono.launch.processes import rank_process
 from unisono.optim import schedules
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.files import write_whole
 from unisono.task import Task
+from unisono.task_config import build_task, read_config
 
-ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"
 _LOOKED_AT = 16  # micro-batches, of which the largest is computed
 
 
@@ -90,17 +92,17 @@ def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limi
 
 
 def main(folder: Path, task: str) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started for a search."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started for a search."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
 
     def work() -> None:
-        config = resolve.read(folder / "config.yaml", task)
+        config = read_config(folder / "config.yaml", task)
         asked = json.loads((folder / ASKED).read_text(encoding="utf-8"))
         group = rank_process.join(config, place)
         limit = memory.limit(config, config.layout.device, place.local_world_size)
-        search(Probe(rank_process.task_of(config), config, place, group), group, asked, limit, folder)
+        search(Probe(build_task(config), config, place, group), group, asked, limit, folder)
 
     rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

@@ -16,16 +16,18 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint, memory_fit, resolve
+from unisono.config import code_digest, environment, fingerprint, memory_fit, references
 from unisono.config.batch_split import divisors
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
-from unisono.launch import local_processes
-from unisono.launch.autobatch import memory, probe
+from unisono.launch import layout
+from unisono.launch.autobatch import memory
+from unisono.launch.processes import local_processes
 from unisono.runtime.communicator import cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, write_whole
 
+ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"  # files of a search, between its processes
 _STARTS = 6  # of processes: as often as that one may run out of memory
 
 
@@ -63,11 +65,6 @@ class Found:
             *(f"  {size} rows: {peak / 1e9:.3f} GB ({self.kind})" for size, peak in sorted(self.peaks.items())),
             *(["  measured before"] if self.known else []),
         ]
-
-
-def settled(config: RunConfig, found: Found) -> RunConfig:
-    """The configuration with the micro-batch that was found."""
-    return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": found.micro_batch})})
 
 
 def find(config: RunConfig, processes: bool = True) -> Found:
@@ -114,28 +111,28 @@ def find(config: RunConfig, processes: bool = True) -> Found:
 
 def _measured(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict[str, Any]:
     """Have processes measure; again without the size that one of them ran out of memory with."""
-    from unisono.launch.train import threads_per_process
-
     assert isinstance(config.layout.world_size, int)
     found: dict[str, Any] = {"peaks": {}, "kind": "", "limit": 0, "source": "", "failed": None, **known}
     with tempfile.TemporaryDirectory(prefix="unisono-autobatch-") as name:
         path = Path(name)
-        values = {**fingerprint.plain(config), "recipe": resolve.lasting(config.recipe)}
+        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         for start in range(_STARTS):
             asked = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}
-            (path / probe.ASKED).write_text(json.dumps(asked), encoding="utf-8")
-            (path / probe.UNDER_WAY).unlink(missing_ok=True)
+            (path / ASKED).write_text(json.dumps(asked), encoding="utf-8")
+            (path / UNDER_WAY).unlink(missing_ok=True)
             try:
-                threads = threads_per_process(config.layout.world_size)
-                local_processes.launch(config, path, threads, module="unisono.launch.autobatch.probe")
+                threads = layout.threads_per_process(config.layout.world_size)
+                local_processes.launch(
+                    config, path, threads, module="unisono.launch.autobatch.probe", arguments=(config.recipe,)
+                )
             except local_processes.WorkerError as error:
-                tried = _read(path / probe.UNDER_WAY)
+                tried = _read(path / UNDER_WAY)
                 if not isinstance(tried, int) or not error.memory or start == _STARTS - 1:
                     raise
-                found = {**found, **_read(path / probe.FOUND), "failed": tried}
+                found = {**found, **_read(path / FOUND), "failed": tried}
             else:
-                return {**found, **_read(path / probe.FOUND)}
+                return {**found, **_read(path / FOUND)}
     raise AssertionError
 
 

@@ -26,7 +26,7 @@ from unisono.protocols import cross_sample
 from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.task import Task
-from unisono.training import loop
+from unisono.training.parts import held_out_of
 
 
 def record(
@@ -86,7 +86,7 @@ class _Run:
         # Which rows a process has, by the number of the rank that usually has them.
         last = process.world_size - 1
         self.rows_of = replace(process, rank=last - process.rank) if case.reversed else process
-        self.held_out = loop.held_out_of(task, config, self.rows_of, self.split)
+        self.held_out = held_out_of(task, config, self.rows_of, self.split)
         self.first_samples: list[str] | None = None
         self.lower: LowerPrecision | None = None
         self.steps: list[StepFacts] = []

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.config import code_digest, environment
-from unisono.launch import cluster, local_processes
-from unisono.launch.train import reference_to, threads_per_process
+from unisono.launch import cluster
+from unisono.launch.layout import threads_per_process
+from unisono.launch.processes import local_processes
+from unisono.launch.task_objects import reference_to
 from unisono.proof import certificate, comparison, prove, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Compared, Difference
@@ -94,7 +96,7 @@ def compare(
         if __name__ == "__main__":
             raise SystemExit(compare(train, worlds=[2, 4]).exit_code)
     """
-    place = cluster.place()
+    place = cluster.process_info()
     if place is not None and (place.launcher != "slurm" or place.world_size > 1):
         raise ConfigError(
             "unisono.proof.compare starts its processes itself, but was called by a process of a run: put the call "

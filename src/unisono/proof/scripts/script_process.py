@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from unisono.config import resolve
+from unisono.config import references
 from unisono.engines.torch.numerics import precision
-from unisono.launch import cluster, rank_process
+from unisono.launch import cluster
+from unisono.launch.processes import rank_process
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError, UnisonoError
 
@@ -91,9 +92,9 @@ def ended_after(seconds: float, report: Path, rank: int) -> Iterator[None]:
 
 
 def main(folder: Path) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started for a comparison of scripts."""
+    """Entry of a process that `unisono.launch.processes.local_processes` started for a comparison of scripts."""
     rank_process.die_with_parent()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
     run = Run(**json.loads((folder / "run.json").read_text(encoding="utf-8")))
     report = folder / "logs" / f"rank-{place.rank:05d}.fault.json"
@@ -116,7 +117,7 @@ def main(folder: Path) -> NoReturn:
 
 def _function(reference: str) -> Callable[[World], Any]:
     module, _, name = reference.rpartition(":")
-    found: Callable[[World], Any] = getattr(resolve.module_of(reference, module), name)
+    found: Callable[[World], Any] = getattr(references.module_of(reference, module), name)
     return found
 
 

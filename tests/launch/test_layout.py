@@ -7,27 +7,27 @@ from typing import Any
 import pytest
 
 from tests import tasks
-from unisono.config import resolve
 from unisono.config.schema.run import RunConfig
-from unisono.launch import train
+from unisono.launch import layout as layouts
 from unisono.runtime.communicator import Place
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import load_config
 
 TASK = f"{tasks.__file__}:LinearTask"
 
 
 def config(*overrides: str) -> RunConfig:
-    return resolve.load(TASK, overrides)[0]
+    return load_config(TASK, overrides)[0]
 
 
 def layout(*overrides: str, place: Place | None = None) -> tuple[int | str, str, str]:
-    found = train.concrete(config(*overrides), place).layout
+    found = layouts.concrete(config(*overrides), place).layout
     return found.world_size, found.strategy, found.device
 
 
 def refusal(*overrides: str, place: Place | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        train.concrete(config(*overrides), place)
+        layouts.concrete(config(*overrides), place)
     return str(caught.value)
 
 
@@ -104,12 +104,12 @@ def test_one_process_with_all_devices_is_refused_where_a_launcher_has_started_se
 
 def test_an_ordered_reduction_runs_on_one_thread_per_process(host: Any):
     host("cpu", 0)
-    assert train.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
+    assert layouts.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
 
 
 def test_a_host_s_cores_are_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(train, "cores", lambda: 12)
-    assert [train.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
+    monkeypatch.setattr(layouts, "cores", lambda: 12)
+    assert [layouts.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
 
 
 # what a host cannot give --------------------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def test_the_device_is_decided_by_the_processes_of_one_node(host: Any):
 
 def test_several_nodes_share_one_copy_of_the_model_inside_of_a_node(host: Any):
     host("cpu", 0)
-    found = train.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
+    found = layouts.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
     assert found.shards == 4
     place = Place(3, 6, 1, 2, "slurm")
-    assert train.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
+    assert layouts.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
     asked = config(*NODES, "layout.world_size=8", "layout.strategy=hsdp", "layout.shards=2")
-    assert train.concrete(asked, None).layout.shards == 2
+    assert layouts.concrete(asked, None).layout.shards == 2
 
 
 @pytest.mark.parametrize("words", [["layout.world_size=4"], [*NODES, "layout.world_size=2"]])

@@ -17,7 +17,7 @@ from unisono.runtime.communicator import Alone, Group, Place
 from unisono.runtime.errors import Preempted, RunError
 from unisono.supervise import preemption
 from unisono.supervise.run_lock import Lease
-from unisono.supervise.step_sync import Boundary, Decision
+from unisono.supervise.step_sync import Decision, StepSync
 
 
 class Beside(Alone):
@@ -42,19 +42,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return lambda seconds: monkeypatch.setattr(preemption, "waited", lambda: seconds)
 
 
-def look(made: Boundary) -> Decision:
+def look(made: StepSync) -> Decision:
     made._looked = 0.0
     return made.decide()
 
 
 def test_nothing_is_decided_where_nobody_wishes_anything(tmp_path: Path):
-    assert Boundary(Alone(), tmp_path, 30).decide() == Decision()
-    assert Boundary(Beside(), tmp_path, 30).decide() == Decision()
+    assert StepSync(Alone(), tmp_path, 30).decide() == Decision()
+    assert StepSync(Beside(), tmp_path, 30).decide() == Decision()
 
 
 @pytest.mark.parametrize(("name", "decided"), [("stop", Decision(save=True, stop=True)), ("save", Decision(save=True))])
 def test_a_file_in_the_folder_is_a_wish_that_is_taken_once(tmp_path: Path, name: str, decided: Decision):
-    made = Boundary(Alone(), tmp_path, 30)
+    made = StepSync(Alone(), tmp_path, 30)
     (tmp_path / name).touch()
     assert look(made) == decided
     assert not (tmp_path / name).exists()
@@ -63,28 +63,28 @@ def test_a_file_in_the_folder_is_a_wish_that_is_taken_once(tmp_path: Path, name:
 
 def test_what_an_earlier_start_was_asked_for_is_forgotten(tmp_path: Path):
     (tmp_path / "stop").touch()
-    assert look(Boundary(Alone(), tmp_path, 30)) == Decision()
+    assert look(StepSync(Alone(), tmp_path, 30)) == Decision()
 
 
 def test_a_run_that_is_only_evaluated_takes_no_wish(tmp_path: Path):
     (tmp_path / "stop").touch()
-    Boundary(Alone(), tmp_path, 30, writing=False)
+    StepSync(Alone(), tmp_path, 30, writing=False)
     assert (tmp_path / "stop").exists()
 
 
 def test_the_folder_is_looked_at_twice_a_second_at_most(tmp_path: Path):
-    made = Boundary(Alone(), tmp_path, 30)
+    made = StepSync(Alone(), tmp_path, 30)
     made.decide()
     (tmp_path / "stop").touch()
     assert made.decide() == Decision()
 
 
 def test_the_signal_of_another_rank_is_everyones(tmp_path: Path):
-    assert Boundary(Beside(0, 0, 1), tmp_path, 30).decide() == Decision(save=True, preempted=True)
+    assert StepSync(Beside(0, 0, 1), tmp_path, 30).decide() == Decision(save=True, preempted=True)
 
 
 def test_a_save_that_fits_the_deadline_is_made(tmp_path: Path, waits: Any):
-    made = Boundary(Alone(), tmp_path, 30)
+    made = StepSync(Alone(), tmp_path, 30)
     waits(14.0)
     assert made.decide(saving=10.0).save
     waits(15.5)
@@ -95,20 +95,20 @@ def test_a_save_that_fits_the_deadline_is_made(tmp_path: Path, waits: Any):
 
 def test_the_longest_save_of_all_ranks_and_the_earliest_signal_count(tmp_path: Path, waits: Any):
     waits(1.0)
-    assert not Boundary(Beside(0, 0, 1, 25_000), tmp_path, 30).decide(saving=1.0).save
-    assert not Boundary(Beside(0, 0, 29_500), tmp_path, 30).decide(saving=1.0).save
+    assert not StepSync(Beside(0, 0, 1, 25_000), tmp_path, 30).decide(saving=1.0).save
+    assert not StepSync(Beside(0, 0, 29_500), tmp_path, 30).decide(saving=1.0).save
 
 
 def test_a_save_of_unknown_duration_is_tried(tmp_path: Path, waits: Any):
     waits(29.0)
-    assert Boundary(Alone(), tmp_path, 30).decide().save
+    assert StepSync(Alone(), tmp_path, 30).decide().save
 
 
 @pytest.mark.parametrize(("deadline", "left"), [(30, 30 - 10 - 2), (2, 2 - 1 - 0.5), (0.4, -0.7)])
 def test_a_run_that_has_to_go_knows_how_long_it_may_still_wait(tmp_path: Path, deadline: float, left: float) -> None:
-    assert Boundary(Beside(), tmp_path, deadline).decide().left == math.inf
+    assert StepSync(Beside(), tmp_path, deadline).decide().left == math.inf
     since = 10_001 if deadline == 30 else 1_001
-    found = Boundary(Beside(0, 0, since), tmp_path, deadline).decide()
+    found = StepSync(Beside(0, 0, since), tmp_path, deadline).decide()
     assert found.left == pytest.approx(left)
     assert (Decision() | found).left == found.left
     assert (found | Decision(left=1e9)).left == found.left
@@ -122,27 +122,27 @@ def test_decisions_of_one_step_add_up():
 @pytest.mark.parametrize(
     ("saved", "told"),
     [
-        (7, "preempted after step 7 of 9, which is saved. Start the same command again to go on"),
-        (5, "after step 7 of 9, which is not saved: no time; the newest checkpoint is that of step 5. Start"),
-        (0, "after step 7 of 9, which is not saved: no time; there is no checkpoint yet. Start"),
+        (7, "preempted after step 7 of 9, which is saved"),
+        (5, "after step 7 of 9, which is not saved: no time; the newest checkpoint is that of step 5"),
+        (0, "after step 7 of 9, which is not saved: no time; there is no checkpoint yet"),
     ],
 )
 def test_the_end_says_what_is_saved(tmp_path: Path, saved: int, told: str):
-    error = Boundary(Alone(), tmp_path, 30).preempted(7, 9, saved, "no time")
+    error = StepSync(Alone(), tmp_path, 30).preempted(7, 9, saved, "no time")
     assert told in str(error)
     assert error.exit_code == 75
 
 
 def test_a_run_that_was_taken_over_ends_on_every_rank_and_before_it_writes(tmp_path: Path):
     (tmp_path / "lease").mkdir()
-    made = Boundary(Alone(), tmp_path, 30, Lease(tmp_path, 3))
+    made = StepSync(Alone(), tmp_path, 30, Lease(tmp_path, 3))
     made.decide()
-    made.owned()
+    made.refuse_if_lost()
     (tmp_path / "lease" / "00000004.json").write_text(
         '{"host": "far", "machine": "x", "pid": 7, "born": "1", "released": false}'
     )
     made._looked_at_lease = 0.0
-    for act in (made.decide, made.owned):
+    for act in (made.decide, made.refuse_if_lost):
         with pytest.raises(RunError, match="was taken over by process 7 on far"):
             act()
 
@@ -153,7 +153,7 @@ def test_a_run_that_was_taken_over_ends_on_every_rank_and_before_it_writes(tmp_p
 def boundaries(place: Place, group: Group, folder: Path) -> tuple[list[Decision], float]:
     """Rank 1 gets a signal after its third boundary, rank 0 finds a file after its sixth; and what one costs."""
     with preemption.heeded():
-        made = Boundary(group, folder, 30)
+        made = StepSync(group, folder, 30)
         made.open()
         decided = []
         for step in range(8):

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from unisono.config.schema.run import RunConfig
-from unisono.launch import host_variables
+from unisono.launch.host import host_variables
 from unisono.runtime.errors import ConfigError, RunError
 
 _SHARED = Path("/dev/shm")

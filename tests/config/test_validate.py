@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import fingerprint, resolve
+from unisono.config import fingerprint
 from unisono.config.compose import Composed
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import find_task, load_config, read_config, validate_config
 
 METHODS = """
     def data(self): return [{"x": 1.0}] * 8
@@ -97,12 +98,12 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(*overrides: str, task: str = "tasks.py:Plain") -> RunConfig:
-    return resolve.load(task, overrides)[0]
+    return load_config(task, overrides)[0]
 
 
 def mistakes(*overrides: str, task: str = "tasks.py:Plain", config_dir: Path | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        resolve.load(task, overrides, config_dir)
+        load_config(task, overrides, config_dir)
     return str(caught.value).splitlines()
 
 
@@ -141,7 +142,7 @@ def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
 
     told = config("task.width=6", "optim.groups=[{match: '*.bias', lr_scale: 2}]", "schedules.x={kind: wsd, peak: 1}")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(told)), encoding="utf-8")
-    assert resolve.read(tmp_path / "config.yaml", told.recipe) == told
+    assert read_config(tmp_path / "config.yaml", told.recipe) == told
 
 
 # unknown keys ----------------------------------------------------------------------------------------------------
@@ -347,9 +348,7 @@ def test_a_mistake_that_lies_between_two_keys_is_told_too():
 
 
 def test_a_data_group_that_is_not_made_from_unisono_s_is_refused():
-    assert mistakes(task="tasks.py:Unfit") == [
-        "tasks.py:Unfit: the task's Data type must extend unisono.config.schema.run.Data"
-    ]
+    assert mistakes(task="tasks.py:Unfit") == ["tasks.py:Unfit: the task's Data type must extend unisono.Data"]
 
 
 # the task --------------------------------------------------------------------------------------------------------
@@ -385,12 +384,12 @@ def test_a_task_without_some_of_its_methods_is_told_which():
 
 
 def test_a_task_may_lie_in_an_installed_package():
-    assert resolve.task_class("tests.tasks:LinearTask").__name__ == "LinearTask"
+    assert find_task("tests.tasks:LinearTask").__name__ == "LinearTask"
 
 
 def test_a_package_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"^nowhere\.tasks:Mine: there is no module 'nowhere\.tasks'$"):
-        resolve.task_class("nowhere.tasks:Mine")
+        find_task("nowhere.tasks:Mine")
 
 
 def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -401,7 +400,7 @@ def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(monkeypatch
     with pytest.raises(
         ConfigError, match=r"^language needs the package 'pyarrow.*': pip install 'unisono\[language\]'$"
     ):
-        resolve.task_class("language")
+        find_task("language")
 
 
 def test_two_files_of_the_same_name_in_folders_of_the_same_name_are_two_tasks(tmp_path: Path):
@@ -411,30 +410,30 @@ def test_two_files_of_the_same_name_in_folders_of_the_same_name_are_two_tasks(tm
         path.write_text(
             f"import unisono\nclass Mine(unisono.Task):\n    number = {number}\n{METHODS}", encoding="utf-8"
         )
-    found = [resolve.task_class(f"{tmp_path}/{number}/project/task.py:Mine").number for number in (1, 2, 1)]
+    found = [find_task(f"{tmp_path}/{number}/project/task.py:Mine").number for number in (1, 2, 1)]
     assert found == [1, 2, 1]
 
 
 def test_a_file_is_imported_once_however_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "once.py").write_text(f"import unisono\nclass Mine(unisono.Task):\n{METHODS}", encoding="utf-8")
-    assert resolve.task_class("once.py:Mine") is resolve.task_class(f"{tmp_path}/./once.py:Mine")
+    assert find_task("once.py:Mine") is find_task(f"{tmp_path}/./once.py:Mine")
 
 
 def test_a_file_whose_import_failed_is_tried_again(tmp_path: Path):
     path = tmp_path / "broken.py"
     path.write_text("raise RuntimeError('not today')", encoding="utf-8")
     with pytest.raises(RuntimeError, match="not today"):
-        resolve.task_class(f"{path}:Mine")
+        find_task(f"{path}:Mine")
     path.write_text(f"import unisono\nclass Mine(unisono.Task):\n{METHODS}\n", encoding="utf-8")
-    assert resolve.task_class(f"{path}:Mine").__name__ == "Mine"
+    assert find_task(f"{path}:Mine").__name__ == "Mine"
 
 
 def test_a_task_file_can_import_its_neighbours(tmp_path: Path):
     (tmp_path / "neighbour_of_a_task.py").write_text("NUMBER = 7", encoding="utf-8")
     text = "import neighbour_of_a_task, unisono\nclass Mine(unisono.Task):\n    n = neighbour_of_a_task.NUMBER\n"
     (tmp_path / "task.py").write_text(text + METHODS, encoding="utf-8")
-    assert resolve.task_class(f"{tmp_path}/task.py:Mine").n == 7
+    assert find_task(f"{tmp_path}/task.py:Mine").n == 7
 
 
 # files -----------------------------------------------------------------------------------------------------------
@@ -442,7 +441,7 @@ def test_a_task_file_can_import_its_neighbours(tmp_path: Path):
 
 def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read as a configuration: .*No such file"):
-        resolve.read(tmp_path / "config.yaml", "tasks.py:Plain")
+        read_config(tmp_path / "config.yaml", "tasks.py:Plain")
 
 
 @pytest.mark.parametrize(
@@ -456,17 +455,17 @@ def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path):
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str):
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
-        resolve.read(tmp_path / "config.yaml", "tasks.py:Plain")
+        read_config(tmp_path / "config.yaml", "tasks.py:Plain")
 
 
 def test_a_mistake_in_a_run_s_configuration_is_told_with_the_file(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text("recipe: tasks.py:Plain\ntrain: {stesp: 3}\noptim: {kind: sgd}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        resolve.read(path, "tasks.py:Plain")
+        read_config(path, "tasks.py:Plain")
     assert f"unknown key 'train.stesp' ({path}), did you mean 'train.steps'?" in str(caught.value)
 
 
 def test_a_configuration_without_a_task_is_refused():
     with pytest.raises(ConfigError, match="set recipe=NAME"):
-        resolve.validate(Composed({"train": {"steps": 1}}, {}))
+        validate_config(Composed({"train": {"steps": 1}}, {}))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -17,9 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono.checkpoint.core import provenance
-from unisono.config import resolve, secrets
+from unisono.config import secrets
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster
+from unisono.launch import cluster, resolve
+from unisono.launch.processes import fork_server
 from unisono.observe import logs
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Alone, Group, Place
@@ -34,7 +33,7 @@ from unisono.runtime.errors import (
 )
 from unisono.runtime.files import write_whole
 from unisono.supervise import fault_injection, preemption
-from unisono.task import Task
+from unisono.task_config import build_task
 
 _HEADSTART = 3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
 
@@ -60,11 +59,6 @@ def join(config: RunConfig, place: Place) -> Group:
     group = process_group.start(place, device, config.launch.timeout, config.launch.start_timeout)
     provenance.agree(group, provenance.given(config))
     return group
-
-
-def task_of(config: RunConfig) -> Task:
-    """The task that a configuration names, with its settings."""
-    return resolve.task_class(config.recipe)(config.task, model=config.model, data=config.data)
 
 
 def leave(code: int) -> NoReturn:
@@ -148,7 +142,8 @@ def _record(path: Path, place: Place, error: BaseException) -> None:
 
     told = {"rank": place.rank, "kind": type(error).__name__, "text": _text(error), "code": _code(error)}
     memory = isinstance(error, MemoryExhaustedError) or is_out_of_memory(error)
-    text = json.dumps({**told, "fault": getattr(error, "fault", ""), "memory": memory, "time": time.time()})
+    told |= {"fault": getattr(error, "fault", ""), "memory": memory, "random": getattr(error, "random", None)}
+    text = json.dumps({**told, "time": time.time()})
     for folder in filter(None, (str(path.parent), os.environ.get(heartbeat.VARIABLE))):
         with contextlib.suppress(OSError):
             write_whole(Path(folder) / path.name, text)
@@ -176,22 +171,15 @@ def _kind(error: BaseException) -> str:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent, so that a killed launcher leaves no orphan (on Linux).
-
-    The kernel promises it from now on. A launcher that was killed since it started this process is looked for.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        launcher = cluster.launcher()
-        if launcher is not None and os.getppid() != launcher:
-            os.kill(os.getpid(), signal.SIGKILL)
+    """End with whoever started this process, so that a killed launcher leaves no orphan (on Linux)."""
+    if not fork_server.is_fork:  # whose server has seen to that
+        fork_server.die_with(cluster.launcher())
 
 
-def main(folder: Path, task: str) -> NoReturn:
-    """Entry of a process that `unisono.launch.local_processes` started."""
+def main(folder: Path, digest: str) -> NoReturn:
+    """Entry of a process that `unisono.launch.processes.local_processes` started."""
     die_with_parent()
-    cluster.across_nodes()
-    place = cluster.place()
+    place = cluster.process_info()
     assert place is not None
     if directory := os.environ.get(heartbeat.VARIABLE):
         heartbeat.start(directory, place.rank)
@@ -199,11 +187,13 @@ def main(folder: Path, task: str) -> NoReturn:
 
     def work() -> None:
         from unisono.training import loop
+        from unisono.training.callbacks.build import build_callbacks
 
         with logged(folder, place):
-            config = resolve.read(folder / "config.yaml", task)
-            group = join(config, place)
-            loop.run(task_of(config), config, place, group, folder)
+            run = resolve.read(folder, digest)
+            communicator = join(run.config, place)
+            task = build_task(run.config)
+            loop.train(task, run, place, communicator, build_callbacks(run.config, task))
 
     guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

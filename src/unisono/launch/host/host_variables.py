@@ -1,6 +1,6 @@
 """Variables of the environment whose values are known to be wrong, as a table, and interfaces that are not there.
 
-`unisono doctor` tells all of it; what no run can start with is refused before one starts (`unisono.launch.host_check`).
+`unisono doctor` tells all of it; what no run can start with is refused before one starts (`unisono.launch.host.host_check`).
 Values are patterns for the whole value, without regard to case.
 """
 
@@ -181,7 +181,7 @@ VARIABLES = (
     ),
     # left over from elsewhere
     Variable(
-        "UNISONO_RUN_ID UNISONO_NODE", "FAIL", SET,
+        "UNISONO_RUN_ID", "FAIL", SET,
         "left over from a process of a run: another would take itself for one", "unset it, or open a new shell",
     ),
     Variable(

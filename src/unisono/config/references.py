@@ -1,0 +1,91 @@
+"""Names of tasks and callbacks, and the modules that they are in: a recipe, `path/to/file.py:Name`, `package.module:Name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+from unisono.config import recipes
+from unisono.runtime.errors import ConfigError
+
+
+def located(reference: str) -> str:
+    """The `file.py:Class` or `package.module:Class` of a reference to a task, which may be the name of a recipe.
+
+    Raises:
+        ConfigError: for a name that is no recipe.
+    """
+    return reference if ":" in reference else recipes.find(reference).task()
+
+
+def module_of(reference: str, place: str) -> types.ModuleType:
+    """The module of a reference: `path/to/file.py` is run from the file, `package.module` is imported.
+
+    Raises:
+        ConfigError: where it is missing.
+    """
+    return _from_file(Path(place)) if place.endswith(".py") else _from_package(place, reference)
+
+
+def lasting(reference: str) -> str:
+    """The same reference, such that it holds in any working directory."""
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+
+
+def _from_package(module: str, reference: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module + ".").startswith(error.name + "."):
+            raise ConfigError(f"{reference}: there is no module '{module}'") from error
+        extra = module.removeprefix("unisono.recipes.").split(".")[0]
+        raise ConfigError(f"{reference} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+
+
+def _from_file(path: Path) -> types.ModuleType:
+    """A module from a file: of its package, if it lies in one, so that its relative imports work; else on its own.
+
+    Its name is derived from the path, so importing it twice gives the same module. A script that trains a task of its
+    own is that module already: it must not run a second time.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
+    if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
+        return sys.modules["__main__"]
+    root, packaged = in_package(path)
+    if packaged:
+        for position, folder in ((0, root), (len(sys.path), path.parent)):  # the latter as below, but after all others
+            if str(folder) not in sys.path:
+                sys.path.insert(position, str(folder))
+        found = importlib.import_module(packaged)
+        if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
+            return found
+    name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` would, for the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found by the next attempt
+        raise
+    return module
+
+
+def in_package(path: Path) -> tuple[Path, str]:
+    """The folder from which a file is imported, and its dotted name there; no name if it lies in no package."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    return root, ".".join(parts) if len(parts) > 1 else ""

@@ -1,0 +1,179 @@
+"""From composed values to a typed `RunConfig`, with every mistake reported at once and in the user's words."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from unisono.config import secrets
+from unisono.config.compose import Composed
+from unisono.config.schema.data import Data
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError, nearest
+
+TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}  # group -> the attribute of a task with its type
+Groups = Mapping[str, Any]  # the types of the three groups that belong to a task
+
+
+def reference_of(composed: Composed) -> str:
+    """The reference to its task in a composed configuration, once it plainly holds no secret.
+
+    Raises:
+        ConfigError: where there is none, or a value is a secret; before any error that repeats a value.
+    """
+    recipe = composed.values.get("recipe")
+    if not isinstance(recipe, str):
+        raise ConfigError("the configuration names no task: set recipe=NAME or recipe=path/to/file.py:Class")
+    secrets.refuse(composed.values)
+    return recipe
+
+
+def validate(composed: Composed, groups: Groups) -> RunConfig:
+    """A typed configuration from composed values.
+
+    Args:
+        composed: as `compose` returns it.
+        groups: the types of the groups `task`, `model` and `data`.
+
+    Raises:
+        ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.
+    """
+    values = composed.values
+    reference = reference_of(composed)
+    mistakes: list[str] = []
+    typed: dict[str, Any] = {}
+    for group, kind in groups.items():
+        try:
+            typed[group] = TypeAdapter(kind).validate_python(values.get(group) or {}, extra="forbid")
+        except ValidationError as error:
+            mistakes += _sentences(error, composed, groups, group)
+    try:
+        config = RunConfig.model_validate({**values, **{group: {} for group in groups}})
+    except ValidationError as error:
+        mistakes += _sentences(error, composed, groups)
+    if mistakes:
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+    if not isinstance(typed["data"], Data):
+        raise ConfigError(f"{reference}: the task's Data type must extend unisono.Data")
+    secrets.refuse({group: settings.model_dump() for group, settings in typed.items()})  # also those of secret types
+    return config.model_copy(update=typed)
+
+
+# mistakes, in the user's words ------------------------------------------------------------------------------------
+
+
+def _sentences(error: ValidationError, composed: Composed, groups: Groups, group: str | None = None) -> Iterator[str]:
+    for mistake in error.errors():
+        values = composed.values.get(group) if group else composed.values
+        parts = [*([group] if group else []), *_without_tags(mistake["loc"], values, mistake["type"])]
+        dotted = ".".join(str(part) for part in parts)
+        origin = composed.origin(dotted)
+        if mistake["type"] == "extra_forbidden":
+            yield f"unknown key '{dotted}' ({origin}), {_suggestion(parts, composed.values, groups)}"
+        elif mistake["type"] == "missing":
+            yield f"'{dotted}' is missing"
+        elif mistake["type"] in ("union_tag_not_found", "union_tag_invalid"):
+            name = str(mistake["ctx"]["discriminator"]).strip("'")
+            tags = ", ".join(_tags(parts, name, composed.values, groups))
+            if "tag" in mistake["ctx"]:
+                origin = composed.origin(f"{dotted}.{name}")
+                yield f"'{dotted}.{name}' must be one of: {tags}, got {mistake['ctx']['tag']!r} ({origin})"
+            else:
+                yield f"'{dotted}.{name}' is missing; choose one of: {tags}"
+        elif mistake["type"] == "value_error":
+            text = str(mistake["ctx"]["error"])  # ours names its keys itself; that of a task may not
+            yield text if dotted in text else f"'{dotted}': {text}, got {mistake['input']!r} ({origin})"
+        elif mistake["type"] in ("model_type", "dict_type", "model_attributes_type"):
+            keys = ", ".join(f"{dotted}.{name}" for name in _children_at(parts, composed.values, groups))
+            yield f"'{dotted}' is a group of keys, not a value ({origin})" + (f"; set one of {keys}" if keys else "")
+        else:
+            yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
+
+
+def _without_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int | str]:
+    """The path of an error in the user's keys: pydantic mixes in the tags of unions and the names of their branches."""
+    parts: list[int | str] = []
+    for position, part in enumerate(loc):
+        inside = dict(enumerate(values)) if isinstance(values, list) else values if isinstance(values, dict) else {}
+        if part in inside:
+            values = inside[part]
+        elif error != "missing" or position < len(loc) - 1:
+            continue
+        parts.append(part)
+    return parts
+
+
+def _suggestion(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
+    """The same key elsewhere, else the nearest key here, else all keys here."""
+    above = "".join(f"{part}." for part in parts[:-1])
+    word = str(parts[-1])
+    same = next(
+        (key for key in _leaves(RunConfig, {}, groups) if key.endswith(f".{word}") and key != above + word), None
+    )
+    if same:
+        return f"did you mean '{same}'?"
+    hint = nearest(word, [str(name) for name in _children_at(parts[:-1], values, groups)])
+    return hint.replace("'", f"'{above}", 1) if hint.startswith("did you mean") else hint
+
+
+def _children_at(parts: Sequence[int | str], values: Any, groups: Groups) -> dict[Any, Any]:
+    """Names and types of the keys below a path."""
+    return _children(*_at(parts, values, groups), groups)
+
+
+def _tags(parts: Sequence[int | str], name: str, values: Any, groups: Groups) -> list[str]:
+    """The values that tell the branches of the union at a path from each other."""
+    annotation, _ = _at(parts, values, groups)
+    return [str(tag) for model in models_of(annotation, None) for tag in _literals(model, name)]
+
+
+def _at(parts: Sequence[int | str], values: Any, groups: Groups) -> tuple[Any, Any]:
+    """The annotation at a path, and the value there if there is one."""
+    annotation: Any = RunConfig
+    for part in parts:
+        annotation = _children(annotation, values, groups).get(part, Any)
+        inside = dict(enumerate(values)) if isinstance(values, list) else values if isinstance(values, dict) else {}
+        values = inside.get(part)
+    return annotation, values
+
+
+def _children(annotation: Any, values: Any, groups: Groups) -> dict[Any, Any]:
+    """Names and types of the keys below an annotation; unions are resolved by the `kind` that is there."""
+    for model in models_of(annotation, values):
+        fields = {name: field.annotation for name, field in model.model_fields.items()}
+        if model is RunConfig:
+            fields.update(groups)
+        return fields
+    if get_origin(annotation) is dict:
+        return dict.fromkeys(values if isinstance(values, dict) else (), get_args(annotation)[1])
+    if get_origin(annotation) is list and isinstance(values, list):
+        return dict.fromkeys(range(len(values)), get_args(annotation)[0])
+    return {}
+
+
+def models_of(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
+    """The settings that an annotation allows; of a union those of the `kind` that the values have, if they have one."""
+    if get_origin(annotation) is Annotated:
+        yield from models_of(get_args(annotation)[0], values)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        branches = [model for branch in get_args(annotation) for model in models_of(branch, values)]
+        wanted = values.get("kind") if isinstance(values, dict) else None
+        yield from (model for model in branches if wanted is None or wanted in _literals(model, "kind"))
+    elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+
+
+def _literals(model: type[BaseModel], name: str) -> tuple[Any, ...]:
+    field = model.model_fields.get(name)
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+
+
+def _leaves(annotation: Any, values: Any, groups: Groups, prefix: str = "") -> Iterator[str]:
+    for name, child in _children(annotation, values, groups).items():
+        dotted = f"{prefix}.{name}" if prefix else str(name)
+        yield dotted
+        yield from _leaves(child, {}, groups, dotted)

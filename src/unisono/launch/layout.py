@@ -1,0 +1,137 @@
+"""A layout without a word that is still open: how many processes, of which strategy, on which device.
+
+Decided once, from what the user asked for, what this host has, and what a launcher has started already. The micro-batch
+comes later (`unisono.launch.resolve`), since it may depend on what an earlier start of the run used.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.communicator import ProcessInfo, cores
+from unisono.runtime.errors import ConfigError
+
+
+def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+    """The configuration with every `auto` of the layout decided, but for the micro-batch.
+
+    Args:
+        config: as the user gave it.
+        process: this one, where a launcher has started it; None where the run starts its own processes.
+
+    Raises:
+        ConfigError: for a layout that this host or its launcher cannot give.
+    """
+    from unisono.engines.torch import devices
+
+    layout = config.layout
+    if process is not None:
+        _refuse_for_launcher(config, process)
+    world, local_world = _world_size(config, process)
+    strategy = ("single" if world == 1 else "ddp") if layout.strategy == "auto" else layout.strategy
+    update: dict[str, Any] = {"world_size": world, "strategy": strategy}
+    if strategy == "hsdp" and layout.shards is None:
+        if local_world in (1, world):
+            raise ConfigError(
+                "layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model (it is known "
+                "only where there are several nodes of several processes: those of one node)"
+            )
+        update["shards"] = local_world  # whole parameters are gathered inside a node, gradients alone cross
+    update["device"] = devices.resolve(layout.model_copy(update=update), local_world, config.train.precision)
+    if layout.reduction == "ordered":
+        if world & (world - 1):
+            below = 1 << (world.bit_length() - 1)
+            raise ConfigError(
+                f"layout.reduction=ordered needs a power of two of processes, not {world}; use {below} or {2 * below}"
+            )
+        update["threads"] = layout.threads or 1  # the number of threads changes the order of sums inside an operation
+    try:
+        checked = type(layout).model_validate({**layout.model_dump(), **update})
+    except ValueError as error:
+        raise ConfigError(
+            "; ".join(e["msg"].removeprefix("Value error, ") for e in getattr(error, "errors", list)())
+        ) from error
+    return config.model_copy(update={"layout": checked})
+
+
+def is_single(config: RunConfig) -> bool:
+    """Whether the run is one process, which needs no other."""
+    return config.layout.strategy in ("single", "dp")
+
+
+def threads_per_process(processes: int) -> int:
+    """This host's cores, divided among its processes."""
+    return max(1, cores() // processes)
+
+
+def warn(asked: RunConfig, config: RunConfig) -> None:
+    """Say what of this host a run leaves idle, and which of its settings have no effect.
+
+    Args:
+        asked: as the user gave it.
+        config: the same with a concrete layout.
+    """
+    from unisono.engines.torch import devices
+
+    kind, count = devices.accelerators()
+    layout = config.layout
+    if count and asked.layout.device == "auto" and layout.device == "cpu":
+        run = f"{layout.world_size} × {config.train.precision}"
+        _warn(
+            f"this run ({run}) goes to the CPU, though this host has {count} × {kind}: there must be one for each "
+            f"process, and it must support the precision. layout.device={kind} says what is missing; layout.device=cpu "
+            "says that the CPU is meant"
+        )
+    if layout.strategy == "dp" and (layout.device == "cpu" or count < 2):
+        found = f"{count} × {kind}" if layout.device != "cpu" else "the CPU"
+        _warn(
+            f"layout.strategy=dp shares rows among several devices of one process, and this run has {found}: it is the "
+            "same as layout.strategy=single"
+        )
+    if is_single(config) and config.launch.max_restarts:
+        _warn(
+            f"launch.max_restarts={config.launch.max_restarts} has no effect on a single process: it restarts the "
+            "processes that a launcher has started, and this run has no launcher"
+        )
+
+
+def _world_size(config: RunConfig, process: ProcessInfo | None) -> tuple[int, int]:
+    """Processes of the run, and of this host."""
+    from unisono.engines.torch import devices
+
+    layout, nodes = config.layout, config.launch.nodes
+    if process is not None:
+        return process.world_size, process.local_world_size
+    if layout.world_size != "auto":
+        return layout.world_size, layout.world_size // nodes
+    local = max(1, devices.accelerators()[1]) if layout.device != "cpu" and not is_single(config) else 1
+    return local * nodes, local
+
+
+def _refuse_for_launcher(config: RunConfig, process: ProcessInfo) -> None:
+    """Refuse what cannot go with processes that another launcher has started."""
+    launcher, launch = process.launcher, config.launch
+    if process.world_size > 1 and config.layout.strategy == "dp":
+        raise ConfigError(
+            f"layout.strategy=dp is one process with all devices of its host, but {launcher} has started "
+            f"{process.world_size} processes; start one, by hand, or use layout.strategy=ddp"
+        )
+    if launcher == "unisono":
+        return
+    if launch.nodes > 1:
+        raise ConfigError(
+            f"launch.nodes={launch.nodes}, but {launcher} has started this process and knows which nodes there are: "
+            "leave launch.nodes out, or start one plain process on each node"
+        )
+    if launch.max_restarts:
+        raise ConfigError(
+            f"launch.max_restarts={launch.max_restarts}, but {launcher} has started this process, and only it can "
+            "start all of them again: leave launch.max_restarts out, and use the launcher's own option (torchrun "
+            "--max-restarts, sbatch --requeue)"
+        )
+
+
+def _warn(text: str) -> None:
+    print(f"unisono: WARNING: {text}", file=sys.stderr)  # noqa: T201 - before there is a log

@@ -1,0 +1,135 @@
+"""Which of many faults ended a run: what its processes have reported, what the monitor found, how they have ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.launch.processes.monitor_client import Watch
+from unisono.runtime.communicator import Node
+from unisono.runtime.errors import DesyncError, LostError, StuckError, UnisonoError
+from unisono.supervise import collective_mismatch, preemption
+from unisono.supervise.hang_detection import death
+
+_FOLLOWS = ("DeadlineError", "Preempted")  # what a rank reports that another one's end may be the reason of
+GRACE = 5.0  # seconds from the launcher's SIGTERM to its SIGKILL
+
+
+class WorkerError(UnisonoError):
+    """A fault of one process, told once for all of them.
+
+    Attributes:
+        memory: whether it ran out of memory, or was killed as one that does is.
+        by_signal: whether it died by a signal and said nothing.
+        random: whether its forward passes draw random numbers; None where it did not say.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        code: int,
+        fault: str = "",
+        memory: bool = False,
+        by_signal: bool = False,
+        random: bool | None = None,
+    ) -> None:
+        super().__init__(text, fault)
+        self.exit_code = code
+        self.memory = memory
+        self.by_signal = by_signal
+        self.random = random
+
+
+class LostWorkerError(WorkerError, LostError):
+    """A process died without a word."""
+
+
+class StuckWorkerError(WorkerError, StuckError):
+    """A process did not go on."""
+
+
+def headline(logs: Path, codes: Mapping[int, int], watch: Watch | None = None, node: Node | None = None) -> WorkerError:
+    """The fault to show: a process that died or was stuck, or the first fault that is not a wait in vain for another.
+
+    Args:
+        logs: of the run, with the faults and what the monitors found of all nodes.
+        codes: exit codes of this node's ranks, as `subprocess` has them.
+        watch: the monitor of this node.
+        node: which one this is, where there are several.
+    """
+    ended = time.time()
+    folders = [logs] if watch is None else [logs, watch.directory]
+    faults = [json.loads(path.read_text(encoding="utf-8")) for each in folders for path in each.glob("*.fault.json")]
+    faults.sort(key=lambda fault: (fault["kind"] in _FOLLOWS, fault["time"]))
+    found = _found(logs, watch)
+    told = {fault["rank"] for fault in faults}
+    ended_with = {rank: code for rank, code in codes.items() if code}
+    silent = {rank: code for rank, code in ended_with.items() if rank not in told}
+    # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
+    late = bool(faults) and ended - min(fault["time"] for fault in faults) >= GRACE
+    ended_others = {-signal.SIGTERM, preemption.ENDED + signal.SIGTERM}
+    by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
+    deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
+    # Torch's launcher takes exit code 0 for success, however early it comes.
+    early = watch.untold() if watch is not None else []
+    deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in told]
+    # Where a rank has died, one that has made no step yet takes the launcher's SIGTERM for a preemption.
+    if not faults or faults[0]["kind"] == "DeadlineError" or (faults[0]["kind"] == "Preempted" and deaths):
+        if watch is not None and (differ := _explained(logs, watch, node)):
+            return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
+        if found is not None and found["kind"] == StuckError.__name__:
+            return StuckWorkerError(found["text"], StuckError.exit_code)
+        # Processes that the monitor ended because another one was gone did not die by themselves.
+        lost = found["rank"] if found is not None else _earliest(deaths, ended_others)
+        if lost is not None and watch is not None and lost in codes:
+            code = ended_with.get(lost, 0)
+            text = watch.lost(lost, code).text
+            return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
+        if found is not None:
+            return LostWorkerError(found["text"], LostError.exit_code)
+        if lost is not None:
+            code = dict(deaths)[lost]
+            text = f"rank {lost} died without a message ({death(code)}); see {logs}"
+            return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
+    if not faults:
+        return WorkerError(f"the processes have ended with exit codes {_listed(ended_with)}; see {logs}", 1)
+    fault = faults[0]
+    if fault["text"].startswith("Traceback"):
+        others = f" ({len(faults) - 1} other processes report a fault too; see {logs})" if len(faults) > 1 else ""
+        memory = bool(fault.get("memory"))
+        return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"], memory=memory)
+    ranks = ", ".join(map(str, sorted(silent)))
+    stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
+    text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
+    memory = bool(fault.get("memory"))
+    return WorkerError(text, fault["code"], fault["fault"], memory=memory, random=fault.get("random"))
+
+
+def _explained(logs: Path, watch: Watch, node: Node | None) -> str | None:
+    """Whether ranks made different collectives, of this node or of two."""
+    if node is None:
+        return collective_mismatch.explain(watch.directory)
+    return collective_mismatch.explain_across(watch.directory, logs, watch.count * node.count)
+
+
+def _found(logs: Path, watch: Watch | None) -> dict[str, Any] | None:
+    """What the monitor of this node has found, else that of another one."""
+    found = watch.finding() if watch is not None else None
+    for path in sorted(logs.glob("monitor-node-*.json")):
+        with suppress(OSError, ValueError):
+            found = found or json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _earliest(deaths: list[tuple[int, int]], by_launcher: set[int]) -> int | None:
+    """Of processes that died, the one to name: not one that the launcher has ended after another had died."""
+    return min(deaths, key=lambda death: death[1] in by_launcher)[0] if deaths else None
+
+
+def _listed(codes: Mapping[int, int]) -> str:
+    return ", ".join(f"{code} (rank {rank})" for rank, code in sorted(codes.items()))

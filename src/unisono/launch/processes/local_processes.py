@@ -1,0 +1,271 @@
+"""The processes of a run on this host: started together, watched, and ended together, with one fault to show.
+
+Where there are several nodes, each has a launcher that knows only its own processes; rank 0 listens at an address on
+which the nodes have agreed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from unisono.checkpoint.core import commit
+from unisono.config.schema.run import RunConfig
+from unisono.launch import cluster
+from unisono.launch.host import malloc_arenas
+from unisono.launch.nodes import network
+from unisono.launch.processes import children, fork_server
+from unisono.launch.processes.children import Children
+from unisono.launch.processes.exit_report import LostWorkerError as LostWorkerError
+from unisono.launch.processes.exit_report import StuckWorkerError as StuckWorkerError
+from unisono.launch.processes.exit_report import WorkerError as WorkerError
+from unisono.launch.processes.exit_report import headline
+from unisono.launch.processes.fork_server import ForkServer
+from unisono.launch.processes.monitor_client import Watch, memory_folder, watching
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import STORE, Node
+from unisono.runtime.errors import LostError, Preempted
+from unisono.supervise import preemption
+
+TRAINS = "unisono.launch.processes.rank_process"
+_HANGUPS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+INTERRUPTS = (signal.SIGINT, *_HANGUPS)  # that end all processes; SIGTERM is a preemption, which they answer themselves
+
+
+def launch(
+    config: RunConfig,
+    folder: Path,
+    threads: int,
+    module: str = TRAINS,
+    node: Node | None = None,
+    arguments: Sequence[str] = (),
+    server: ForkServer | None = None,
+) -> None:
+    """Start the processes of a run, this node's share of `layout.world_size`, and wait for them.
+
+    Args:
+        config: concrete.
+        folder: of the run, the first argument of the processes.
+        threads: CPU threads per process, unless the user's environment says otherwise.
+        module: what each process runs.
+        node: which one this is, where there are several.
+        arguments: of the processes, after the folder.
+        server: forks them; None: they are new processes.
+
+    Raises:
+        WorkerError: with the text and the exit code of the first fault.
+        KeyboardInterrupt: after all processes have ended.
+        Preempted: if this process was asked to end, and all processes have.
+    """
+    assert isinstance(config.layout.world_size, int)
+    loopback = config.layout.device == "cpu"
+    count = config.layout.world_size // (node.count if node else 1)
+    first = node.rank * count if node else 0
+    watch = (
+        watching(config, folder, range(first, first + count), node.rank if node else 0) if module == TRAINS else None
+    )
+    started: list[Children] = []
+    with (
+        preemption.passed_on(lambda: _living(started), lambda: _kill(started), config.launch.preempt_deadline) as asked,
+        watch or nullcontext(),
+    ):
+        try:
+            processes(
+                module, folder, count, threads, config.recipe, loopback, node, watch, INTERRUPTS,
+                arguments=arguments, server=server, started=started,
+            )  # fmt: skip
+        except WorkerError as error:
+            if asked() and error.by_signal:  # before they could hear it, or long after their deadline
+                raise _preempted(folder) from None
+            raise
+
+
+def processes(
+    module: str,
+    folder: Path,
+    count: int,
+    threads: int,
+    reference: str,
+    loopback: bool,
+    node: Node | None = None,
+    watch: Watch | None = None,
+    signals: Sequence[int] = (signal.SIGTERM, *INTERRUPTS),
+    ours: bool = True,
+    arguments: Sequence[str] = (),
+    server: ForkServer | None = None,
+    started: list[Children] | None = None,
+) -> None:
+    """Start processes that each run a module, with a folder as its first argument, and wait for them.
+
+    Args:
+        module: e.g. `unisono.launch.processes.rank_process`.
+        folder: what the processes read, and where they leave their logs.
+        count: how many on this node.
+        threads: CPU threads per process, unless the user's environment says otherwise.
+        reference: to the user's code that they import, as `path/to/file.py:name` or `module:name`.
+        loopback: whether gloo, if the processes use it, is to stay inside of this host; of one node only.
+        node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
+        watch: the monitor that reads the heartbeats of the processes.
+        signals: to this process, which end all of them.
+        ours: whether rank 0 listens by `process_group.start`, which shares the port that is kept for it; whoever else
+            listens there would find it in use.
+        arguments: of the processes, after the folder.
+        server: forks them; None: they are new processes.
+        started: is given the processes once they are there.
+
+    Raises:
+        WorkerError: with the text and the exit code of the first fault.
+        KeyboardInterrupt: after all processes have ended.
+    """
+    with ExitStack() as opened:
+        address = network.loopback() if node is None else ""
+        if node is None:
+            forget(folder)
+            kept = opened.enter_context(network.reserved(address))
+            meet_at = address, kept.getsockname()[1]
+            if not ours:
+                kept.close()
+        else:
+            meet_at = node.host, node.port
+        common = {**variables(threads, reference), **_addresses(meet_at, loopback, node)}
+        if watch is not None:
+            common[heartbeat.VARIABLE] = str(watch.directory)
+        if node is None and ours:
+            private = watch.directory if watch is not None else opened.enter_context(_private_folder())
+            common[STORE] = str(private / "store")
+        ranks = range(node.rank * count if node else 0, (node.rank + 1) * count if node else count)
+        environments = [{**os.environ, **common, **_place(rank, ranks, node)} for rank in ranks]
+        begun = children.start(server, module, [str(folder), *arguments], environments)
+        if started is not None:
+            started[:] = [begun]
+        codes = {ranks[place]: code for place, code in children.wait(begun, signals).items()}
+    if any(codes.values()):
+        raise headline(folder / "logs", codes, watch, node)
+    if watch is not None and (untold := watch.untold()):
+        raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
+
+
+def variables(threads: int, reference: str) -> dict[str, str]:
+    """What the environment of processes says besides that of this one, wherever the user has not.
+
+    Args:
+        threads: CPU threads per process.
+        reference: to the user's code.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **malloc_arenas.variables(),
+    }
+    chosen = {name: value for name, value in defaults.items() if name not in os.environ}
+    return {**chosen, "PYTHONPATH": _import_path(reference)}
+
+
+@contextmanager
+def forking(
+    count: int, threads: int, reference: str, modules: Sequence[str] = (), engine: str = "torch"
+) -> Iterator[ForkServer | None]:
+    """A server for the processes of a run, where they may be forks; it begins to import at once.
+
+    Args:
+        count: how many processes there will be here; a single one needs no server.
+        threads: CPU threads per process.
+        reference: to the user's code.
+        modules: that it imports besides what every rank needs.
+        engine: of the run; other engines than torch have threads, which no fork survives.
+    """
+    if count < 1 or engine != "torch" or not fork_server.can_fork():
+        yield None
+        return
+    with ForkServer(modules, variables(threads, reference)) as server:
+        yield server
+
+
+def forget(folder: Path) -> None:
+    """Remove what the faults of an earlier start have left in a run's folder."""
+    (folder / "logs").mkdir(exist_ok=True)
+    for pattern in ("*.fault.json", "monitor-node-*.json", "*.calls"):
+        for old in (folder / "logs").glob(pattern):
+            old.unlink()
+
+
+@contextmanager
+def variables_set(changes: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment changed for the processes that it starts, and then as it was."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder in shared memory that this user alone may enter, for a while."""
+    folder = memory_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
+    """The variables by which a process, and the libraries in it, know which one it is; as torchrun sets them."""
+    here, nodes, number = len(ranks), node.count if node else 1, node.rank if node else 0
+    run_id = f"unisono-{os.getpid()}"
+    numbers = {
+        "RANK": rank, "WORLD_SIZE": here * nodes, "LOCAL_RANK": rank - ranks[0], "LOCAL_WORLD_SIZE": here,
+        "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": here * nodes,
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+    }  # fmt: skip
+    texts = {cluster.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {**{name: str(value) for name, value in numbers.items()}, **texts}
+
+
+def _addresses(meet_at: tuple[str, int], loopback: bool, node: Node | None) -> dict[str, str]:
+    """Where the processes meet, and by which interface they talk."""
+    found = {"MASTER_ADDR": meet_at[0], "MASTER_PORT": str(meet_at[1])}
+    interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if node is not None:
+        found[network.GLOO] = node.interface
+        if network.NCCL not in os.environ:
+            found[network.NCCL] = f"={node.interface}"  # `=`: not whatever begins so
+    elif interface and loopback and network.GLOO not in os.environ:
+        found[network.GLOO] = interface  # all processes are on this host, whatever its name resolves to
+    return found
+
+
+def _import_path(reference: str) -> str:
+    """`PYTHONPATH`, and before it where this process finds the package of what is given as `module:name`."""
+    package = Path(reference.partition(":")[0].partition(".")[0])
+    by_name = ":" in reference and ".py:" not in reference
+    found = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
+    return os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH")]))
+
+
+def _living(started: Sequence[Children]) -> list[int]:
+    """The numbers of processes that have not ended, as far as this one knows."""
+    return [pid for each in started for place, pid in enumerate(each.pids) if place not in each.codes]
+
+
+def _kill(started: Sequence[Children]) -> None:
+    for number in _living(started):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def _preempted(folder: Path) -> Preempted:
+    """The error of a run whose processes were ended before they could answer."""
+    newest = [int(path.name.rpartition("-")[2]) for path in commit.find(folder / "checkpoints")[-1:]]
+    kept = f"the newest checkpoint is that of step {newest[0]}" if newest else "there is no checkpoint yet"
+    return Preempted(f"preempted before the processes could save; {kept}")

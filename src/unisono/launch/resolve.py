@@ -1,0 +1,362 @@
+"""A run, resolved once: from a typed configuration to layout, micro-batch, directory and resume point.
+
+One process does this (the launcher, or rank 0 of another launcher), refuses here whatever can be refused without
+starting processes, and holds the directory while the run lives. All others get the result as data
+(`unisono.config.resolved_run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.core import commit, provenance, resume_point
+from unisono.checkpoint.core.resume_point import Newest
+from unisono.checkpoint.remote import restore, upload
+from unisono.config import batch_split, fingerprint, foreign_run
+from unisono.config.compose import Composed
+from unisono.config.resolved_run import RESOLVED, ResolvedRun, ResumePoint, changed_words, code_of, digest_of
+from unisono.config.schema.run import RunConfig
+from unisono.launch import cluster, layout, preflight, run_directory
+from unisono.launch.preflight import DataFacts
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
+from unisono.runtime.text import one_line
+from unisono.supervise import disk_space
+from unisono.task import Task
+from unisono.task_config import validate_config
+
+# Refuses a run: asked before anything is read, and again once the facts of its data are known.
+Allow = Callable[[RunConfig, Mapping[str, Any] | None], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a start was asked for.
+
+    Attributes:
+        config: typed, with a concrete layout but for the micro-batch.
+        allow: has to allow the start, if there is one.
+        origins: of the configuration's values.
+        command: the words of the command; empty where there was none.
+        job: after which a run without a name is called.
+    """
+
+    config: RunConfig
+    allow: Allow | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    job: str | None = None
+
+
+@contextmanager
+def resolved(request: Request, task: Task) -> Iterator[ResolvedRun]:
+    """Resolve a run, write its directory, and hold that against other starts while the context lasts.
+
+    Everything that can be refused without touching anything is refused first.
+
+    Raises:
+        UnisonoError: for the first thing that cannot be.
+    """
+    new = request.config.run.name is None and request.job is None
+    config, allow = run_directory.named(request.config, request.job), request.allow
+    fetching = restore.Restore.of(config, run_directory.path_of(config))
+    fetching.begin(new, lambda: run_directory.held(run_directory.path_of(config)))
+    planned, measured = decide(config).config, None
+    if allow is not None:
+        allow(planned, None)
+    if planned.layout.micro_batch == "auto":
+        measured = _measured_micro_batch(planned, task)
+        planned = decide(config, micro_batch=measured).config
+    data = preflight.preflight(task, planned)
+    task.kernels(config.layout.device, config.train.precision)
+    if allow is not None:
+        allow(planned, data.facts)
+    if new:
+        config = run_directory.claim(config)
+        fetching = restore.Restore.of(config, run_directory.path_of(config))
+    with run_directory.held(run_directory.path_of(config)):
+        fetching.finish()
+        run = decide(config, data, micro_batch=measured, held=True)  # another start may have been here since
+        run = replace(run, origins=request.origins, command=_resuming(request.command, run.config))
+        run_directory.write(run, data, task)
+        fetching.claim()
+        with preflight.naming_changed_files(data.watched):
+            yield run
+
+
+def decide(
+    config: RunConfig, data: DataFacts | None = None, *, micro_batch: int | None = None, held: bool = False
+) -> ResolvedRun:
+    """What a run comes to, with nothing touched: its micro-batch, and from which checkpoint it may resume.
+
+    Args:
+        config: named, with a concrete layout but for the micro-batch.
+        data: of the run; None where they are not known yet.
+        micro_batch: that was measured, for `layout.micro_batch=auto`.
+        held: whether this process holds the directory, so that a damaged checkpoint may be fetched again.
+
+    Returns:
+        The run; its micro-batch is `auto` where it was not measured and has to be.
+
+    Raises:
+        RunError: if the directory cannot be used, or holds another run.
+        CheckpointError: where no checkpoint is whole, or one is of another version.
+    """
+    directory = run_directory.path_of(config)
+    if config.launch.nodes > 1:  # each may have another working directory
+        directory = directory.resolve()
+    run_directory.refuse_unusable(config)
+    newest = _newest(config, directory, held)
+    past = _past(config, directory, newest)
+    provenance.check_names(config, past["config"] if past else None)
+    random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
+    config = _with_micro_batch(config, directory, past, random, micro_batch)
+    if newest.checkpoint is not None and not held:
+        disk_space.check(directory, config, disk_space.of_newest(directory), 1)
+    if data is not None:
+        run_directory.refuse_other_data(directory, data)
+    here = provenance.of(config, data.facts if data else None)
+    point = resume_point.decide(directory, config, here, newest, data.steps if data else None)
+    if past is not None:
+        if point is None:
+            provenance.refuse(str(directory), provenance.compare(past, here, config, random), config)
+        _refuse_other_statistics(directory, past["config"], config)
+    return ResolvedRun(config, directory, point)
+
+
+def smaller(run: ResolvedRun, random: bool | None) -> ResolvedRun:
+    """The run once more, with the next smaller micro-batch, after it has run out of memory; its directory is held.
+
+    Args:
+        run: that ran out of memory.
+        random: whether its forward passes draw random numbers; None where that is not known.
+
+    Raises:
+        MemoryExhaustedError: if there is no smaller one, or it would be another run.
+    """
+    size = next_smaller(run)
+    if size is None:
+        raise MemoryExhaustedError("a micro-batch of one row is the smallest there is")
+    if draws_random_numbers(run, random) and "layout.micro_batch" not in run.config.run.allow_change:
+        raise MemoryExhaustedError(
+            "the micro-batch was not made smaller: the forward pass draws random numbers or normalises rows together, "
+            "so that another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it"
+        )
+    return again(run, size)
+
+
+def draws_random_numbers(run: ResolvedRun, told: bool | None) -> bool:
+    """Whether the micro-batch of a run is part of its mathematics, by what its processes or its checkpoint say."""
+    return told if told is not None else run.resume is not None and run.resume.random
+
+
+def again(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
+    """The run once more, from what is its newest checkpoint by now; its directory is held.
+
+    Args:
+        run: whose processes have ended.
+        micro_batch: another one, if it is to have that.
+    """
+    config = run.config
+    if micro_batch is not None:
+        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": micro_batch})})
+    resolved = replace(decide(config, held=True), origins=run.origins, command=run.command)
+    run_directory.write_config(resolved)
+    return resolved
+
+
+def next_smaller(run: ResolvedRun) -> int | None:
+    """The next smaller micro-batch; None if there is none."""
+    split = run.split
+    sizes = batch_split.divisors(split.passes * split.micro_batch)
+    return max((size for size in sizes if size < split.micro_batch), default=None)
+
+
+def reading(config: RunConfig, directory: Path) -> ResolvedRun:
+    """A run that is only read, by one process of this host, whatever layout it was trained on."""
+    one = {"world_size": 1, "strategy": "single", "shards": None, "device": "auto"}
+    alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
+    config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
+    config = layout.concrete(config, None)
+    split = batch_split.Split.of(config.train.global_batch, 1, config.layout.micro_batch)
+    config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": split.micro_batch})})
+    return ResolvedRun(config, directory, resume_point.everything(directory))
+
+
+def refuse_other_run(config: RunConfig) -> None:
+    """Refuse a directory that holds another run, for what is no start of this one, as a proof.
+
+    Args:
+        config: named; its layout need not be possible here.
+
+    Raises:
+        RunError: if the directory cannot be used, or holds another run.
+    """
+    directory = run_directory.path_of(config)
+    run_directory.refuse_unusable(config)
+    newest = _newest(config, directory, held=False)
+    past = _past(config, directory, newest)
+    provenance.check_names(config, past["config"] if past else None)
+    if past is None:
+        return
+    random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
+    if not isinstance(config.layout.micro_batch, int):
+        kept = provenance.filled(past["config"], config)["layout"]["micro_batch"]
+        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": kept})})
+    provenance.refuse(str(directory), provenance.compare(past, provenance.of(config), config, random), config)
+
+
+def check(config: RunConfig, task: Task) -> tuple[ResolvedRun, DataFacts]:
+    """What a start would come to, with nothing touched; see `unisono check`."""
+    config = run_directory.named(layout.concrete(config, cluster.process_info()))
+    run = decide(config)
+    data = preflight.preflight(task, run.config)
+    return decide(config, data), data
+
+
+def from_plain(values: Mapping[str, Any]) -> ResolvedRun:
+    """A resolved run from its JSON values, in another process."""
+    config = validate_config(Composed(dict(values["config"]), {}))
+    point = ResumePoint.of(values["resume"])
+    return ResolvedRun(config, Path(values["directory"]), point, values["origins"], tuple(values["command"]))
+
+
+def received(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
+    """A resolved run that another process has sent: what it imports is what this process was asked for.
+
+    Args:
+        values: as they came.
+        asked: the configuration that this process was given.
+
+    Raises:
+        ConfigError: if it names another task or other callbacks; nothing of it was imported.
+    """
+    own = code_of(asked)
+    for name, value in own.items():
+        if values["config"].get(name) != value:
+            raise ConfigError(
+                f"the process that resolved the run has {name}={one_line(values['config'].get(name))}, and this one was "
+                f"asked for {name}={one_line(value)}: give all of them the same, under the same path"
+            )
+    return from_plain(values)
+
+
+def read(directory: Path, digest: str) -> ResolvedRun:
+    """The resolved run that its launcher has written.
+
+    Raises:
+        RunError: if it is another one.
+        OSError: if it cannot be read.
+    """
+    path = directory / RESOLVED
+    values = safe_paths.read_json(directory, RESOLVED)
+    if digest_of(values) != digest:  # before anything that it names is imported
+        raise RunError(f"{path} is not what this start was resolved to: another start has replaced it")
+    run = from_plain(values)
+    if run.digest != digest:
+        raise RunError(f"{path}: a setting has another value in this process than in its launcher")
+    return run
+
+
+# what an earlier start has left --------------------------------------------------------------------------------------
+
+
+def _newest(config: RunConfig, directory: Path, held: bool) -> Newest:
+    """The newest checkpoint whose manifest can be read, of the directory or about to be fetched from the store."""
+    store = upload.store_of(config) if held else None
+    newest = resume_point.newest_readable(
+        directory / "checkpoints", None if store is None else partial(restore.again, store)
+    )
+    if config.checkpoint.upload.url is not None and (begun := restore.begun(directory)):
+        return Newest(commit.read(begun[-1]))
+    return newest
+
+
+def _past(config: RunConfig, directory: Path, newest: Newest) -> provenance.About | None:
+    """What the run is made of: by its newest checkpoint, else by its configuration; None if there is no run yet."""
+    if not (directory / "config.yaml").is_file():
+        return None
+    if newest.checkpoint is not None:
+        return newest.checkpoint.about
+    return {"config": foreign_run.read_values(directory / "config.yaml")}  # it ended before its first checkpoint
+
+
+def _with_micro_batch(
+    config: RunConfig, directory: Path, past: provenance.About | None, random: bool, measured: int | None
+) -> RunConfig:
+    """The configuration with its micro-batch as a number, unless it is `auto` and has to be measured.
+
+    A run that is resumed keeps its micro-batch where it fits, and always where a forward pass draws random numbers.
+    """
+    asked, size = config.layout.micro_batch, measured
+    assert isinstance(config.layout.world_size, int)
+    if isinstance(asked, int):
+        size = asked
+    elif past is not None:
+        before = provenance.filled(past["config"], config)
+        kept = before["layout"]["micro_batch"]
+        if not random:  # a start that ran out of memory since then has left a smaller one
+            since = foreign_run.read_values(directory / "config.yaml")["layout"]["micro_batch"]
+            kept = min(kept, since) if isinstance(since, int) and isinstance(kept, int) else kept
+        whole = config.layout.sync_batch_norm and fingerprint.normalised_together(before) is None
+        if random or config.run.resume == "exact" or (_divides(kept, config) and not whole):
+            size = kept
+    if size is None and asked == "auto":
+        return config
+    if size is None:
+        size = batch_split.Split.of(config.train.global_batch, config.layout.world_size, None).micro_batch
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": size})})
+
+
+def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
+    world = config.layout.world_size
+    if not (isinstance(micro_batch, int) and isinstance(world, int)):
+        return False
+    return config.train.global_batch % (world * micro_batch) == 0
+
+
+def _measured_micro_batch(config: RunConfig, task: Task) -> int:
+    """The largest micro-batch that fits all processes."""
+    from unisono.launch.autobatch import search
+    from unisono.launch.task_objects import refuse_state
+
+    refuse_state(task, "the processes that measure memory build it anew")
+    process = cluster.process_info()
+    found = search.find(config, config.launch.nodes == 1 and (process is None or process.world_size == 1))
+    print("\n".join(found.lines()), flush=True)  # noqa: T201 - before there is a log
+    return found.micro_batch
+
+
+def _refuse_other_statistics(directory: Path, there: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse to normalise other rows together than the run has done, where batch statistics are synchronised.
+
+    Raises:
+        RunError: with the rows there and here.
+    """
+    before = fingerprint.normalised_together(provenance.filled(there, config))
+    now = fingerprint.normalised_together(config)
+    if before != now and "layout.micro_batch" not in config.run.allow_change:
+        raise RunError(
+            f"{directory} already holds a run that normalises other rows together (layout.sync_batch_norm): "
+            f"{_rows(before)} there, {_rows(now)} here. Keep layout.world_size and layout.micro_batch, or "
+            "allow this change by run.allow_change=[layout.micro_batch]"
+        )
+
+
+def _rows(together: tuple[int, int] | None) -> str:
+    return "the whole global batch" if together is None else f"{together[1]} of each of {together[0]} processes"
+
+
+def _resuming(command: tuple[str, ...], config: RunConfig) -> tuple[str, ...]:
+    """The words of a command that resumes the run: with its name, and without what holds for one start."""
+    if not command:
+        return ()
+    changes = {"run.stop_after": None, "run.name": config.run.name}
+    if config.run.resume == "never":
+        changes["run.resume"] = None
+    return tuple(changed_words(command, changes))

@@ -1,0 +1,124 @@
+"""Tasks and callbacks given as Python objects: how another process finds their class, and what of them it would not get.
+
+Other processes import the class from its file and build the object of its settings, so an object must be nothing more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from unisono.callback import Callback
+from unisono.config import recipes, references
+from unisono.config.compose import literal
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError
+from unisono.task import Task, made_by_setup
+
+
+def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
+    """`path/to/file.py:name` for a class or function, or `module:name` where only that makes its imports work.
+
+    Raises:
+        ConfigError: for something that another process could not import.
+    """
+    name = getattr(kind, "__qualname__", type(kind).__name__)
+    try:
+        path = inspect.getfile(kind)
+        if not Path(path).is_file():
+            raise OSError(path)
+    except (OSError, TypeError) as error:
+        raise ConfigError(
+            f"{name} is not defined in a file, so no other process can import it; put it in one"
+        ) from error
+    if name.endswith("<lambda>"):
+        raise ConfigError("a lambda has no name by which another process could import it; define a function")
+    if "." in name:
+        raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
+    known = f"{kind.__module__}:{kind.__name__}"
+    file = f"{path}:{kind.__name__}"
+    return recipes.name_of(known) or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
+
+
+def refuse_state(task: Task, why: str) -> None:
+    """Refuse a task object that has more than its settings where another one takes its place.
+
+    Raises:
+        ConfigError: naming the attributes; what a `cached_property` keeps or `setup` makes is no state.
+    """
+    kept = {name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)}
+    own = sorted(vars(task).keys() - kept - made_by_setup(task) - {"config", "model_config", "data_config"})
+    if own:
+        raise ConfigError(
+            f"the {type(task).__name__} object has {', '.join(own)} besides its settings, but {why}, from its class "
+            "and its settings alone. Make settings of what it needs, and a cached_property of what follows from them"
+        )
+
+
+def callback_entry(callback: Callback | type[Callback] | str) -> str | dict[str, Any]:
+    """What a configuration says of a callback, so that other processes can build it.
+
+    Raises:
+        ConfigError: for an object that has more than its settings, or that no other process could import.
+    """
+    if isinstance(callback, str):
+        return callback
+    if isinstance(callback, type):
+        return reference_to(callback)
+    kind = type(callback)
+    fresh = vars(kind(callback.config))
+    own = sorted(name for name, value in vars(callback).items() if name not in fresh or fresh[name] != value)
+    if own:
+        raise ConfigError(
+            f"the {kind.__name__} object has {', '.join(own)} besides its settings, but other processes build it anew, "
+            "from its class and its settings alone. Make settings of what it needs (class Config)"
+        )
+    return {"callback": reference_to(kind), **callback.config.model_dump(mode="json")}
+
+
+def settings_of(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
+    """The settings of the three groups that belong to a task, as JSON values."""
+    task, model, data = (of.config, of.model_config, of.data_config) if isinstance(of, Task) else (
+        of.task, of.model, of.data
+    )  # fmt: skip
+    return {name: group.model_dump(mode="json") for name, group in (("task", task), ("model", model), ("data", data))}
+
+
+def merged_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a task object by group, with what is given of them; another `kind` has nothing of the first."""
+    made = {}
+    for group, own in settings.items():
+        changes = given.get(group) or {}
+        made[group] = {**({} if changes.get("kind", own.get("kind")) != own.get("kind") else own), **changes}
+    return made
+
+
+def override_text(value: Any) -> str:
+    """A Python value in the grammar of overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(override_text(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{override_text(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and "\\'"), literal(str(value))) + "'"
+
+
+def _in_folder_without_init(module: str, path: Path) -> bool:
+    """Whether a file is a part of a package that its place does not show, but that can be imported by name."""
+    if "." not in module or references.in_package(path.resolve())[1]:
+        return False
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()

@@ -1,0 +1,77 @@
+"""Early stopping: the run ends, saved, once a metric of the evaluations has not improved for some time.
+
+It is a callback as a user writes one, and the example of the docs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from unisono.callback import Callback, RunInfo, Stop
+from unisono.config.schema.base import NonNegative, Settings
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError, nearest
+
+
+class EarlyStopping(Callback):
+    """Stops a run whose held-out metric does not improve any more."""
+
+    class Config(Settings):
+        """What an improvement is, and how long to wait for one."""
+
+        metric: str = Field("loss", min_length=1, description="of the evaluations, as events name it")
+        mode: Literal["min", "max"] = Field("min", description="whether less or more is better")
+        patience: PositiveInt = Field(3, description="evaluations without an improvement after which the run ends")
+        min_delta: NonNegative = Field(0.0, description="a smaller change is no improvement")
+
+    config: Config
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.best: float | None = None
+        self.best_step = 0
+        self.waited = 0
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a run that is not evaluated on its way."""
+        if config.eval.every is None:
+            raise ConfigError("EarlyStopping looks at evaluations, but eval.every is null; set it, e.g. eval.every=100")
+
+    def on_start(self, run: RunInfo) -> Stop | None:
+        """End a run at once that was stopped before, and has not been given more patience since."""
+        return self._verdict()
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Stop | None:
+        """Compare with the best evaluation so far."""
+        metric = self.config.metric
+        if metric not in values:
+            raise ConfigError(f"metric={metric}: no evaluation of this task has it, {nearest(metric, values)}")
+        value = values[metric] if self.config.mode == "min" else -values[metric]
+        if math.isfinite(value) and (self.best is None or value < self.best - self.config.min_delta):
+            self.best, self.best_step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+        return self._verdict()
+
+    def state(self) -> dict[str, Any]:
+        """The best value, its step, and the evaluations since."""
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    def load_state(self, state: Any) -> None:
+        """Resume where the checkpoint was written."""
+        self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
+
+    def _verdict(self) -> Stop | None:
+        if self.waited < self.config.patience:
+            return None
+        times = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
+        if self.best is None:
+            return Stop(f"{self.config.metric} was not finite in {times}")
+        best = self.best if self.config.mode == "min" else -self.best
+        return Stop(
+            f"{self.config.metric} has not improved for {times}; the best was {best:.6g} after step {self.best_step}"
+        )
