@@ -16,6 +16,7 @@ from tests.budget import pytest_addoption, pytest_configure  # noqa: F401
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
     os.environ.pop(name, None)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4", XLA_FLAGS="--xla_backend_optimization_level=0")
 # A machine with other work to do is slow at times, which says nothing of a test.
 settings.register_profile("unisono", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unisono")

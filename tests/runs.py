@@ -38,7 +38,8 @@ ADAMW = {"kind": "adamw", "lr": 1e-2}
 
 def configuration(**groups: Any) -> RunConfig:
     """A concrete configuration; groups are given as dictionaries and filled up with what tests mostly want."""
-    layout = {"strategy": "single", "world_size": 1, "device": "cpu", "threads": 1, **groups.pop("layout", {})}
+    one = {"engine": "torch", "strategy": "single", "world_size": 1, "device": "cpu", "threads": 1}
+    layout = {**one, **groups.pop("layout", {})}
     train = {"steps": 4, "global_batch": 12, **groups.pop("train", {})}
     if "epochs" in train:
         train.pop("steps")
@@ -60,6 +61,7 @@ class Trace:
     before: dict[str, np.ndarray] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     average: dict[str, np.ndarray] = field(default_factory=dict)
+    recompiled: list[str] = field(default_factory=list)
 
 
 class InterruptionError(Exception):

@@ -19,6 +19,7 @@ from unisono.checkpoint.core import arrays, commit, staging
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import RunConfig
 from unisono.engines.state import Shard
+from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.train_state import TrainState
 from unisono.observe import events
@@ -41,7 +42,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 def content(path: Path) -> dict[str, torch.Tensor]:
     reader = commit.open_(path).reader()
-    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
+    return {name: saved_tensors.read(reader, name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -93,6 +93,8 @@ class Context:
         carry: the task's state for these rows, or None where the task keeps none; see `Recurrent`.
         totals: in training, what `Totals.totals` added up to over the whole global batch, where the task asks for it.
         global_batch: in a loss with `cross_sample="rows"`, all rows of the global batch.
+        key: in JAX, the micro-batch's own key.
+        valid: in JAX, which of its rows are real, (rows,) booleans; the others pad a short batch.
     """
 
     step: int
@@ -101,6 +103,8 @@ class Context:
     carry: Mapping[str, Any] | None = None
     totals: Mapping[str, Tensor] = field(default_factory=dict)
     global_batch: GlobalBatch | None = None
+    key: Any = None
+    valid: Any = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Loss:
     Attributes:
         sums: scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those `Task.counts` returns;
             in evaluation, terms that only guide the training may be left out.
-        weights: weight per term; 1 where absent.
+        weights: weight per term; 1 where absent. The same for all rows.
         metrics: `(sum, count)` per metric, each a scalar tensor or a number; reported as `Σ sum / Σ count`.
         carry: the state of these rows for the next step, detached; only for tasks that have a carry.
     """
@@ -144,9 +148,18 @@ class Task(ABC):
         data_config: the settings of the group `data`, a `Data`.
     """
 
+    engine: ClassVar[str] = "torch"
+    """What it is written in, `torch` or `jax`."""
+
     Config: Any = EmptyConfig
     Model: Any = EmptyConfig
     Data: Any = DataGroup
+
+    static_scalars: Sequence[str] = ()
+    """In JAX: scheduled scalars that are Python numbers, e.g. a depth; each new value compiles the step again."""
+
+    frozen: Sequence[str] = ()
+    """In JAX: patterns over names of parameters that are not trained, e.g. `("encoder.*",)`."""
 
     draws_in_evaluation = False
     """Whether `sample` draws random numbers for held-out rows on purpose, as a masked language model does. Where this
@@ -211,8 +224,12 @@ class Task(ABC):
     # model and loss ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def build(self) -> nn.Module:
-        """The model, on the CPU. Called under a keyed seed, so the initial weights are the same on every process."""
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The model, with the same initial weights on every process.
+
+        In torch `build(self)` returns a module on the CPU, and is called under a keyed seed; in JAX `build(self, key)`
+        returns a pytree of arrays, and is called under `jit`.
+        """
 
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:

@@ -81,6 +81,12 @@ def build_task(config: RunConfig) -> Task:
     return find_task(config.recipe)(config.task, model=config.model, data=config.data)
 
 
+def engine_of(config: RunConfig) -> str:
+    """The engine of a run: what its layout names, or else what its task is written in."""
+    named = config.layout.engine
+    return find_task(config.recipe).engine if named == "auto" else named
+
+
 def find_task(reference: str) -> type[Task]:
     """The task that a config names: a packaged recipe, `path/to/file.py:Class` or `package.module:Class`.
 

@@ -80,7 +80,7 @@ def state(folder: Path) -> dict[str, str]:
     reader, kinds = ArrayReader(checkpoint.path, checkpoint.arrays), {}
     for name, shape in sorted(reader.shapes.items()):
         digest = kinds.setdefault(name.partition("/")[0], hashlib.sha256())
-        digest.update(name.encode() + reader.read(name, (0,) * len(shape), shape).numpy().tobytes())
+        digest.update(name.encode() + reader.read(name, (0,) * len(shape), shape).tobytes())
     beside = {name: str(checkpoint.state[name]) for name in ("random", "micro_batch", "plan", "best", "total")}
     drawn = {path.name: path.read_text() for path in sorted(folder.glob("drawn-*"))}
     return {

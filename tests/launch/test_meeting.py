@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from unisono.launch.nodes import tcp_rendezvous
-from unisono.launch.nodes.authenticated_line import AuthenticatedLine, TokenError
 from unisono.launch.nodes.tcp_rendezvous import Meeting
+from unisono.runtime.authenticated_line import AuthenticatedLine, TokenError
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 
 

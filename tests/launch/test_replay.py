@@ -7,12 +7,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from unisono.checkpoint.core import commit, manifest
 from unisono.cli import main
 from unisono.engines.state import Shard
+from unisono.engines.torch import saved_tensors
 from unisono.launch import cluster
 from unisono.launch.replay import FOLDER, replay
 from unisono.runtime.communicator import Place
@@ -65,7 +66,7 @@ def changed(run: Path, step: int, name: str) -> None:
     reader = checkpoint.reader()
     shards = []
     for each, shape in reader.shapes.items():
-        data = reader.read(each, (0,) * len(shape), shape).clone()
+        data = saved_tensors.read(reader, each, (0,) * len(shape), shape).clone()
         if each == name:
             data.view(-1)[0] += 1e-6
         shards.append(Shard(each, tuple(shape), (0,) * len(shape), data))
@@ -158,5 +159,5 @@ def test_the_numbers_of_the_tests_are_not_those_of_nothing(made: Path) -> None:
     reader = [commit.open_(path).reader() for path in commit.find(made / "checkpoints")]
     name = next(name for name, shape in reader[0].shapes.items() if name.startswith("model/") and len(shape) == 2)
     values = [each.read(name, (0, 0), each.shapes[name]) for each in reader]
-    assert not torch.equal(values[0], values[1])
-    assert not torch.equal(values[1], values[2])
+    assert not np.array_equal(values[0], values[1])
+    assert not np.array_equal(values[1], values[2])

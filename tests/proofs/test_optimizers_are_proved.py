@@ -157,7 +157,7 @@ def final(folder: Path) -> dict[str, np.ndarray]:
     checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
     assert checkpoint.step == STEPS
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
-    return {name: reader.read(name, (0,) * len(shape), shape).numpy() for name, shape in reader.shapes.items()}
+    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -67,7 +67,7 @@ def final(folder: Path, steps: int = STEPS) -> dict[str, np.ndarray]:
     checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
     assert checkpoint.step == steps
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
-    return {name: reader.read(name, (0,) * len(shape), shape).numpy() for name, shape in reader.shapes.items()}
+    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ import pytest
 
 from tests.launch.test_meeting import free_port
 from unisono.launch.nodes import shared_secret, tcp_rendezvous
-from unisono.launch.nodes.authenticated_line import AuthenticatedLine, GreetingError
 from unisono.launch.nodes.tcp_rendezvous import TOKEN, Meeting
+from unisono.runtime.authenticated_line import AuthenticatedLine, GreetingError
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 
 

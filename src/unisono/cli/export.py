@@ -38,7 +38,8 @@ def _export(parsed: argparse.Namespace) -> int:
     words = arguments.only(parsed, Export)
 
     def merged(folder: Path, ema: bool, step: int) -> nn.Module:
-        return load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
+        model: nn.Module = load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
+        return model
 
     made = export(parsed.folder, words, merged)
     print(

@@ -269,9 +269,8 @@ def _check(parsed: argparse.Namespace) -> int:
     config = run.config
     facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
-    print(
-        f"{config.recipe} can run: {layout.world_size} × {layout.device}, {layout.strategy}, {config.train.precision}"
-    )
+    devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
+    print(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
     for name, value in facts.items():
         print(f"  {name}: {value}")
     print(f"  run: {run.directory}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
 
 
@@ -19,17 +20,19 @@ class Split:
         global_batch: rows of a full global batch, a multiple of `world_size · micro_batch`.
         world_size: number of processes.
         micro_batch: rows of a full micro-batch.
+        devices: of each process that compute micro-batches at the same time.
     """
 
     global_batch: int
     world_size: int
     micro_batch: int
+    devices: int = 1
 
     @classmethod
-    def of(cls, global_batch: int, world_size: int, micro_batch: int | str | None) -> Split:
+    def of(cls, global_batch: int, world_size: int, micro_batch: int | str | None, devices: int = 1) -> Split:
         """The split as asked, or an error that lists the numbers that can be asked for.
 
-        `micro_batch=None` gives each process its rows in one piece, and so does `auto` until it is a number.
+        `micro_batch=None` gives each device its rows in one piece, and so does `auto` until it is a number.
         """
         micro_batch = micro_batch if isinstance(micro_batch, int) else None
         if world_size > global_batch:
@@ -43,19 +46,25 @@ class Split:
                 f"processes. These world sizes can: {divisors(global_batch)}; or these global batches: "
                 f"{_neighbours(global_batch, world_size)}."
             )
-        rows = global_batch // world_size
+        who, count = ("processes", world_size) if devices == 1 else ("devices", world_size * devices)
+        if global_batch % count:
+            raise ConfigError(
+                f"train.global_batch={global_batch} cannot be split evenly over {world_size} × {devices} devices "
+                f"(layout.world_size × layout.devices); these global batches can: {_neighbours(global_batch, count)}."
+            )
+        rows = global_batch // count
         micro_batch = micro_batch or rows
         if rows % micro_batch:
             raise ConfigError(
-                f"layout.micro_batch={micro_batch} does not divide the {rows} rows that each of {world_size} processes "
+                f"layout.micro_batch={micro_batch} does not divide the {rows} rows that each of {count} {who} "
                 f"has of train.global_batch={global_batch}. These micro-batches do: {divisors(rows)}; or these global "
-                f"batches: {_neighbours(global_batch, world_size * micro_batch)}."
+                f"batches: {_neighbours(global_batch, count * micro_batch)}."
             )
-        return cls(global_batch, world_size, micro_batch)
+        return cls(global_batch, world_size, micro_batch, devices)
 
     @property
     def passes(self) -> int:
-        """Forward passes of each process in a step, idle ones included."""
+        """Micro-batches of each process in a step, idle ones included; a device makes `passes / devices` of them."""
         return self.global_batch // (self.world_size * self.micro_batch)
 
     def micro_batches(self, rank: int) -> range:
@@ -83,6 +92,20 @@ class Split:
         """
         first = micro_batch * self.micro_batch
         return range(min(first, length), min(first + self.micro_batch, length))
+
+
+def split_of(config: RunConfig) -> Split:
+    """The cut of a run's global batch, from its layout.
+
+    Args:
+        config: with a concrete layout; its micro-batch may be open.
+
+    Raises:
+        ConfigError: as `Split.of`.
+    """
+    layout = config.layout
+    assert isinstance(layout.world_size, int)
+    return Split.of(config.train.global_batch, layout.world_size, layout.micro_batch, layout.devices_each)
 
 
 def divisors(number: int) -> list[int]:

@@ -26,13 +26,14 @@ _WHERE = (
     "*_TRACE", "*_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_FR_*", "TORCH_NCCL_*", "TORCH_SHOW_*", "TORCH_WARN_*",
 )  # fmt: skip
+_OF_ENGINE = {"torch": ("torch", "peft", "flash_attn"), "jax": ("jax", "jaxlib", "optax", "equinox")}
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
 @cache
-def versions() -> dict[str, str]:
-    """Versions of whatever could change what a run computes."""
-    names = ("torch", "numpy", "transformers", "tokenizers", "peft", "pydantic", "safetensors", "flash_attn")
+def versions(engine: str = "torch") -> dict[str, str]:
+    """Versions of whatever could change what a run on an engine computes; another engine's packages cannot."""
+    names = (*_OF_ENGINE[engine], "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     return {
         "unisono": __version__,

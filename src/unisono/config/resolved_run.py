@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import fingerprint, references
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import Split, split_of
 from unisono.config.schema.run import Layout, RunConfig
 
 RESOLVED = "resolved.json"  # in the directory of a run: what its newest start was resolved to
@@ -104,7 +104,7 @@ class ResolvedRun:
     @cached_property
     def split(self) -> Split:
         """How a global batch is cut."""
-        return Split.of(self.config.train.global_batch, self.world_size, self.layout.micro_batch)
+        return split_of(self.config)
 
     @cached_property
     def digest(self) -> str:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Facts:
         infiniband: whether there is such a device.
         accelerator: kind of the accelerators that torch sees, or `cpu`.
         devices: their names.
+        jax: what JAX computes on, as `N × kind`, and `XLA_FLAGS` if they are set; empty where it is not installed.
         device_memory: free part of the memory of each, 0 to 1.
         driver_devices: accelerators that a driver offers, whether torch sees them or not.
         compiler: whether there is a C++ compiler.
@@ -72,6 +74,7 @@ class Facts:
     infiniband: bool = False
     accelerator: str = "cpu"
     devices: tuple[str, ...] = ()
+    jax: str = ""
     device_memory: tuple[float, ...] | None = None
     driver_devices: int | None = None
     compiler: bool = True
@@ -108,6 +111,7 @@ def gather(directory: Path) -> Facts:
         infiniband=Path("/dev/infiniband").is_dir(),
         accelerator=kind,
         devices=tuple(_name(kind, index) for index in range(count)),
+        jax=_jax(),
         device_memory=_device_memory(kind, count),
         driver_devices=_driver_devices(),
         compiler=any(shutil.which(name) for name in ("g++", "clang++", "c++")),
@@ -119,11 +123,27 @@ def gather(directory: Path) -> Facts:
     )
 
 
+def _jax() -> str:
+    """What JAX computes on here; asked in a process of its own, which alone imports it."""
+    if not find_spec("jax"):
+        return ""
+    from unisono.engines.jax import devices
+
+    kind, count = devices.accelerators()
+    told = f"{count} × {kind}" if count else "cpu"
+    flags = os.environ.get("XLA_FLAGS")
+    return ", ".join(filter(None, [told, devices.fallback(), flags and f"XLA_FLAGS={flags}"]))
+
+
 def _versions(kind: str) -> dict[str, str]:
     import torch
 
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    found = {**environment.versions(), **{name: metadata.version(name) for name in _TOLD if name in installed}}
+    found = {
+        **environment.versions("jax"),
+        **environment.versions(),
+        **{name: metadata.version(name) for name in _TOLD if name in installed},
+    }
     found["torch"] = torch.__version__  # with its build
     with suppress(Exception):  # each of these is there on some builds only
         if torch.version.cuda:

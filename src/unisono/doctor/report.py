@@ -48,6 +48,7 @@ class Report:
             "versions      " + ", ".join(f"{name} {version}" for name, version in here.versions.items()),
             f"host          {here.host} ({here.system}), {here.cores} cores, {memory} GiB of memory free",
             f"accelerators  {devices}",
+            f"JAX           {here.jax or 'not installed'}",
             f"audio core    {here.audio_core or 'not built'}",
             f"interfaces    {network.described(list(here.interfaces))}",
             f"run.dir       {here.directory}, {disk} GiB free",

@@ -11,5 +11,7 @@ if TYPE_CHECKING:
 
 def create_engine(job: Job) -> Engine:
     """The engine that the layout names, which is that of the task's framework."""
-    engine: Engine = import_module(f"unisono.engines.{job.config.layout.engine}.engine").create(job)
+    asked = job.config.layout.engine
+    name = job.task.engine if asked == "auto" else asked
+    engine: Engine = import_module(f"unisono.engines.{name}.engine").create(job)
     return engine

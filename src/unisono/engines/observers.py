@@ -53,13 +53,13 @@ class Observer:
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """A step begins: `step` updates were made, `batches` are this process's micro-batches."""
 
-    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss) -> None:
-        """A forward pass is done, and its backward pass is next.
+    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
+        """A forward pass is done, and its backward pass is next, or is done with it where both are one program.
 
         Args:
             micro: the micro-batch.
             outputs: what the task returned; None where several devices made parts of it.
-            loss: unscaled sums.
+            loss: unscaled sums; None where the program of an engine does not give them apart.
         """
 
     def on_gradients(self) -> None:
@@ -119,7 +119,7 @@ class Observers:
         for observer in self._observers:
             observer.on_step_begin(step, batches)
 
-    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss) -> None:
+    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
         """See `Observer`."""
         for observer in self._observers:
             observer.on_forward(micro, outputs, loss)

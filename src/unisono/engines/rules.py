@@ -7,7 +7,7 @@ the engine has: nothing here does more with them than multiply and add.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from unisono.config.batch_split import Split, divisors
@@ -62,20 +62,34 @@ def scaled_loss(
     Raises:
         ConfigError: for terms that are not those that were counted, and for sums that are not scalars.
     """
-    name = type(task).__name__
     loss = task.loss(outputs, batch, context)
-    if not loss.sums:
-        raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
-    if not (set(loss.sums) == set(scales) if context.training else set(loss.sums) <= set(scales)):
-        raise ConfigError(
-            f"{name}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(scales)}; every term "
-            "needs its count"
-        )
-    total: Any = sum(loss.weights.get(term, 1.0) * (value * scales[term]) for term, value in loss.sums.items())
+    check_terms(task, loss, scales, context.training)
+    total = scaled_sum(loss.sums, loss.weights, scales)
     if total.ndim:
         shapes = {term: tuple(value.shape) for term, value in loss.sums.items() if value.ndim}
-        raise ConfigError(f"{name}: loss() must return sums over the rows, scalars; got shapes {shapes}")
+        raise ConfigError(f"{type(task).__name__}: loss() must return sums over the rows, scalars; got shapes {shapes}")
     return total, loss
+
+
+def check_terms(task: Task, loss: Loss, counted: Iterable[str], training: bool) -> None:
+    """Refuse a loss whose terms are not those that were counted; in evaluation some of them may be left out.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    name, terms = type(task).__name__, set(counted)
+    if not loss.sums:
+        raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
+    if not (set(loss.sums) == terms if training else set(loss.sums) <= terms):
+        raise ConfigError(
+            f"{name}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(terms)}; every term "
+            "needs its count"
+        )
+
+
+def scaled_sum(sums: Mapping[str, Any], weights: Mapping[str, Any], scales: Mapping[str, Any]) -> Any:
+    """What is differentiated: Σ weight · (sum · scale) over the terms, each scaled once."""
+    return sum(weights.get(term, 1.0) * (value * scales[term]) for term, value in sums.items())
 
 
 class MetricSums:
@@ -137,14 +151,36 @@ class MetricSums:
             squared_norm: of the gradient.
         """
         values = iter(sums)
-        means = {name: ratio(next(values), count) for name, count in zip(self.terms, counts, strict=True)}
-        return StepResult(
-            loss=sum(self._weights.get(name, 1.0) * mean for name, mean in means.items()),
-            terms=means,
-            metrics={name: ratio(next(values), next(values)) for name in sorted(self._metrics)},
-            work={name: next(values) for name in self._work},
-            grad_norm=math.sqrt(squared_norm),
-        )
+        terms = {name: (next(values), count) for name, count in zip(self.terms, counts, strict=True)}
+        metrics = {name: (next(values), next(values)) for name in sorted(self._metrics)}
+        work = {name: next(values) for name in self._work}
+        return step_result(terms, self._weights, metrics, work, math.sqrt(squared_norm))
+
+
+def step_result(
+    terms: Mapping[str, tuple[float, float]],
+    weights: Mapping[str, float],
+    metrics: Mapping[str, tuple[float, float]],
+    work: Mapping[str, float],
+    grad_norm: float = 0.0,
+) -> StepResult:
+    """What a step or an evaluation came to.
+
+    Args:
+        terms: of the loss, each as its sum and count over the global batch.
+        weights: of the terms; 1 where absent.
+        metrics: each as its sum and count.
+        work: units, summed.
+        grad_norm: of the whole gradient before clipping.
+    """
+    means = {name: ratio(*pair) for name, pair in terms.items()}
+    return StepResult(
+        loss=sum(weights.get(name, 1.0) * mean for name, mean in means.items()),
+        terms=means,
+        metrics={name: ratio(*pair) for name, pair in metrics.items()},
+        work=dict(work),
+        grad_norm=grad_norm,
+    )
 
 
 def ratio(total: float, count: float) -> float:
@@ -157,7 +193,12 @@ def ratio(total: float, count: float) -> float:
 
 def clip_factor(norm: float, largest: float | None) -> float | None:
     """What to multiply gradients by so that their norm is at most `largest`; None where it is already."""
-    return None if largest is None or norm <= largest else largest / (norm + _CLIP_EPSILON)
+    return None if largest is None or norm <= largest else shrinking_factor(norm, largest)
+
+
+def shrinking_factor(norm: Any, largest: Any) -> Any:
+    """What brings a norm that is too large down to the largest one allowed; of numbers, or scalars of a framework."""
+    return largest / (norm + _CLIP_EPSILON)
 
 
 # what ranks must agree on ---------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
 from unisono.config.schema.optimizers import SkipSpikes
 from unisono.engines.observers import Observer, Verdict
 from unisono.engines.protocol import StepResult
@@ -28,7 +30,9 @@ def limit(history: Sequence[float], sigma: float) -> float:
     1.89
     """
     middle = median(history)
-    return middle + sigma * max(1.4826 * median(abs(value - middle) for value in history), _LEAST * abs(middle))
+    largest = middle + sigma * max(1.4826 * median(abs(value - middle) for value in history), _LEAST * abs(middle))
+    # An engine that decides on its device compares the same number, even where it has 32 bits only.
+    return float(np.float32(largest))
 
 
 class SpikeDetection(Observer):

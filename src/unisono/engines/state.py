@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from unisono.engines.host_arrays import Array
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -18,8 +22,8 @@ class Shard:
         name: unique in the state, e.g. `model/layers.0.mlp.weight` or `optimizer/layers.0.mlp.weight/exp_avg`.
         shape: of the whole array.
         offset: of this piece in it, one number per axis.
-        data: the piece itself, a torch tensor on whatever device (an engine of another framework hands over CPU tensors);
-            it may be what is trained, and change with the next step.
+        data: the piece itself, an array of NumPy, torch or JAX on whatever device; it may be what is trained, and change
+            with the next step.
         finite: whether numbers in it that are not finite are a fault, as in parameters; a buffer may hold them.
     """
 
@@ -40,8 +44,11 @@ class Reader(Protocol):
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
 
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        """The piece of an array that begins at `offset`, as a CPU tensor of its saved dtype."""
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+        """The piece of an array that begins at `offset`, in its saved dtype."""
 
-    def fill(self, name: str, offset: tuple[int, ...], into: Any) -> None:
-        """Read the piece of a tensor's shape that begins at `offset` into it, whatever its device and dtype."""
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """In which an array was saved."""
+
+    def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
+        """Read the piece of an array that begins at `offset` into contiguous memory of its shape and its dtype."""

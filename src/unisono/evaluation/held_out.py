@@ -49,11 +49,13 @@ class HeldOut:
         check_draws(task, source, mask=config.data.on_error == "mask", training=False)
         rows = min(len(source), config.eval.rows or len(source))
         micro = min(config.eval.micro_batch or micro_batch, rows)
-        whole = micro * place.world_size
+        devices = config.layout.devices_each
+        parts = place.world_size * devices
+        whole = micro * parts
         if cross_sample(task) is not None:
             whole = global_batch or config.train.global_batch
-            micro = max(size for size in divisors(whole // place.world_size) if size <= micro)
-        self._split = Split.of(whole, place.world_size, micro)
+            micro = max(size for size in divisors(whole // parts) if size <= micro)
+        self._split = Split.of(whole, place.world_size, micro, devices)
         self._plan = StreamPlan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
         self._loader = Loader.of(task, source, self._plan, self._split, place, config, purpose="eval")
         self._averages = [

@@ -10,8 +10,11 @@ import sys
 from typing import Any
 
 from unisono.config.schema.run import RunConfig
+from unisono.engines import choice
+from unisono.launch import jax_layout
 from unisono.runtime.communicator import ProcessInfo, cores
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import find_task
 
 
 def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
@@ -24,14 +27,20 @@ def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     Raises:
         ConfigError: for a layout that this host or its launcher cannot give.
     """
-    from unisono.engines.torch import devices
-
-    layout = config.layout
+    config = _with_engine(config)
     if process is not None:
         _refuse_for_launcher(config, process)
+    if config.layout.engine == "jax":
+        return jax_layout.concrete(config, process)
+    layout, devices = config.layout, choice.devices("torch")
+    if layout.devices not in (1, "auto"):
+        raise ConfigError(
+            f"layout.devices={layout.devices} belongs to layout.engine=jax; torch has one process per device "
+            "(layout.world_size), or all devices of a host in one process (layout.strategy=dp)"
+        )
     world, local_world = _world_size(config, process)
     strategy = ("single" if world == 1 else "ddp") if layout.strategy == "auto" else layout.strategy
-    update: dict[str, Any] = {"world_size": world, "strategy": strategy}
+    update: dict[str, Any] = {"world_size": world, "strategy": strategy, "devices": 1}
     if strategy == "hsdp" and layout.shards is None:
         if local_world in (1, world):
             raise ConfigError(
@@ -56,9 +65,20 @@ def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     return config.model_copy(update={"layout": checked})
 
 
+def _with_engine(config: RunConfig) -> RunConfig:
+    """The configuration with the engine that its task is written for."""
+    written = find_task(config.recipe).engine
+    if config.layout.engine not in ("auto", written):
+        raise ConfigError(
+            f"layout.engine={config.layout.engine}, but {config.recipe} is written in {written}; leave layout.engine out"
+        )
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"engine": written})})
+
+
 def is_single(config: RunConfig) -> bool:
-    """Whether the run is one process, which needs no other."""
-    return config.layout.strategy in ("single", "dp")
+    """Whether the run is one process, which needs no other; in JAX it may have several devices."""
+    layout = config.layout
+    return layout.strategy in ("single", "dp") or (layout.engine == "jax" and layout.world_size == 1)
 
 
 def threads_per_process(processes: int) -> int:
@@ -73,10 +93,10 @@ def warn(asked: RunConfig, config: RunConfig) -> None:
         asked: as the user gave it.
         config: the same with a concrete layout.
     """
-    from unisono.engines.torch import devices
-
+    layout, devices = config.layout, choice.devices(config.layout.engine)
     kind, count = devices.accelerators()
-    layout = config.layout
+    if layout.engine == "jax" and asked.layout.device == "auto" and (why := devices.fallback()):
+        _warn(f"this run goes to the CPU: {why}. layout.device=cpu says that the CPU is meant")
     if count and asked.layout.device == "auto" and layout.device == "cpu":
         run = f"{layout.world_size} × {config.train.precision}"
         _warn(
@@ -99,14 +119,12 @@ def warn(asked: RunConfig, config: RunConfig) -> None:
 
 def _world_size(config: RunConfig, process: ProcessInfo | None) -> tuple[int, int]:
     """Processes of the run, and of this host."""
-    from unisono.engines.torch import devices
-
     layout, nodes = config.layout, config.launch.nodes
     if process is not None:
         return process.world_size, process.local_world_size
     if layout.world_size != "auto":
         return layout.world_size, layout.world_size // nodes
-    local = max(1, devices.accelerators()[1]) if layout.device != "cpu" and not is_single(config) else 1
+    local = max(1, choice.devices("torch").accelerators()[1]) if layout.device != "cpu" and not is_single(config) else 1
     return local * nodes, local
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import adapter_of as adapter_of
 from unisono.checkpoint.exchange.export import newest as newest
 from unisono.launch.run import open_run
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
 from unisono.task_config import build_task, read_run
 
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 
     from unisono.task import Task
 
+T = TypeVar("T")
 
-def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int:
-    """Fill a torch module with the weights of a run's newest checkpoint, whatever layout it was trained on.
 
-    Adapters (`adapter=lora`) are merged into the weights of their layers.
+@overload
+def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int: ...
+@overload
+def load_weights(folder: Path | str, model: T, *, ema: bool = False, step: int | None = None) -> T: ...
+def load_weights(folder: Path | str, model: Any, *, ema: bool = False, step: int | None = None) -> Any:
+    """Fill a model with the weights of a run's newest checkpoint, whatever layout it was trained on.
+
+    A torch module is filled in place, and adapters (`adapter=lora`) are merged into the weights of their layers. A
+    pytree of JAX is left as it is, and one with the weights is returned.
 
     Args:
         folder: of the run.
@@ -31,17 +38,21 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
         step: updates that made the weights; None for the newest checkpoint.
 
     Returns:
-        The number of updates that made these weights.
+        Of a torch module, the number of updates that made these weights; of a pytree, the pytree with the weights.
 
     Raises:
         RunError: if there is no run or no checkpoint, or no average that could be taken.
         CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
+    checkpoint = commit.open_(newest(Path(folder), step))
+    reader = checkpoint.reader()
+    if not hasattr(model, "named_parameters"):
+        from unisono.engines.jax import weights
+
+        return weights.fill(model, reader, ema, str(folder))
     from unisono.engines.torch import lora, sharded_tensors
     from unisono.engines.torch.numerics.ema import KIND
 
-    checkpoint = commit.open_(newest(Path(folder), step))
-    reader = checkpoint.reader()
     chosen = adapter_of(Path(folder))
     if chosen is not None:
         lora.check_same_base(model, reader)
@@ -63,8 +74,8 @@ def load_model(
     step: int | None = None,
     task: str | type[Task] | None = None,
     trust: bool = False,
-) -> nn.Module:
-    """The model of a run with the weights of its newest checkpoint, on the CPU; adapters are merged.
+) -> Any:
+    """The model of a run with the weights of its newest checkpoint: a torch module on the CPU, or a pytree of JAX.
 
     The task builds it, from the assets that it saved with the run where it can do without its data.
 
@@ -86,8 +97,10 @@ def load_model(
 def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
     """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
     from unisono.launch import resolve
+    from unisono.launch.processes import rank_process
     from unisono.training import loop
 
     newest(folder)
     run = resolve.reading(read_run(folder, task, trust=trust), folder)
-    return loop.evaluate(build_task(run.config), run, ProcessInfo(), SingleProcess())
+    process = ProcessInfo()
+    return loop.evaluate(build_task(run.config), run, process, rank_process.join(run.config, process))

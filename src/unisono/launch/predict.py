@@ -55,6 +55,11 @@ def predict(
         micro_batch: rows that are computed at the same time.
         device: cpu, cuda, …; auto takes an accelerator where there is one.
     """
+    if run.task.engine != "torch":
+        raise ConfigError(
+            f"{type(run.task).__name__} is written in {run.task.engine}, and unisono predict computes with torch; call "
+            "the task's outputs() with unisono.load_model(…)"
+        )
     out = out or run.folder / "predictions.csv"
     check_written(out)
     parts = sources_of(run.task, rows)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unisono.config import secrets
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import split_of
 from unisono.config.schema.run import RunConfig
 from unisono.launch.host import host_check
 from unisono.runtime.communicator import ProcessInfo
-from unisono.runtime.errors import DataError, LostError
+from unisono.runtime.errors import ConfigError, DataError, LostError
 from unisono.task import Task
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
         UnisonoError: for the first thing that cannot be.
     """
     from unisono.data.order.planning import facts_of, files_of, plan_of, source_of, watched
-    from unisono.engines.torch import lora
     from unisono.observe import trackers
     from unisono.optim import ema, schedules
     from unisono.training.callbacks.build import build_callbacks
@@ -55,12 +54,12 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
 
     assert isinstance(config.layout.world_size, int)
     host_check.check(config)
-    split = Split.of(config.train.global_batch, config.layout.world_size, config.layout.micro_batch)
+    split = split_of(config)
     task.check()
     trackers.check(config.observe.trackers)
     for callback in build_callbacks(config, task):
         callback.check(config)
-    lora.check(config.adapter)
+    _check_adapter(config)
     source = source_of(task, config, config.layout.world_size)
     plan = plan_of(task, source, config)
     schedules.Scalars(config, plan.steps)
@@ -69,6 +68,17 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
     facts = secrets.hidden({**rows, **task.facts()})
     return DataFacts(facts, secrets.hidden(files_of(source)), watched(source), plan.steps)
+
+
+def _check_adapter(config: RunConfig) -> None:
+    """Refuse adapters where they cannot be had."""
+    if config.adapter is None:
+        return
+    if config.layout.engine == "jax":
+        raise ConfigError("adapter=lora belongs to layout.engine=torch; a JAX task trains what `frozen` leaves")
+    from unisono.engines.torch import lora
+
+    lora.check(config.adapter)
 
 
 @contextmanager

@@ -173,17 +173,17 @@ def again(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
 def next_smaller(run: ResolvedRun) -> int | None:
     """The next smaller micro-batch; None if there is none."""
     split = run.split
-    sizes = batch_split.divisors(split.passes * split.micro_batch)
+    sizes = batch_split.divisors(split.passes * split.micro_batch // split.devices)
     return max((size for size in sizes if size < split.micro_batch), default=None)
 
 
 def reading(config: RunConfig, directory: Path) -> ResolvedRun:
     """A run that is only read, by one process of this host, whatever layout it was trained on."""
-    one = {"world_size": 1, "strategy": "single", "shards": None, "device": "auto"}
+    one = {"world_size": 1, "devices": "auto", "strategy": "single", "shards": None, "device": "auto"}
     alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
     config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
     config = layout.concrete(config, None)
-    split = batch_split.Split.of(config.train.global_batch, 1, config.layout.micro_batch)
+    split = batch_split.split_of(config)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": split.micro_batch})})
     return ResolvedRun(config, directory, resume_point.everything(directory))
 
@@ -309,7 +309,8 @@ def _with_micro_batch(
     if size is None and asked == "auto":
         return config
     if size is None:
-        size = batch_split.Split.of(config.train.global_batch, config.layout.world_size, None).micro_batch
+        whole_rows = config.layout.model_copy(update={"micro_batch": None})
+        size = batch_split.split_of(config.model_copy(update={"layout": whole_rows})).micro_batch
     return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": size})})
 
 
@@ -317,7 +318,7 @@ def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
     world = config.layout.world_size
     if not (isinstance(micro_batch, int) and isinstance(world, int)):
         return False
-    return config.train.global_batch % (world * micro_batch) == 0
+    return config.train.global_batch % (world * config.layout.devices_each * micro_batch) == 0
 
 
 def _measured_micro_batch(config: RunConfig, task: Task) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.checkpoint.exchange.export import newest
 from unisono.config.schema.run import RunConfig
@@ -13,9 +13,6 @@ from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.task import Task
 from unisono.task_config import build_task, read_run
-
-if TYPE_CHECKING:
-    from torch import nn
 
 ASSETS = "assets"
 
@@ -34,8 +31,10 @@ class Run:
     config: RunConfig
     task: Task
 
-    def load_model(self, *, ema: bool = False, step: int | None = None) -> nn.Module:
-        """The model with the weights of the newest checkpoint, on the CPU, in evaluation mode; adapters are merged.
+    def load_model(self, *, ema: bool = False, step: int | None = None) -> Any:
+        """The model with the weights of the newest checkpoint: a torch module on the CPU, or a pytree of JAX.
+
+        The module is in evaluation mode, and adapters are merged.
 
         Args:
             ema: whether to take the moving average of the weights; buffers are always the model's.
@@ -44,10 +43,15 @@ class Run:
         Raises:
             UnisonoError: as `unisono.load_weights`, and where the model or its base cannot be built.
         """
-        from unisono.engines.torch.train_state import build_model
         from unisono.launch.load import load_weights
 
         newest(self.folder, step)
+        if self.task.engine == "jax":
+            from unisono.engines.jax import weights
+
+            return load_weights(self.folder, weights.build_model(self.task, self.config.run.seed), ema=ema, step=step)
+        from unisono.engines.torch.train_state import build_model
+
         model = build_model(self.task.build, self.config.run.seed)
         load_weights(self.folder, model, ema=ema, step=step)
         return model.eval()

@@ -27,6 +27,7 @@ from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY, write_kept, write_whole
 from unisono.supervise import run_lock
 from unisono.task import Task
+from unisono.task_config import engine_of
 
 FINGERPRINT = "fingerprint.json"
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
@@ -144,7 +145,7 @@ def write(run: ResolvedRun, data: DataFacts, task: Task) -> None:
         described = {
             "mathematics": fingerprint.digest(config),
             "data": data.facts,
-            "versions": environment.versions(),
+            "versions": environment.versions(engine_of(config)),
             "host": platform.node(),
         }
         # The files first, as the other one is looked for.

@@ -107,7 +107,7 @@ def prepared(composed: Composed) -> Iterator[ForkServer | None]:
         return
     threads, reference = layout.threads_per_process(max(1, count)), str(values.get("recipe", ""))
     modules = preloading.modules_of(reference)
-    engine = str(given.get("engine") or "torch")
+    engine = "jax" if given.get("engine") == "jax" or preloading.is_jax(reference) else "torch"
     with local_processes.forking(count, threads, reference, modules, engine) as server:
         yield server
 
@@ -156,6 +156,9 @@ def start(
         for one in here:
             one.check(config)
         config = config.model_copy(update={"callbacks": [*config.callbacks, *named]})
+        if config.layout.engine == "jax" and server is not None:  # its forks have torch, and JAX has threads
+            server.close()
+            server = None
         request = Request(config, allow, origins or {}, tuple(command), _job(process))
         if launched:
             assert process is not None
@@ -222,7 +225,7 @@ def _as_rank(request: Request, task: Task | None, process: ProcessInfo, callback
                 share_first(communicator, resolved, "rank 0 to resolve the run and prepare its data"), config
             )
         except Exception:
-            rank_process.part()
+            rank_process.part(communicator)
             raise
         if process.is_first:
             opened.enter_context(ending.explained(run, process.launcher))
@@ -233,7 +236,7 @@ def _as_rank(request: Request, task: Task | None, process: ProcessInfo, callback
             task = task or build_task(run.config)
             every = [*build_callbacks(run.config, task), *callbacks]
             result = loop.train(task, run, process, communicator, every)
-    rank_process.part()
+    rank_process.part(communicator)
     return result
 
 

@@ -85,6 +85,7 @@ def main(folder: Path, task: str) -> NoReturn:
             case_recorder.record(build_task(settled), settled, place, group, case, proof, folder)
             if place.is_first:
                 print(f"  {case.name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        rank_process.part(group)
 
     rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from unisono.config import code_digest, environment, fingerprint, secrets
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import split_of
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
 from unisono.launch import run_directory
@@ -29,6 +29,7 @@ from unisono.proof.comparison import Mark
 from unisono.proof.verdict import Verdict, exit_code
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
+from unisono.task_config import engine_of
 
 _SHOWN = 6  # files of code that are named where many have changed
 
@@ -103,8 +104,7 @@ def write(path: Path, verdicts: list[Verdict], alone: list[Verdict], about: dict
 def described(config: RunConfig) -> dict[str, Any]:
     """How a case is run, from its concrete configuration."""
     layout, train = config.layout, config.train
-    assert isinstance(layout.world_size, int)
-    split = Split.of(train.global_batch, layout.world_size, layout.micro_batch)
+    split = split_of(config)
     device = devices.product(layout.device)
     known = {**layout.model_dump(), "micro_batch": split.micro_batch, "passes": split.passes, "device": device}
     return {name: known.get(name, train.precision) for name in Ran.model_fields}
@@ -187,7 +187,7 @@ class Here:
         """The run that this process is about to start."""
         device = devices.product(config.layout.device)
         data = None if facts is None else json.loads(json.dumps(dict(facts), default=str))
-        return cls(config, code_digest.digests(config.recipe), environment.versions(), device, data)
+        return cls(config, code_digest.digests(config.recipe), environment.versions(engine_of(config)), device, data)
 
     def misfits(self, certificate: Certificate) -> list[str]:
         """Every way in which a certificate is not one of this run."""
@@ -263,7 +263,6 @@ class Here:
 def _features(config: RunConfig) -> Iterator[tuple[str, Callable[[Ran], bool]]]:
     """What a run needs a case for, each for itself: how to call it, and whether a case has it."""
     layout, precision = config.layout, config.train.precision
-    assert isinstance(layout.world_size, int)
     yield f"in {precision}", lambda ran: ran.precision == precision
     if layout.compile:
         yield "with layout.compile", lambda ran: ran.compile
@@ -271,7 +270,7 @@ def _features(config: RunConfig) -> Iterator[tuple[str, Callable[[Ran], bool]]]:
         yield "with layout.activation_checkpointing", lambda ran: ran.activation_checkpointing > 0
     if layout.reduction == "ordered":
         yield "with layout.reduction=ordered", lambda ran: ran.reduction == "ordered"
-    if Split.of(config.train.global_batch, layout.world_size, layout.micro_batch).passes > 1:
+    if split_of(config).passes > 1:
         yield "with several micro-batches", lambda ran: ran.passes > 1
 
 

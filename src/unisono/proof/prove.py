@@ -26,7 +26,7 @@ from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import ConfigError, KernelError, RunError
 from unisono.task import Task
-from unisono.task_config import build_task, load_config
+from unisono.task_config import build_task, engine_of, load_config
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
@@ -300,7 +300,7 @@ def about(config: RunConfig, proof: Proof, facts: dict[str, Any]) -> dict[str, A
         "config": fingerprint.plain(config),
         "proof": json.loads(proof.model_dump_json()),
         "data": facts,
-        "versions": environment.versions(),
+        "versions": environment.versions(engine_of(config)),
         "hardware": certificate.hardware(),
     }
 

@@ -130,15 +130,15 @@ def parsed(text: str) -> list[Fault]:
 
 
 def _watch_parts(see: Callable[[str, int], None]) -> None:
-    from unisono.engines.torch.profiler import Profiler
+    from unisono.engines.observers import Observers
 
-    part = Profiler.part
+    part = Observers.part
 
-    def watched(self: Profiler, name: str) -> AbstractContextManager[Any]:
+    def watched(self: Observers, name: str) -> AbstractContextManager[Any]:
         see(name, heartbeat.making())
         return part(self, name)
 
-    Profiler.part = watched  # type: ignore[method-assign]
+    Observers.part = watched  # type: ignore[method-assign]
 
 
 def _watch_calls(see: Callable[[str, int], None]) -> None:

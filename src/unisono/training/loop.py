@@ -187,7 +187,7 @@ class Training:
         decision = self._follow(self.first, self._asked)
         heartbeat.step(self.first)
         batches = parts.engine.incoming(self._micro_batches())
-        shapes = Shapes(watching=self._run.layout.compile)
+        shapes = Shapes(watching=self._run.layout.compile or self._run.layout.engine == "jax")
         for step in range(self.first, self._until):
             if decision.stop or decision.preempted:
                 break

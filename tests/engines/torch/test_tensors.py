@@ -46,13 +46,16 @@ class Whole:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: array.shape for name, array in self.arrays.items()}
 
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
         part = self.arrays[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
         assert part.shape == shape
-        return torch.tensor(part)
+        return np.array(part)
 
-    def fill(self, name: str, offset: tuple[int, ...], into: torch.Tensor) -> None:
-        into.copy_(self.read(name, offset, tuple(into.shape)))
+    def dtype(self, name: str) -> np.dtype:
+        return self.arrays[name].dtype
+
+    def fill(self, name: str, offset: tuple[int, ...], into: np.ndarray) -> None:
+        into[...] = self.read(name, offset, into.shape)
 
 
 class Block(nn.Module):

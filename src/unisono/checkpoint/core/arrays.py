@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from unisono.engines import host_arrays
+from unisono.engines.host_arrays import Array
 from unisono.engines.state import Shard
 from unisono.runtime.communicator import Json
 from unisono.runtime.errors import CheckpointError
 
 LARGEST = 64 << 20  # bytes of a piece, unless one index of its first axis has more
-_AS_PAIRS = (torch.complex128,)  # safetensors has no such dtype; they are written as pairs of real numbers
+_AS_PAIRS = ("complex128",)  # safetensors has no such dtype; they are written as pairs of real numbers
 _CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the cache of a core
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
-    torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def write(file: Path, shards: Sequence[Shard], note: dict[str, str] | None = Non
 
     Args:
         file: must not be there.
-        shards: on any device.
+        shards: of any framework, on any device.
         note: what the header says besides.
 
     Returns:
@@ -83,7 +83,7 @@ def write(file: Path, shards: Sequence[Shard], note: dict[str, str] | None = Non
 
 def size(shards: Sequence[Shard]) -> int:
     """Bytes that pieces take, without their header."""
-    return sum(shard.data.numel() * shard.data.element_size() for shard in shards)
+    return sum(host_arrays.bytes_of(shard.data) for shard in shards)
 
 
 class ArrayReader:
@@ -107,51 +107,47 @@ class ArrayReader:
         """Global shape of every array."""
         return {name: tuple(array["shape"]) for name, array in self._arrays.items()}
 
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         """A piece of an array, put together from the saved pieces that overlap it.
 
         Raises:
             CheckpointError: if the saved pieces do not cover it, or one of them is not what was written.
         """
-        result = torch.empty(shape, dtype=self._dtype(name))
-        self._into(name, offset, result)
+        result = np.empty(shape, dtype=self.dtype(name))
+        self.fill(name, offset, result)
         return result
 
-    def fill(self, name: str, offset: tuple[int, ...], into: torch.Tensor) -> None:
-        """Read a piece of an array into a tensor of its shape; where that can be, into its very memory.
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """In which an array was saved."""
+        return host_arrays.dtype(self._arrays[name]["dtype"])
+
+    def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
+        """Read a piece of an array into contiguous memory of its shape and its dtype.
 
         Raises:
-            CheckpointError: as `read`. What the tensor holds then is nobody's.
+            CheckpointError: as `read`. What the memory holds then is nobody's.
         """
-        plain = into.device.type == "cpu" and into.is_contiguous() and not (into.is_conj() or into.is_neg())
-        if plain and into.dtype == self._dtype(name):
-            self._into(name, offset, into.detach())
-        else:
-            into.copy_(self.read(name, offset, tuple(into.shape)))
-
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._arrays[name]["dtype"])
-        return dtype
-
-    def _into(self, name: str, offset: tuple[int, ...], result: torch.Tensor) -> None:
-        """Read a piece into contiguous memory of its dtype."""
-        shape = tuple(result.shape)
-        values = torch.view_as_real(result) if result.dtype in _AS_PAIRS else result
+        assert into.dtype == self.dtype(name)
+        assert into.flags.c_contiguous
+        shape = tuple(into.shape)
+        values = _storable(into)
         missing = math.prod(shape)
         for piece, first, last in self._overlaps(name, offset, shape):
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+            there: tuple[Any, ...] = tuple(
+                slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True)
+            )
+            here: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
             shared = [b - a for a, b in zip(first, last, strict=True)]
-            target = values[here]
+            target = values[(*here, ...)]  # a view, even where there is no axis
             known = (piece["file"], piece["entry"]) in self._verified
             rows = known and shared[1:] == piece["shape"][1:]  # they lie together, and have no hash of their own
-            if (rows or shared == piece["shape"]) and target.is_contiguous():
+            if (rows or shared == piece["shape"]) and target.flags.c_contiguous:
                 before = (first[0] - piece["offset"][0]) * math.prod(piece["shape"][1:]) if shape else 0
-                self._fetch(name, piece, target, before * values.element_size() * (2 if result is not values else 1))
+                self._fetch(name, piece, target, before * into.itemsize)
             else:
-                saved = torch.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
+                saved = np.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
                 self._fetch(name, piece, saved)
-                values[here] = saved[there]
+                values[(*here, ...)] = saved[(*there, ...)]
             missing -= math.prod(shared)
         if missing:
             raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
@@ -176,7 +172,7 @@ class ArrayReader:
             if all(a < b for a, b in zip(first, last, strict=True)):
                 yield piece, first, last
 
-    def _fetch(self, name: str, piece: dict[str, Any], into: torch.Tensor, before: int = 0) -> None:
+    def _fetch(self, name: str, piece: dict[str, Any], into: Array, before: int = 0) -> None:
         """Read a piece into memory that is contiguous, and verify it there; of a known one, what is asked for.
 
         Args:
@@ -229,30 +225,30 @@ def hash_of(file: Path, at: int, length: int) -> str | None:
     return sha256.hexdigest()
 
 
-def _laid_out(file: str, shards: Sequence[Shard]) -> tuple[dict[str, Any], list[tuple[dict[str, Any], torch.Tensor]]]:
+def _laid_out(file: str, shards: Sequence[Shard]) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
     """What the manifest will say of the arrays, and the pieces in the order of the file."""
     described: dict[str, Any] = {}
-    entries: list[tuple[dict[str, Any], torch.Tensor]] = []
+    entries: list[tuple[dict[str, Any], Any]] = []
     for shard in shards:
-        dtype = shard.data.dtype
+        dtype = host_arrays.name_of(shard.data)
         if dtype not in _NAMES and dtype not in _AS_PAIRS:
             raise CheckpointError(f"'{shard.name}' is of {dtype}, which no safetensors file can hold")
-        array = {"shape": list(shard.shape), "dtype": str(dtype).removeprefix("torch."), "pieces": []}
+        array = {"shape": list(shard.shape), "dtype": dtype, "pieces": []}
         described.setdefault(shard.name, array)
-        for offset, data in _cut(shard) if shard.data.numel() else ():  # what is empty is described, and in no file
+        for offset, data in _cut(shard) if math.prod(shard.data.shape) else ():  # what is empty is in no file
             entry = f"{shard.name}@{','.join(map(str, offset))}"
             piece = {"file": file, "entry": entry, "offset": offset, "shape": list(data.shape)}
             described[shard.name]["pieces"].append(piece)
             entries.append((piece, data))
     # The widest first, so that every piece begins at a multiple of its own width.
-    return described, sorted(entries, key=lambda entry: -_storable(entry[1]).element_size())
+    return described, sorted(entries, key=lambda entry: -_width(host_arrays.name_of(entry[1])))
 
 
-def _cut(shard: Shard) -> Iterator[tuple[list[int], torch.Tensor]]:
+def _cut(shard: Shard) -> Iterator[tuple[list[int], Any]]:
     """A piece, or several along its first axis if it is large, with their offsets."""
-    data: torch.Tensor = shard.data.detach()
-    rows = len(data) if data.dim() else 1
-    at_once = max(1, LARGEST * rows // max(1, data.numel() * data.element_size()))
+    data = shard.data
+    rows = data.shape[0] if data.shape else 1
+    at_once = max(1, LARGEST * rows // max(1, host_arrays.bytes_of(data)))
     if at_once >= rows:
         yield list(shard.offset), data
         return
@@ -260,29 +256,34 @@ def _cut(shard: Shard) -> Iterator[tuple[list[int], torch.Tensor]]:
         yield [shard.offset[0] + first, *shard.offset[1:]], data[first : first + at_once]
 
 
-def _header(entries: Sequence[tuple[dict[str, Any], torch.Tensor]], note: dict[str, str]) -> bytes:
+def _header(entries: Sequence[tuple[dict[str, Any], Any]], note: dict[str, str]) -> bytes:
     header: dict[str, Json] = {"__metadata__": note} if note else {}
     position = 0
     for piece, data in entries:
-        stored = _storable(data)
-        end = position + stored.numel() * stored.element_size()
-        shape = list(stored.shape)
+        name, shape, end = host_arrays.name_of(data), list(data.shape), position + host_arrays.bytes_of(data)
+        if name in _AS_PAIRS:
+            name, shape = "float64", [*shape, 2]
         assert piece["entry"] not in header, f"{piece['entry']} is there twice"
-        header[piece["entry"]] = {"dtype": _NAMES[stored.dtype], "shape": shape, "data_offsets": [position, end]}
+        header[piece["entry"]] = {"dtype": _NAMES[name], "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _storable(data: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(data.resolve_conj()) if data.dtype in _AS_PAIRS else data
+def _width(dtype: str) -> int:
+    """Bytes of a number as it is stored."""
+    return host_arrays.dtype("float64" if dtype in _AS_PAIRS else dtype).itemsize
 
 
-def _bytes(data: torch.Tensor) -> NDArray[np.uint8]:
-    """A tensor's content; that of a contiguous one on the CPU is no copy."""
-    plain = _storable(data).resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+def _storable(data: Array) -> Array:
+    """The same memory; complex numbers that safetensors has no dtype for as pairs."""
+    return data[..., None].view(np.float64) if data.dtype.name in _AS_PAIRS else data
+
+
+def _bytes(data: Any) -> NDArray[np.uint8]:
+    """An array's content; that of a contiguous one in the memory of this host is no copy."""
+    return np.ascontiguousarray(host_arrays.to_numpy(data)).reshape(-1).view(np.uint8)
 
 
 def _sha256(content: NDArray[np.uint8]) -> str:

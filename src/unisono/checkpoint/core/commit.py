@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from unisono.checkpoint.core import arrays, manifest, verify
 from unisono.checkpoint.core.manifest import Checkpoint, read
 from unisono.checkpoint.core.retention import Known, Retention
+from unisono.engines import host_arrays
 from unisono.engines.state import Shard
 from unisono.runtime.communicator import Alone, Group, Json
 from unisono.runtime.errors import CheckpointError, FormatError, NonFiniteError, SaveError, UnisonoError
@@ -198,13 +199,17 @@ def not_finite(shards: Sequence[Shard]) -> list[str]:
     """The arrays that must be finite and are not, with the number of elements at fault; the first few of them."""
     found = []
     for shard in shards:
-        data = shard.data.detach()
-        if not shard.finite or not data.numel() or not (data.is_floating_point() or data.is_complex()):
+        if not shard.finite:
             continue
-        values = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
-        values = values.float() if values.element_size() == 1 else values  # no reduction is written for fp8
-        if not all(torch.isfinite(end) for end in torch.aminmax(values)):  # one pass, without a mask of all elements
-            found.append(f"'{shard.name}' ({int((~torch.isfinite(values)).sum())} of {values.numel():,})")
+        values = host_arrays.to_numpy(shard.data)
+        if host_arrays.is_foreign(values.dtype):  # no reduction is written for these
+            values = values.astype(np.float32)
+        if values.dtype.kind == "c":
+            values = values[..., None].view(values.real.dtype)
+        if values.dtype.kind != "f" or not values.size:
+            continue
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):  # without a mask of all elements
+            found.append(f"'{shard.name}' ({int((~np.isfinite(values)).sum())} of {values.size:,})")
     return [*found[:4], f"and {len(found) - 4} more"] if len(found) > 4 else found
 
 

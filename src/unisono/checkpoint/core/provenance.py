@@ -17,8 +17,10 @@ from typing import Any
 
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.run import RunConfig
+from unisono.engines import choice
 from unisono.runtime.communicator import Json, Party, Place
 from unisono.runtime.errors import ConfigError, RunError, nearest
+from unisono.task_config import engine_of
 
 About = Mapping[str, Any]
 
@@ -47,7 +49,7 @@ def of(config: RunConfig, data: Mapping[str, Any] | None = None, place: Place | 
         "config": plain,
         "layout": plain["layout"],
         "code": code_digest.digests(config.recipe),
-        "versions": versions(),
+        "versions": versions(engine_of(config)),
         "data": {name: data[name] for name in DATA if name in data} if data is not None else None,
         "environment": environment.variables() if place is not None else None,
         "machine": machine(config, place) if place is not None else None,
@@ -56,9 +58,9 @@ def of(config: RunConfig, data: Mapping[str, Any] | None = None, place: Place | 
     return kept
 
 
-def versions() -> dict[str, str]:
+def versions(engine: str) -> dict[str, str]:
     """Versions of libraries, and of what lies below torch where there is an accelerator."""
-    found = dict(environment.versions())
+    found = dict(environment.versions(engine))
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
         cudnn, nccl = torch.backends.cudnn.version(), getattr(torch.cuda, "nccl", None)
@@ -71,15 +73,8 @@ def versions() -> dict[str, str]:
 
 def machine(config: RunConfig, place: Place) -> dict[str, Json]:
     """What computes: the device's name, the processor's instructions, and how many threads share an operation."""
-    import torch
-
-    from unisono.engines.torch import devices
-
-    return {
-        "device": devices.name_of(devices.device_of(config.layout.device, place)),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-    }
+    found: dict[str, Json] = choice.devices(config.layout.engine).machine(config.layout, place)
+    return found
 
 
 # with the checkpoint -----------------------------------------------------------------------------------------------
@@ -230,7 +225,7 @@ def given(config: RunConfig, own: Sequence[str] = ("run.name",)) -> dict[str, di
     values = fingerprint.flat(fingerprint.plain(config))
     return {
         "the configuration": {key: value for key, value in values.items() if key not in own},
-        "the versions": versions(),
+        "the versions": versions(engine_of(config)),
         "the code": code_digest.digests(config.recipe),
         "the environment": environment.variables(),
     }

@@ -30,6 +30,7 @@ from unisono.checkpoint.exchange.hf_shards import CODES, DTYPES, Entry, File
 from unisono.config import safe_yaml
 from unisono.config.schema.export_verb import Export
 from unisono.config.schema.run import Lora
+from unisono.engines.state import Reader
 from unisono.runtime.communicator import cores
 from unisono.runtime.errors import CheckpointError, RunError, ranges
 from unisono.runtime.files import of_pickles, whole_folder
@@ -175,7 +176,7 @@ def _plan_of(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
         form = export_formats.peft(arrays, folder / "assets", adapter, base)
     else:
         form = export_formats.transformers(arrays, folder / "assets")
-    return _Plan(form, _files(form, words), checkpoint.reader())
+    return _Plan(form, _files(form, words), _Saved(checkpoint.reader()))
 
 
 def _plan_of_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
@@ -190,6 +191,22 @@ def _plan_of_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
         else export_formats.transformers(arrays, folder / "assets")
     )
     return _Plan(form, _files(form, words), _Held(held))
+
+
+class _Saved:
+    """Arrays of a checkpoint, as tensors."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._reader.shapes
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        from unisono.engines.torch import saved_tensors
+
+        return saved_tensors.read(self._reader, name, offset, shape)
 
 
 class _Held:
@@ -396,7 +413,7 @@ def _plan_told(path: Path, told: list[Any]) -> _Plan:
         files.append(File(name, tuple(output.entry for output in made)))
         outputs += made
     form = Form("", tuple(outputs), "", False, lambda folder: None)
-    return _Plan(form, files, commit.read(path).reader())
+    return _Plan(form, files, _Saved(commit.read(path).reader()))
 
 
 def _end_with_parent() -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from unisono.config.schema import jax_layout
 from unisono.config.schema.base import NonNegative, Positive, Settings
 from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule
@@ -72,7 +73,7 @@ class Run(Settings):
 class Layout(Settings):
     """How the work is laid out over processes. Changes speed and memory, never the result."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["auto", "torch", "jax"] = Field("auto", description="auto: what the task is written in")
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "dp"] = Field(
         "auto", description="auto: single for one process, ddp for more; dp: one process with several devices"
     )
@@ -81,8 +82,13 @@ class Layout(Settings):
         description="processes, of all nodes; auto: one per accelerator, or one per node; torchrun and srun decide it "
         "themselves",
     )
+    devices: PositiveInt | Literal["auto"] = Field(
+        "auto", description="jax: devices of each process; auto: its share of the host's accelerators, or one CPU"
+    )
     shards: PositiveInt | None = Field(
-        None, description="hsdp: processes that share one copy of the model; null: those of one node, of several"
+        None,
+        description="hsdp: processes (jax: devices) that share one copy of the model; null: those of one node, of "
+        "several",
     )
     micro_batch: PositiveInt | Literal["auto"] | None = Field(
         None,
@@ -103,6 +109,7 @@ class Layout(Settings):
         description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
     )
     compile: bool = Field(False, description="torch.compile, block by block")
+    deterministic: bool = Field(False, description="jax: kernels of accelerators that give the same bits twice")
     activation_checkpointing: Annotated[int, Field(ge=0)] = Field(
         0, description="recompute activations of every k-th block in the backward pass; 1: all blocks; 0: none"
     )
@@ -120,9 +127,16 @@ class Layout(Settings):
         None, description="CPU threads per process; null: cores divided among the processes"
     )
 
+    @property
+    def devices_each(self) -> int:
+        """Devices of each process that compute micro-batches at the same time; 1 where that is not decided yet."""
+        return self.devices if isinstance(self.devices, int) else 1
+
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Layout:
         world = self.world_size
+        if self.engine == "jax":
+            jax_layout.check(self)
         if self.strategy in ("single", "dp") and world not in (1, "auto"):
             what = "one process" if self.strategy == "single" else "one process with all devices of its host"
             raise ValueError(
@@ -137,11 +151,11 @@ class Layout(Settings):
                 )
         if self.shards is not None and self.strategy != "hsdp":
             raise ValueError(f"layout.shards belongs to layout.strategy=hsdp, but the strategy is {self.strategy}")
-        if self.shards is not None and isinstance(world, int) and world % self.shards:
-            divisors = [n for n in range(1, world + 1) if world % n == 0]
-            raise ValueError(
-                f"layout.shards={self.shards} does not divide layout.world_size={world}; these do: {divisors}"
-            )
+        devices = self.devices_each
+        if self.shards is not None and isinstance(world, int) and world * devices % self.shards:
+            divisors = [n for n in range(1, world * devices + 1) if world * devices % n == 0]
+            parts = f"layout.world_size={world}" + (f" × layout.devices={devices}" if devices > 1 else "")
+            raise ValueError(f"layout.shards={self.shards} does not divide {parts}; these do: {divisors}")
         if self.reduction == "ordered" and self.strategy not in ("auto", "single", "ddp"):
             raise ValueError(
                 f"layout.reduction=ordered works with single and ddp, not with {self.strategy}; use reduction=fast"
@@ -341,6 +355,12 @@ class Launch(Settings):
         600.0, description="seconds a process waits for another before the run ends with an error"
     )
     start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
+    initialization_timeout: Positive = Field(
+        600.0, description="jax: seconds for all processes to meet at its coordinator"
+    )
+    heartbeat_timeout: Positive = Field(
+        300.0, description="jax: seconds without a heartbeat after which its coordinator gives a process up"
+    )
     preempt_deadline: Positive = Field(
         30.0, description="seconds from SIGTERM or SIGUSR1 to the end of all processes, saving included if it fits"
     )

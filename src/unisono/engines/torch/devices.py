@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -65,6 +67,15 @@ def device_of(kind: str, process: Place) -> torch.device:
     device = torch.device(kind, process.local_rank)
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def machine(layout: Layout, place: Place) -> dict[str, Any]:
+    """What computes: the device's name, the processor's instructions, and how many threads share an operation."""
+    return {
+        "device": name_of(device_of(layout.device, place)),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+    }
 
 
 def name_of(device: torch.device) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from unisono.engines.state import Reader, Shard
+from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.numerics.gradients import local
 from unisono.runtime.communicator import Place, cores
 from unisono.runtime.errors import CheckpointError
@@ -79,12 +80,12 @@ def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] =
                 f"'{name}' has shape {saved[name]} in the checkpoint, but {tuple(tensor.shape)} in the model"
             )
 
-    def fill(name: str) -> None:
+    def fill_one(name: str) -> None:
         with torch.no_grad():  # of each thread
-            reader.fill(name, piece(tensors[name])[1], local(tensors[name]))
+            saved_tensors.fill(reader, name, piece(tensors[name])[1], local(tensors[name]))
 
     with ThreadPoolExecutor(min(_AT_ONCE, cores())) as threads:
-        for _ in threads.map(fill, tensors):
+        for _ in threads.map(fill_one, tensors):
             pass
 
 
@@ -111,7 +112,7 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
                 value = torch.empty_like(parameter.detach(), memory_format=torch.preserve_format)
         else:  # whole on every process; a step counter stays on the CPU unless the optimizer's kernel reads it
             device = local(parameter).device if shape or on_device else "cpu"
-            value = reader.read(full, (0,) * len(shape), shape).to(device)
+            value = saved_tensors.read(reader, full, (0,) * len(shape), shape).to(device)
         optimizer.state[parameter][entry] = value
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.nested import each, leaves
+from unisono.engines.peekable import Peekable
 from unisono.engines.torch.numerics import precision
 from unisono.task import Batch
 
@@ -92,7 +93,7 @@ class Transfer:
         self._streams = streams or (None if device.type in _SYNCHRONOUS else Streams(device))
         self._begun: dict[int, _Copy] = {}  # not used yet: at most one of training and one of evaluation
         self._used: deque[_Copy] = deque()
-        self._steps: _Peekable | None = None
+        self._steps: Peekable | None = None
 
     def to_device(self, arrays: Batch) -> Batch:
         """Arrays on the device, at any depth of dicts, lists and tuples; other values pass as they are."""
@@ -116,7 +117,7 @@ class Transfer:
         """The same steps, the first micro-batch of the next of which `look_ahead` can begin to copy."""
         if self._streams is None:
             return steps
-        self._steps = _Peekable(steps)
+        self._steps = Peekable(steps)
         return self._steps
 
     def look_ahead(self) -> None:
@@ -148,32 +149,3 @@ class Transfer:
         self._streams.use(copy.tensors, copy.copied)
         self._used.append(_Copy(micro, copy.pinned, {}, [], copy.copied))
         return copy.batch
-
-
-class _Peekable:
-    """An iterator that can be looked into; an error met in doing so is raised when its turn comes."""
-
-    def __init__(self, steps: Iterator[list[MicroBatch]]) -> None:
-        self._steps = steps
-        self._seen: tuple[list[MicroBatch] | None, Exception | None] | None = None
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        return self
-
-    def __next__(self) -> list[MicroBatch]:
-        self.peek()
-        assert self._seen is not None
-        batches, error = self._seen
-        self._seen = None
-        if error is not None:
-            raise error
-        assert batches is not None
-        return batches
-
-    def peek(self) -> list[MicroBatch] | None:
-        if self._seen is None:
-            try:
-                self._seen = next(self._steps), None
-            except Exception as error:
-                self._seen = None, error
-        return self._seen[0]

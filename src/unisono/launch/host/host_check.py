@@ -26,7 +26,7 @@ def check(config: RunConfig) -> None:
         ConfigError: naming a variable of the environment that cannot be read.
         RunError: naming the limit that is too low.
     """
-    alone = config.layout.strategy in ("single", "dp")
+    alone = config.layout.strategy in ("single", "dp") or config.layout.world_size == 1
     up = None if alone else [name for name, state in psutil.net_if_stats().items() if state.isup]
     wrong = list(host_variables.misread(os.environ, up))
     if wrong:

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.launch.nodes import network, shared_secret
-from unisono.launch.nodes.authenticated_line import AuthenticatedLine, GreetingError, TokenError
+from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError, TokenError
 from unisono.runtime.communicator import Json, written
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 from unisono.runtime.text import one_line
 
-TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes, if the user has set it; it is never sent
 _OF_ENVIRONMENT, _NONE, _SHARED = "environment", "none", "shared:"  # how nodes know the token, a public name
 _GREETING = 5.0  # seconds for whoever connects to prove itself, all of it
 _AT_ONCE = 64  # connections that may be greeting at a time

@@ -7,6 +7,7 @@ which the nodes have agreed.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from unisono.launch.processes.exit_report import headline
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.processes.monitor_client import Watch, memory_folder, watching
 from unisono.runtime import heartbeat
+from unisono.runtime.authenticated_line import TOKEN
 from unisono.runtime.communicator import STORE, Node
 from unisono.runtime.errors import LostError, Preempted
 from unisono.supervise import preemption
@@ -77,7 +79,7 @@ def launch(
         try:
             processes(
                 module, folder, count, threads, config.recipe, loopback, node, watch, INTERRUPTS,
-                arguments=arguments, server=server, started=started,
+                arguments=arguments, server=server, started=started, authenticated=config.layout.engine == "jax",
             )  # fmt: skip
         except WorkerError as error:
             if asked() and error.by_signal:  # before they could hear it, or long after their deadline
@@ -99,6 +101,7 @@ def processes(
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
     started: list[Children] | None = None,
+    authenticated: bool = False,
 ) -> None:
     """Start processes that each run a module, with a folder as its first argument, and wait for them.
 
@@ -117,6 +120,7 @@ def processes(
         arguments: of the processes, after the folder.
         server: forks them; None: they are new processes.
         started: is given the processes once they are there.
+        authenticated: whether they meet without torch, and prove to each other that they have the same launcher.
 
     Raises:
         WorkerError: with the text and the exit code of the first fault.
@@ -138,6 +142,8 @@ def processes(
         if node is None and ours:
             private = watch.directory if watch is not None else opened.enter_context(_private_folder())
             common[STORE] = str(private / "store")
+        if authenticated and node is None:  # nodes have a token of their own, or none
+            common[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
         ranks = range(node.rank * count if node else 0, (node.rank + 1) * count if node else count)
         environments = [{**os.environ, **common, **_place(rank, ranks, node)} for rank in ranks]
         begun = children.start(server, module, [str(folder), *arguments], environments)

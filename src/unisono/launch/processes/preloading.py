@@ -22,20 +22,33 @@ KNOWN = frozenset(
 )
 
 
+def is_jax(reference: str) -> bool:
+    """Whether a task looks as if it were written in JAX, so that nothing of torch need be imported for its processes.
+
+    A guess, which costs time where it is wrong and nothing else: who starts processes asks the layout.
+    """
+    libraries = {name.partition(".")[0] for file in _files_of(reference) for name in _imported(file)}
+    return "jax" in libraries and "torch" not in libraries
+
+
 def modules_of(reference: str) -> list[str]:
     """The libraries that the files of a task import, those in its folder too where that is a package.
 
     Args:
         reference: to the task.
     """
+    found = {name for file in _files_of(reference) for name in _imported(file)}
+    return sorted(name for name in found if name.partition(".")[0] in KNOWN)
+
+
+def _files_of(reference: str) -> list[Path]:
+    """The file of a task, and those beside it where it lies in a package."""
     place = (references.located(reference) if reference in recipes.names() else reference).rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _file_of(place)
     if file is None or not file.is_file():
         return []
     packaged = (file.parent / "__init__.py").is_file()
-    files = sorted(file.parent.glob("*.py")) if packaged else [file]
-    found = {name for each in files for name in _imported(each)}
-    return sorted(name for name in found if name.partition(".")[0] in KNOWN)
+    return sorted(file.parent.glob("*.py")) if packaged else [file]
 
 
 def _file_of(module: str) -> Path | None:

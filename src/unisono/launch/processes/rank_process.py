@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from unisono.checkpoint.core import provenance
 from unisono.config import secrets
 from unisono.config.schema.run import RunConfig
-from unisono.launch import cluster, resolve
+from unisono.launch import cluster, layout, resolve
 from unisono.launch.processes import fork_server
 from unisono.observe import logs
 from unisono.runtime import heartbeat
@@ -45,11 +45,13 @@ def join(config: RunConfig, place: Place) -> Group:
         DeadlineError: naming ranks that did not appear.
         RunError: naming two ranks and the entries in which they differ.
     """
+    if config.layout.engine == "jax":
+        return _join_jax(config, place)
     if config.layout.threads is not None:
         import torch
 
         torch.set_num_threads(config.layout.threads)
-    if config.layout.strategy in ("single", "dp"):
+    if layout.is_single(config):
         return Alone()
     from unisono.engines.torch import devices
     from unisono.engines.torch.parallel import process_group
@@ -61,23 +63,45 @@ def join(config: RunConfig, place: Place) -> Group:
     return group
 
 
+def _join_jax(config: RunConfig, place: Place) -> Group:
+    """Meet the other processes of a JAX run, if there are any, and start JAX with them."""
+    from unisono.engines.jax.parallel import runtime
+    from unisono.runtime import tcp_communicator
+
+    if place.world_size == 1:
+        alone = Alone()
+        runtime.start(config, place, alone, "")
+        return alone
+    cluster.complete(place)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    group = tcp_communicator.meet(place, host, port, config.launch.start_timeout, config.launch.timeout)
+    provenance.agree(group, provenance.given(config))
+    runtime.start(config, place, group, host)
+    return group
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once, after the process group is closed and everything is written.
 
     The interpreter's own way out is not safe: a gloo thread that drops a tensor while the interpreter goes down aborts
     the process (pytorch/pytorch#179291), and a run that trained correctly would be reported as failed.
     """
-    if code == 0 and "torch.distributed" in sys.modules:
+    if code == 0:
         part()
     leave_now(code)
 
 
-def part() -> None:
+def part(group: Group | None = None) -> None:
     """Leave the process group, so that this process may join another."""
-    from unisono.engines.torch.parallel import process_group
-
     gc.collect()  # what was reduced in it must be gone
-    process_group.stop()
+    if "torch.distributed" in sys.modules:
+        from unisono.engines.torch.parallel import process_group
+
+        process_group.stop()
+    if group is not None and "jax" in sys.modules:
+        from unisono.engines.jax.parallel import runtime
+
+        runtime.stop(group)
 
 
 @contextmanager
@@ -138,16 +162,23 @@ def _code(error: BaseException) -> int:
 
 def _record(path: Path, place: Place, error: BaseException) -> None:
     """Leave a fault where the launcher looks for it: in the run's folder or, if its disk is full, in shared memory."""
-    from unisono.engines.torch.guards.oom import is_out_of_memory
-
     told = {"rank": place.rank, "kind": type(error).__name__, "text": _text(error), "code": _code(error)}
-    memory = isinstance(error, MemoryExhaustedError) or is_out_of_memory(error)
+    memory = isinstance(error, MemoryExhaustedError) or _ran_out(error)
     told |= {"fault": getattr(error, "fault", ""), "memory": memory, "random": getattr(error, "random", None)}
     text = json.dumps({**told, "time": time.time()})
     for folder in filter(None, (str(path.parent), os.environ.get(heartbeat.VARIABLE))):
         with contextlib.suppress(OSError):
             write_whole(Path(folder) / path.name, text)
             return
+
+
+def _ran_out(error: BaseException) -> bool:
+    """Whether it is torch's own error for a device, or a host, without memory."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from unisono.engines.torch.guards.oom import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def leave_now(code: int) -> NoReturn:
@@ -191,9 +222,14 @@ def main(folder: Path, digest: str) -> NoReturn:
 
         with logged(folder, place):
             run = resolve.read(folder, digest)
+            if run.layout.engine == "jax":
+                from unisono.engines.jax.parallel import runtime
+
+                runtime.redirect_native_output(folder / "logs" / f"rank-{place.rank:05d}.native.log")
             communicator = join(run.config, place)
             task = build_task(run.config)
             loop.train(task, run, place, communicator, build_callbacks(run.config, task))
+            part(communicator)
 
     guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unisono.checkpoint.core import commit
 from unisono.config.batch_split import Split
@@ -19,7 +20,6 @@ from unisono.engines.protocol import Job
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim import schedules
 from unisono.proof.cases import Case, Proof
-from unisono.proof.recording.lower_precision import LowerPrecision
 from unisono.proof.recording.recorder import Recorder, content, probe
 from unisono.proof.recording.trace import Facts, StepFacts, Trace, folder_of, write_facts
 from unisono.protocols import cross_sample
@@ -27,6 +27,9 @@ from unisono.runtime.communicator import Group, Place
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.task import Task
 from unisono.training.parts import held_out_of
+
+if TYPE_CHECKING:
+    from unisono.proof.recording.lower_precision import LowerPrecision
 
 
 def record(
@@ -82,7 +85,7 @@ class _Run:
         self.plan: Plan = replace(plan, length=proof.rows) if isinstance(plan, StreamPlan) else plan
         whole = config.train.steps or plan_of(task, self.source, config, world_size=1).steps
         self.scalars = schedules.Scalars(config, max(self.plan.steps, whole))
-        self.split = Split.of(proof.global_batch, process.world_size, case.micro_batch)
+        self.split = Split.of(proof.global_batch, process.world_size, case.micro_batch, config.layout.devices_each)
         # Which rows a process has, by the number of the rank that usually has them.
         last = process.world_size - 1
         self.rows_of = replace(process, rank=last - process.rank) if case.reversed else process
@@ -104,7 +107,9 @@ class _Run:
         known = self.engine.setup(first, self.scalars(0))
         facts.kernels, facts.devices = dict(known.kernels), known.devices
         view = self.engine.view
-        if not self.case.reference:
+        if not self.case.reference and self.config.layout.engine == "torch":  # JAX's refuses fewer bits by itself
+            from unisono.proof.recording.lower_precision import LowerPrecision
+
             self.lower = LowerPrecision(
                 view.module, self.case.precision, self.config.run.seed, perturbing=self.case.perturbed > 0
             )

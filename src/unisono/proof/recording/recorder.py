@@ -41,7 +41,7 @@ class Recorder(Observer):
         self._batches, self._is_clean = batches, not self._view.has_gradients()
         self._outputs: list[dict[str, Sketch]] = []
 
-    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss) -> None:
+    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
         """Keep sketches of what the task returned."""
         self._outputs.append({} if outputs is None else sketches(self._view.flatten(outputs)))
 

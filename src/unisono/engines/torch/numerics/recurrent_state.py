@@ -11,6 +11,7 @@ from torch import Tensor
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import Job
 from unisono.engines.state import Reader, Shard
+from unisono.engines.torch import saved_tensors
 from unisono.protocols import initial_carry
 from unisono.task import Batch, Context
 
@@ -74,5 +75,5 @@ class RecurrentState:
                 size = (self._split.micro_batch, *shape[1:])
                 offset = (number * size[0],) + (0,) * (len(shape) - 1)
                 if reader.covers(full, offset, size):  # else no step has reached these rows yet
-                    rows = reader.read(full, offset, size).to(self._device)
+                    rows = saved_tensors.read(reader, full, offset, size).to(self._device)
                     self._kept.setdefault(number, {})[full.removeprefix("carry/")] = rows

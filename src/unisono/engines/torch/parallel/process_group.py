@@ -5,8 +5,6 @@ Control messages are JSON over gloo, whatever the device; tensors go by the devi
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import itertools
 import json
 import os
@@ -23,8 +21,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import SHARES_PORT, STORE, Json, Place, written
+from unisono.runtime.communicator import STORE, Json, Place, written
 from unisono.runtime.errors import DeadlineError
+from unisono.runtime.listening import listen
 
 # As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
 _PEER_FAULT = re.compile(
@@ -110,7 +109,7 @@ def _meeting_point(host: str, port: int, process: Place, hosts: bool, deadline: 
     """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
     if (host, port) in _stores:
         return _stores[host, port]
-    listener = _listening(host, port, process.launcher == "unisono") if hosts else None
+    listener = listen(host, port, process.launcher == "unisono") if hosts else None
     while True:
         try:
             _stores[host, port] = dist.TCPStore(  # type: ignore[attr-defined]
@@ -127,30 +126,6 @@ def _meeting_point(host: str, port: int, process: Place, hosts: bool, deadline: 
         except dist.DistNetworkError:
             if hosts or time.monotonic() >= deadline:
                 raise
-
-
-def _listening(host: str, port: int, kept: bool) -> socket.socket | None:
-    """A socket at the address of the store alone; None where others may know this host by another address.
-
-    Torch would listen on all interfaces, and whoever reaches the store can take part in the job. A port that is `kept`
-    for this process, by our launcher, is shared with it; with any other, a port in use must be told.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
-        return None  # many hosts give their own name to 127.0.1.1
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if kept:
-            listener.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
-        listener.bind((address[0], port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise OSError(f"port {port} of this host is in use; choose another MASTER_PORT") from error
-        return None  # its address may be translated on the way here
-    return listener
 
 
 def _known(host: str, port: int) -> None:

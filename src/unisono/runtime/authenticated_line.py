@@ -1,4 +1,6 @@
-"""JSON messages over one TCP connection between two nodes that prove to each other that they know the same token.
+"""JSON messages over one TCP connection between two ends that prove to each other that they know the same token.
+
+The ends are two nodes of a run, or two processes of a run in JAX, where the one with number 0 is called node 0 below.
 
 Anybody can connect to the port where nodes meet, and anybody can listen there before node 0 does. Until both sides have
 proved themselves a message is at most 4 KB, has one deadline for all of it, and whatever is wrong with it is one error.
@@ -26,6 +28,7 @@ from unisono.runtime.errors import DeadlineError
 from unisono.runtime.safe_paths import parse_json
 from unisono.runtime.text import one_line
 
+TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes or processes; it is never sent
 VERSION = 2
 BEFORE, AFTER = 4096, 64 << 20  # bytes of a message before and after both sides have proved themselves
 _MAC = 64  # characters of an HMAC-SHA256 in hex
@@ -50,6 +53,8 @@ class AuthenticatedLine:
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
+        with suppress(OSError):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
         self._link = link
         self._writes = link.dup()  # a timeout belongs to a socket object, and one thread writes while another reads
         self._read = bytearray()

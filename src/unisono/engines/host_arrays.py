@@ -1,0 +1,58 @@
+"""Arrays of any framework as NumPy arrays: what engines hand to checkpoints, which know none of them.
+
+`bfloat16` and `float8` are those of `ml_dtypes`, which have the names that torch, JAX and safetensors give them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def to_numpy(data: Any) -> Array:
+    """The content of an array; no copy where it lies in the memory of this host.
+
+    Args:
+        data: of NumPy, torch or JAX, on whatever device.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(data, torch.Tensor):
+        return np.asarray(data)
+    plain = data.detach().cpu().resolve_conj().resolve_neg()
+    kind = dtype(name_of(data))
+    if not is_foreign(kind):
+        return plain.numpy()  # type: ignore[no-any-return]
+    bits = plain.contiguous().view(getattr(torch, f"int{8 * kind.itemsize}"))
+    return bits.numpy().view(kind)  # type: ignore[no-any-return]
+
+
+def name_of(data: Any) -> str:
+    """The name of an array's dtype, e.g. `bfloat16`."""
+    return str(data.dtype).removeprefix("torch.")
+
+
+def dtype(name: str) -> np.dtype[Any]:
+    """The dtype of a name."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def is_foreign(kind: np.dtype[Any]) -> bool:
+    """Whether NumPy has a dtype only through `ml_dtypes`."""
+    return hasattr(ml_dtypes, kind.name)
+
+
+def copies_beside(data: Any) -> bool:
+    """Whether it can be copied to this host beside a device's work: a tensor of torch on an accelerator."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor) and data.device.type not in ("cpu", "mps")
+
+
+def bytes_of(data: Any) -> int:
+    """Its size, without touching its content."""
+    size = int(np.prod(tuple(data.shape), dtype=np.int64))
+    return size * dtype(name_of(data)).itemsize

@@ -1,0 +1,119 @@
+"""Which devices JAX would compute on, asked without taking any: whoever starts processes must not hold their memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from unisono.config.schema.run import Layout
+from unisono.runtime.communicator import Place
+from unisono.runtime.errors import ConfigError
+
+_HARDWARE = {  # files of a kind of accelerator, and the packages by which JAX uses it
+    "NVIDIA GPU": (("/dev/nvidia0", "/proc/driver/nvidia/version"), ("jax-cuda12-plugin", "jax-cuda13-plugin"), "cuda"),
+    "AMD GPU": (("/dev/kfd",), ("jax-rocm60-plugin", "jax-rocm7-plugin"), "rocm"),
+    "TPU": (("/dev/accel0", "/dev/vfio/0"), ("libtpu", "libtpu-nightly"), "tpu"),
+}
+_ASK = "import jax, json; d = jax.local_devices(); print(json.dumps([d[0].platform, len(d), d[0].device_kind]))"
+_PATIENCE = 300.0  # seconds for JAX to find its devices
+
+
+@cache
+def accelerators() -> tuple[str, int]:
+    """Kind and number of this host's accelerators as JAX sees them; `("cpu", 0)` if there are none."""
+    kind, count, _ = _found()
+    return ("cpu", 0) if kind == "cpu" else (kind, count)
+
+
+@cache
+def fallback() -> str:
+    """Why a host with an accelerator computes on its CPU; empty where it does not, or has none."""
+    if accelerators()[1] or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return ""
+    for name, (files, packages, extra) in _HARDWARE.items():
+        if any(Path(file).exists() for file in files):
+            if not _installed(packages):
+                return f"this host has a {name}, but JAX has no plugin for it: pip install 'jax[{extra}]'"
+            return f"this host has a {name}, but JAX could not start on it; `unisono doctor` shows what it says"
+    return ""
+
+
+def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
+    """The kind of device for a layout.
+
+    Args:
+        layout: its `device` may be `auto`: the accelerators if there are enough for the processes of this host, else
+            the CPU.
+        local_world_size: processes on this host.
+        precision: of the run.
+
+    Raises:
+        ConfigError: for a device that is not there.
+    """
+    if layout.device == "cpu":
+        return "cpu"
+    kind, count = accelerators()
+    wanted = local_world_size * (layout.devices if isinstance(layout.devices, int) else 1)
+    enough = count >= wanted and not (kind == "tpu" and precision == "fp64")
+    if layout.device == "auto":
+        return kind if count and enough else "cpu"
+    names = {kind, *({"cuda", "gpu", "rocm"} if kind in ("gpu", "cuda", "rocm") else ())}
+    if layout.device not in names or not count:
+        raise ConfigError(
+            f"layout.device={layout.device}: JAX finds {f'{count} × {kind}' if count else 'no accelerator'} on this host"
+            f"{f' ({fallback()})' if fallback() else ''}; use auto or cpu"
+        )
+    if not enough:
+        raise ConfigError(
+            f"layout.device={layout.device}: {local_world_size} processes × {wanted // local_world_size} devices are asked "
+            f"for, and this host has {count} × {kind}; use fewer, or layout.device=cpu"
+        )
+    return kind
+
+
+def product(kind: str) -> str:
+    """What the maker calls this host's devices of a kind."""
+    return kind if kind == "cpu" else _found()[2]
+
+
+def machine(layout: Layout, place: Place) -> dict[str, Any]:
+    """What computes: the device's name, the processor, and how many threads share an operation."""
+    import jax
+
+    device = jax.local_devices()[0]
+    name = "cpu" if device.platform == "cpu" else device.device_kind
+    return {"device": name, "processor": platform.machine(), "threads": layout.threads or 0}
+
+
+@cache
+def _found() -> tuple[str, int, str]:
+    """Kind, number and name, as another process finds them; without hardware nobody is asked."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "cpu", 0, "cpu"
+    if not any(_installed(packages) for _, packages, _ in _HARDWARE.values()):
+        return "cpu", 0, "cpu"
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", _ASK], capture_output=True, text=True, check=True, timeout=_PATIENCE
+        )
+        kind, count, name = json.loads(told.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return "cpu", 0, "cpu"
+    return str(kind), int(count), str(name)
+
+
+def _installed(packages: tuple[str, ...]) -> bool:
+    for package in packages:
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return True
+    return False

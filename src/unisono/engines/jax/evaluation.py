@@ -1,0 +1,141 @@
+"""Evaluation, and the search for what is not finite: programs that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from unisono import protocols
+from unisono.engines.jax.batches import Pass, specs_of
+from unisono.engines.jax.forward import Forward, Inputs, Parameters
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.cross_sample import CrossSample
+from unisono.engines.jax.parallel.mesh import BATCH
+
+Sharded = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The sums of a global batch.
+
+    Attributes:
+        forward: the functions of the task, for evaluation.
+        rows: real rows of the global batch, for a loss across samples; else 0.
+    """
+
+    forward: Forward
+    rows: int = 0
+
+    def __call__(self, parameters: Sharded, constants: Sharded, batch: Pass, inputs: Inputs) -> jax.Array:
+        """The reports of its micro-batches, (micro-batches, numbers)."""
+        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs)
+
+    def _on_device(self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs) -> jax.Array:
+        forward = self.forward
+        batch = jax.tree.map(lambda array: array[:, 0], batch)
+        crosses = protocols.cross_sample(forward.task) is not None
+
+        def one(_: None, micro: Pass) -> tuple[None, Any]:
+            context = forward.context(micro, inputs, carry=forward.carry(None, micro, inputs))
+            outputs = forward.outputs(parameters, constants, micro, context)
+            if crosses:
+                return None, outputs
+            sums = forward.loss(outputs, micro.arrays, micro.valid, context)[1]
+            return None, forward.report(sums, micro)
+
+        _, made = jax.lax.scan(one, None, batch)
+        if crosses:
+            carry = jax.vmap(lambda micro: forward.carry(None, micro, inputs))(batch)
+            scales = dict.fromkeys(forward.names.terms, jnp.ones((), batch.counts.dtype))
+            made = CrossSample(forward, batch, inputs, scales, self.rows, {}, carry).settle(made).reports
+        return mesh.everywhere(made)
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """Where the first number of a step that is not finite came from.
+
+    Attributes:
+        forward: the functions of the task, for training.
+    """
+
+    forward: Forward
+
+    def __call__(
+        self, parameters: Sharded, constants: Sharded, carry: dict[str, Any], batch: Pass, inputs: Inputs
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of every micro-batch of the global batch: terms, rows that are not finite alone, and finite gradients.
+
+        Returns:
+            Whether each term is finite, (micro-batches, terms); whether each row is when it is computed alone,
+            (micro-batches, rows); and whether the gradient of each parameter is, (micro-batches, parameters).
+        """
+        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs, carry)
+
+    def _on_device(
+        self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs, carry: dict[str, Any]
+    ) -> Any:
+        # Whole parameters, so that a gradient is that of one micro-batch alone.
+        parameters, forward = self.forward.whole(parameters), replace(self.forward, gathers=False)
+        batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))
+        terms = forward.names.terms
+
+        def made(parameters: Parameters, micro: Pass, own: Any) -> Any:
+            context = forward.context(micro, inputs, carry=forward.carry(own or None, micro, inputs))
+            outputs = forward.outputs(parameters, constants, micro, context)
+            if protocols.cross_sample(forward.task) is not None or protocols.needs_totals(forward.task):
+                return _sizes(outputs, micro.valid)
+            _, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
+            return jnp.stack([sums["sums"][name] for name in terms])
+
+        def alone(micro: Pass, own: Any) -> jax.Array:
+            def row(_: None, number: jax.Array) -> tuple[None, jax.Array]:
+                arrays, state = jax.tree.map(
+                    lambda array: jnp.broadcast_to(array[number], array.shape), (micro.arrays, own)
+                )
+                only = replace(micro, arrays=arrays, valid=(jnp.arange(len(micro.valid)) == number) & micro.valid)
+                return None, jnp.isfinite(made(parameters, only, state)).all()
+
+            _, finite = jax.lax.scan(row, None, jnp.arange(len(micro.valid)))
+            return finite
+
+        def one(_: None, given: Any) -> tuple[None, Any]:
+            micro, own = given
+            values, pull = jax.vjp(lambda p: made(p, micro, own), dict(parameters))
+            (gradients,) = pull(jnp.ones_like(values))
+            finite = jnp.stack([jnp.isfinite(gradients[name]).all() for name in sorted(gradients)])
+            return None, (jnp.isfinite(values), alone(micro, own), finite)
+
+        _, found = jax.lax.scan(one, None, (batch, carry))
+        return tuple(mesh.everywhere(part.astype(jnp.int32)) for part in found)
+
+
+def _sizes(outputs: Any, valid: jax.Array) -> jax.Array:
+    """A number that is finite where the outputs of real rows are."""
+    leaves = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    parts = []
+    for leaf in leaves:
+        rows = leaf.ndim > 0 and leaf.shape[0] == len(valid)
+        mask = valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)) if rows else True
+        parts.append(jnp.where(mask, leaf, 0).sum())
+    return jnp.stack(parts)
+
+
+def _on_devices(
+    forward: Forward, on_device: Any, parameters: Sharded, constants: Sharded, batch: Pass, inputs: Inputs, *rows: Any
+) -> Any:
+    def spec(array: Any) -> PartitionSpec:
+        return forward.grid.spec(array.shape)
+
+    specs = (
+        jax.tree.map(spec, dict(parameters)), jax.tree.map(spec, dict(constants)), specs_of(batch),
+        jax.tree.map(lambda _: PartitionSpec(), inputs), *(jax.tree.map(lambda _: BATCH, one) for one in rows),
+    )  # fmt: skip
+    call = forward.grid.per_device(on_device, in_specs=specs, out_specs=PartitionSpec())
+    return call(dict(parameters), dict(constants), batch, inputs, *rows)

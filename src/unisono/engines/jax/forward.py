@@ -1,0 +1,235 @@
+"""A task's pure functions on one micro-batch of one device, as the jitted step calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from unisono import protocols
+from unisono.engines import rules
+from unisono.engines.jax.batches import Names, Pass
+from unisono.engines.jax.model import Structure
+from unisono.engines.jax.numerics import precision
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.mesh import Grid
+from unisono.runtime.errors import ConfigError
+from unisono.runtime.rng import key as address
+from unisono.task import Context, Loss, Task
+
+Parameters = Mapping[str, jax.Array]
+Scales = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The few numbers of a step, the same on every device; two arrays, since each costs a transfer.
+
+    Attributes:
+        integers: the step, whether rows have a state already, the key of micro-batches and that of whole losses.
+        floats: values by the names that the program was made for.
+    """
+
+    integers: Any
+    floats: Any
+
+    @classmethod
+    def of(cls, step: int, seed: int, purpose: str, started: bool, floats: Mapping[str, float], kind: str) -> Inputs:
+        """Those of a step, as NumPy arrays.
+
+        Args:
+            step: updates made before.
+            seed: of the run.
+            purpose: part of the address of every draw, `dropout` or `eval`.
+            started: whether rows have a state that an earlier step has left.
+            floats: by name.
+            kind: precision of the run.
+        """
+        numbers = [address(seed, purpose), address(seed, purpose, "loss")]
+        halves = [half for number in numbers for half in (number >> 32, number & 0xFFFFFFFF)]
+        integers = np.array([step, int(started), *halves], dtype=np.uint32)
+        return cls(integers, np.array(list(floats.values()), dtype=np.dtype(precision.wide(kind))))
+
+    @property
+    def step(self) -> jax.Array:
+        """Updates made before."""
+        return self.integers[0].astype(jnp.int32)
+
+    @property
+    def started(self) -> jax.Array:
+        """Whether rows have a state already."""
+        return self.integers[1] > 0
+
+    def key(self, number: jax.Array, training: bool) -> jax.Array:
+        """The key of a global micro-batch: a function of (seed, what, step, number), never of a device."""
+        key = jax.random.wrap_key_data(self.integers[2:4], impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(key, self.integers[0]) if training else key, number)
+
+    def loss_key(self, training: bool) -> jax.Array:
+        """The key of a loss of the whole global batch, the same on every device."""
+        key = jax.random.wrap_key_data(self.integers[4:6], impl="threefry2x32")
+        return jax.random.fold_in(key, self.integers[0]) if training else key
+
+
+jax.tree_util.register_dataclass(Inputs)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the numbers are that one micro-batch reports.
+
+    Attributes:
+        names: of terms that are counted, and of units of work.
+        terms: those that the loss has.
+        metrics: of the loss, each a sum and a count.
+    """
+
+    names: Names
+    terms: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+    def split(self, numbers: Any) -> dict[str, Any]:
+        """Numbers (…, n) by what they are: sums and weights of terms, metrics, counts and work."""
+        widths = {
+            "sums": len(self.terms), "weights": len(self.terms), "metrics": 2 * len(self.metrics),
+            "counts": len(self.names.terms), "work": len(self.names.work),
+        }  # fmt: skip
+        ends = np.cumsum([0, *widths.values()]).tolist()
+        return {name: numbers[..., a:b] for name, a, b in zip(widths, ends, ends[1:], strict=False)}
+
+
+@dataclass(eq=False)
+class Forward:
+    """The functions of a task, for training or for evaluation.
+
+    Attributes:
+        task: whose they are.
+        structure: of its model.
+        grid: of devices.
+        kind: precision of the run.
+        names: of the micro-batches.
+        scalars: names of scheduled values that a program is given as numbers.
+        static: scheduled values that a program is compiled for.
+        training: whether this is training.
+        recompute: every how manieth block is computed again in the backward pass.
+        gathers: whether it is given this device's shards of parameters; else whole ones.
+        columns: what is reported; known once a loss has been traced.
+        masked_by_task: sums that the task has made itself, and has to have left rows out of that pad; likewise.
+    """
+
+    task: Task
+    structure: Structure
+    grid: Grid
+    kind: str
+    names: Names
+    scalars: tuple[str, ...]
+    static: Mapping[str, float]
+    training: bool
+    recompute: int = 0
+    gathers: bool = True
+    columns: Columns | None = None
+    masked_by_task: set[str] = field(default_factory=set)
+
+    def context(self, one: Pass, inputs: Inputs, **more: Any) -> Context:
+        """What the task may know of a micro-batch besides its rows."""
+        given = {name: inputs.floats[number] for number, name in enumerate(self.scalars)}
+        step: Any = inputs.step  # traced, as numbers of the schedule are
+        return Context(
+            step, training=self.training, scalars={**given, **self.static},
+            key=inputs.key(one.number, self.training), valid=one.valid, **more,
+        )  # fmt: skip
+
+    def carry(self, kept: Any, one: Pass, inputs: Inputs) -> Any:
+        """The state of a micro-batch's rows: what an earlier step has left, else their first one; None without."""
+        first = protocols.initial_carry(self.task, one.arrays)
+        if first is None or kept is None or not self.training:
+            return first
+        return jax.tree.map(lambda a, b: jnp.where(inputs.started, a, b.astype(a.dtype)), kept, dict(first))
+
+    def spec(self, name: str) -> PartitionSpec:
+        """How an array of the model is cut."""
+        return self.grid.spec(self.structure.shapes[name].shape)
+
+    def whole(self, parameters: Parameters) -> dict[str, jax.Array]:
+        """Whole parameters from this device's shards, in the dtype in which they are kept."""
+        return {name: mesh.gather(array, self.spec(name), array.dtype) for name, array in parameters.items()}
+
+    def outputs(self, parameters: Parameters, constants: Parameters, one: Pass, context: Context) -> Any:
+        """What the model returns for a micro-batch, in the dtype of losses.
+
+        Args:
+            parameters: this device's shards of what is trained.
+            constants: of all other arrays.
+            one: the micro-batch.
+            context: of it.
+        """
+        compute = precision.COMPUTE[self.kind]
+        whole = {name: mesh.gather(array, self.spec(name), array.dtype) for name, array in constants.items()}
+        whole |= parameters if not self.gathers else {
+            name: mesh.gather(array, self.spec(name), compute) for name, array in parameters.items()
+        }  # fmt: skip
+        model = self.structure.model(precision.to_compute(whole, self.kind), self.recompute if self.training else 0)
+        made = self.task.outputs(model, precision.to_compute(one.arrays, self.kind), context)
+        return precision.to_wide(made, self.kind)
+
+    def loss(self, outputs: Any, arrays: Any, valid: jax.Array, context: Context) -> tuple[Loss, dict[str, Any]]:
+        """The task's loss, and its sums over the rows that are real: terms, and metrics as pairs.
+
+        Raises:
+            ConfigError: for a loss that is not made of such sums.
+        """
+        task = type(self.task).__name__
+        loss = self.task.loss(outputs, arrays, context)
+        if not isinstance(loss, Loss):
+            raise ConfigError(f"{task}.loss returned a {type(loss).__name__}, not a unisono.Loss")
+        rules.check_terms(self.task, loss, self.names.terms, self.training)
+        sums = {name: self._sum(value, valid, f"the term '{name}'") for name, value in loss.sums.items()}
+        metrics = {
+            name: tuple(self._sum(value, valid, f"the metric '{name}'") for value in pair)
+            for name, pair in loss.metrics.items()
+        }
+        wide = precision.wide(self.kind)
+        weights = {name: jax.lax.stop_gradient(jnp.asarray(loss.weights.get(name, 1.0), wide)) for name in sums}
+        columns = Columns(self.names, tuple(sorted(sums)), tuple(sorted(metrics)))
+        if self.columns not in (None, columns):
+            raise ConfigError(f"{task}: the names of terms and metrics are not what they were: {columns}")
+        self.columns = columns
+        return loss, {"sums": sums, "metrics": metrics, "weights": weights}
+
+    def objective(self, sums: Mapping[str, Any], scales: Scales) -> Any:
+        """What is differentiated: each term scaled once, by weight over its count in the whole global batch."""
+        return rules.scaled_sum(sums["sums"], sums["weights"], scales)
+
+    def report(self, sums: Mapping[str, Any] | None, one: Pass) -> jax.Array:
+        """The numbers of one micro-batch as a vector; zeros for its sums where they are None."""
+        assert self.columns is not None
+        wide = precision.wide(self.kind)
+        terms, metrics = self.columns.terms, self.columns.metrics
+        if sums is None:
+            return jnp.concatenate([jnp.zeros(2 * len(terms) + 2 * len(metrics), wide), one.counts, one.work])
+        found = [sums[kind][name] for kind in ("sums", "weights") for name in terms]
+        found += [value for name in metrics for value in sums["metrics"][name]]
+        return jnp.concatenate([jnp.stack([jnp.asarray(value, wide) for value in found]), one.counts, one.work])
+
+    def _sum(self, value: Any, valid: jax.Array, what: str) -> jax.Array:
+        """The sum over real rows of one number per row; a scalar is taken as it is, if any row is real."""
+        rows = valid.shape[0]
+        if not isinstance(value, jax.Array):
+            raise ConfigError(
+                f"{type(self.task).__name__}.loss gives {what} the number {value}, which does not know rows that pad a "
+                "short batch; give one number per row, e.g. context.valid for a count of rows"
+            )
+        if value.shape == valid.shape:
+            return jnp.where(valid, value, jnp.zeros_like(value)).sum(dtype=precision.wide(self.kind))
+        if value.ndim:
+            raise ConfigError(
+                f"{type(self.task).__name__}.loss gives {what} the shape {value.shape}; give one number per row, "
+                f"({rows},), or their sum over context.valid"
+            )
+        self.masked_by_task.add(what)
+        return jnp.where(valid.any(), value, jnp.zeros_like(value)).astype(precision.wide(self.kind))

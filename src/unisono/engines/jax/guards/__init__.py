@@ -1,0 +1,1 @@
+"""What refuses a run, and says why."""

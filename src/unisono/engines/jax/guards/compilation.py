@@ -1,0 +1,151 @@
+"""Every program of a run is compiled here, by name and shape, and nowhere else.
+
+So what is compiled again is known exactly, all processes are seen to have the same program before any of them runs it
+(one that has another would wait in another collective for ever), and whoever waits is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import Group
+from unisono.runtime.errors import ConfigError, DesyncError
+
+log = logging.getLogger(__name__)
+
+_FIRST, _EVERY = 5.0, 15.0  # seconds until a line says that something is compiled, and between two such lines
+_HIT = "/jax/compilation_cache/cache_hits"
+
+Program = Callable[..., Any]
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a program is compiled for.
+
+    Attributes:
+        name: of the program, for people.
+        shapes: name, shape and dtype of every array of a batch.
+        static: scheduled values that it depends on, by name.
+        rows: real rows of a short global batch, where it is compiled for their number; that is no surprise.
+    """
+
+    name: str
+    shapes: Shapes
+    static: tuple[tuple[str, Any], ...] = ()
+    rows: int = 0
+
+
+class Compiler:
+    """Compiles the programs of one process.
+
+    Args:
+        communicator: all processes.
+    """
+
+    def __init__(self, communicator: Group) -> None:
+        self._communicator = communicator
+        self._made: dict[Key, Program] = {}
+        self.seconds = 0.0
+        self.cached = 0
+        self.news: list[str] = []
+
+    def of(self, key: Key, make: Callable[[], Any], *arguments: Any) -> Program:
+        """The program for a key, compiled if there is none; collective where it is compiled.
+
+        Args:
+            key: what it is for.
+            make: gives the jitted function.
+            arguments: of the function; only shapes, dtypes and shardings count.
+
+        Raises:
+            ConfigError: on one process, where its arrays have shapes that others may not have.
+            DesyncError: on every process, if they do not have the same program.
+        """
+        if key not in self._made:
+            before = [k for k in self._made if (k.name, k.static, k.rows) == (key.name, key.static, key.rows)]
+            if before and self._communicator.size > 1:
+                raise ConfigError(
+                    f"{_changed(before[-1], key)}. All processes run one program, compiled for one shape: pad to a "
+                    "fixed length in collate()"
+                )
+            others = [known for known in self._made if known.name == key.name]
+            if others and (others[-1].shapes, others[-1].static) != (key.shapes, key.static):
+                self.news.append(_changed(others[-1], key))
+            self._made[key] = self._compiled(key.name, make, arguments)
+        return self._made[key]
+
+    def _compiled(self, name: str, make: Callable[[], Any], arguments: Any) -> Program:
+        with heartbeat.phase("setup", f"the compilation of {name}"), self._told(name):
+            lowered = make().trace(*arguments).lower()
+            if self._communicator.size > 1:
+                self._agree(name, lowered.as_text())
+            began = time.perf_counter()
+            program: Program = lowered.compile()
+            self.seconds += time.perf_counter() - began
+        return program
+
+    def _agree(self, name: str, text: str) -> None:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        told = self._communicator.gather(digest, f"the program of {name} on all ranks")
+        others = [str(rank) for rank, theirs in enumerate(told) if theirs != told[0]]
+        if others:
+            raise DesyncError(
+                f"rank 0 and rank {', '.join(others)} would run different programs for {name}: what outputs() and "
+                "loss() do depends on the process (an environment variable, the order of a set, a number of the "
+                "host). Nothing was computed",
+                agreed=True,
+            )
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Say on rank 0 that something is compiled, if it takes long; and count what comes from the cache."""
+        over, began = threading.Event(), time.perf_counter()
+
+        def tell() -> None:
+            wait = _FIRST
+            while not over.wait(wait):
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"unisono: compiling {name}: {time.perf_counter() - began:.0f} s so far\n")
+                    sys.stderr.flush()
+                wait = _EVERY
+
+        thread = threading.Thread(target=tell, name="compilation", daemon=True)
+        if self._communicator.rank == 0:
+            thread.start()
+        jax.monitoring.register_event_listener(self._heard)
+        try:
+            yield
+        finally:
+            over.set()
+            jax.monitoring.unregister_event_listener(self._heard)
+            log.info("compiled %s in %.1f s", name, time.perf_counter() - began)
+
+    def _heard(self, event: str, **_: Any) -> None:
+        self.cached += event == _HIT
+
+
+def _changed(before: Key, now: Key) -> str:
+    """What is not as it was, in words."""
+    old, new = dict(before.static), dict(now.static)
+    told = [f"{name} is {new.get(name)}, and was {old.get(name)}" for name in new if new.get(name) != old.get(name)]
+    shapes = {name: (shape, dtype) for name, shape, dtype in before.shapes}
+    for name, shape, dtype in now.shapes:
+        if shapes.get(name) != (shape, dtype):
+            was = f"was {shapes[name][1]} {shapes[name][0]}" if name in shapes else "was not there"
+            told.append(f"the batch's '{name}' is {dtype} {shape}, and {was}")
+    gone = sorted(shapes.keys() - {name for name, _, _ in now.shapes})
+    told += [f"the batch's '{name}' is missing" for name in gone]
+    return f"{now.name}: {'; '.join(told)}"

@@ -1,0 +1,87 @@
+"""What goes wrong in a step, in words: numbers that are not finite, memory, peers, kernels that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from unisono.config.batch_split import Split
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines import rules
+from unisono.engines.jax.batches import Names
+from unisono.engines.protocol import StepResult
+from unisono.runtime.communicator import Group, Place
+from unisono.runtime.errors import DeadlineError, NonFiniteError
+
+_OF_PEERS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+
+
+def not_finite(
+    group: Group,
+    batches: Sequence[MicroBatch],
+    names: Names,
+    parameters: Sequence[str],
+    found: Sequence[Any],
+    result: StepResult,
+    step: int,
+    *,
+    by_term: bool,
+) -> NoReturn:
+    """Stop every rank with what is wrong in which micro-batches; collective.
+
+    Args:
+        group: all processes.
+        batches: of this process.
+        names: of terms.
+        parameters: names of what is trained.
+        found: finite terms, rows and gradients of every micro-batch of the global batch.
+        result: of the step.
+        step: updates made before.
+        by_term: whether the first of these are terms; else they are outputs.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    terms, rows, gradients = found
+    own = []
+    for micro in batches:
+        wrong = [f"term '{name}'" for name, good in zip(names.terms, terms[micro.number], strict=False) if not good]
+        if not by_term:
+            wrong = [] if terms[micro.number].all() else ["outputs"]
+        wrong = wrong or [
+            f"gradient of '{name}'" for name, good in zip(parameters, gradients[micro.number], strict=True) if not good
+        ]
+        if wrong and not micro.idle:
+            alone = [int(micro.rows[row]) for row in range(len(micro.rows)) if not rows[micro.number][row]]
+            own.append([group.rank, micro.number, alone or micro.rows.tolist(), wrong[:3]])
+    everyone = [entry for entries in group.gather(own, "where the step is not finite") for entry in entries]
+    where = "; ".join(
+        f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
+        for rank, number, rows, what in everyone
+    )
+    where = where or "No micro-batch alone is at fault: the sum overflows"
+    what = "gradient" if math.isfinite(result.loss) else "loss"
+    raise NonFiniteError(
+        f"step {step + 1}: the {what} is not finite, and the parameters were left as they were. {where}"
+    )
+
+
+def explain(error: jax.errors.JaxRuntimeError, place: Place, split: Split, what: str, where: str) -> None:
+    """Raise what an error of JAX means, where it is known.
+
+    Raises:
+        MemoryExhaustedError: where a device ran out of memory.
+        DeadlineError: where another process is gone.
+    """
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "RESOURCE_EXHAUSTED" in text:
+        raise rules.memory_error(f"rank {place.rank}, {where}", split, first) from error
+    if place.world_size > 1 and any(mark in text for mark in _OF_PEERS):
+        raise DeadlineError(
+            f"rank {place.rank} waited for {what}, and not all came: one is gone or stuck. Look at the logs of the "
+            f"other ranks. JAX: {first}"
+        ) from error

@@ -1,0 +1,1 @@
+"""What decides numbers: precision, updates, what is reported."""

@@ -1,0 +1,164 @@
+"""How devices share the work and the state: one mesh of replicas × shards for every strategy.
+
+`single` is 1 × 1, `ddp` N × 1, `fsdp` 1 × N, `hsdp` N/S × S. Every device computes whole micro-batches of its own inside
+one `shard_map`, so a device runs the very program that a single one would; what crosses devices is written down here:
+parameters are gathered before use, gradients are added up where their parameter lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from unisono.config.schema.run import Layout
+from unisono.runtime.errors import ConfigError
+
+REPLICA, SHARD = "replica", "shard"
+DEVICES = (REPLICA, SHARD)  # both axes: one slice for every device
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The devices of a run as replicas × shards.
+
+    Attributes:
+        mesh: with the axes `replica` and `shard`; device `r · shards + s` computes the micro-batches
+            `[(r · shards + s) · passes, …)` of the global batch.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, layout: Layout, devices: Sequence[jax.Device]) -> Grid:
+        """The grid of a layout.
+
+        Args:
+            layout: concrete.
+            devices: of all processes, those of a process in a row.
+
+        Raises:
+            ConfigError: where their number does not fit the layout.
+        """
+        count = len(devices)
+        shards = {"single": 1, "ddp": 1, "fsdp": count, "hsdp": layout.shards or count}[layout.strategy]
+        if layout.strategy == "single" and count > 1:
+            raise ConfigError(f"layout.strategy=single is one device, but there are {count}; use ddp, fsdp or hsdp")
+        if count % shards:
+            raise ConfigError(f"layout.shards={shards} does not divide the {count} devices of the run")
+        return cls(Mesh(np.array(devices).reshape(count // shards, shards), DEVICES))
+
+    @classmethod
+    def one(cls, device: jax.Device) -> Grid:
+        """The grid of a single device."""
+        return cls(Mesh(np.array([[device]]), DEVICES))
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return int(self.mesh.shape[REPLICA])
+
+    @property
+    def shards(self) -> int:
+        """Devices that share a copy."""
+        return int(self.mesh.shape[SHARD])
+
+    @property
+    def devices(self) -> int:
+        """Of all processes."""
+        return self.replicas * self.shards
+
+    def spec(self, shape: Sequence[int]) -> PartitionSpec:
+        """How an array of the state is cut: its longest axis that the shards divide evenly, or not at all."""
+        axes = [axis for axis, size in enumerate(shape) if size and size % self.shards == 0]
+        if self.shards == 1 or not axes:
+            return PartitionSpec()
+        cut = max(axes, key=lambda axis: (shape[axis], -axis))
+        return PartitionSpec(*(SHARD if axis == cut else None for axis in range(cut + 1)))
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """A spec on these devices."""
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The same on every device."""
+        return self.sharding(PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of arrays (passes, devices, …)."""
+        return self.sharding(BATCH)
+
+    def per_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """A function that every device calls on its own part of the arguments."""
+        # Without the check a task may begin a scan with zeros as on one device; what is equal everywhere is made so
+        # by the sums below, and compared by `replicas`.
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+BATCH = PartitionSpec(None, DEVICES)
+
+
+def gather(array: jax.Array, spec: PartitionSpec, dtype: Any) -> jax.Array:
+    """A whole parameter from its shards, in the dtype of the computation; its gradient is added up in its own dtype."""
+    axis = next((axis for axis, name in enumerate(spec) if name == SHARD), None)
+    if axis is None:
+        return array.astype(dtype)
+    return _gathered(array, axis, jnp.dtype(dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(array: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    return jax.lax.all_gather(array.astype(dtype), SHARD, axis=axis, tiled=True)
+
+
+def _gathered_forward(array: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
+    return _gathered(array, axis, dtype), jnp.zeros((0,), array.dtype)
+
+
+def _gathered_backward(axis: int, dtype: Any, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    wide = gradient.astype(like.dtype)  # a sum over devices in bf16 would lose what each has found
+    return (jax.lax.psum_scatter(wide, SHARD, scatter_dimension=axis, tiled=True),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """This device's shard of the sum over shards of a whole gradient; what `gather` does by itself when it is left."""
+    for axis, name in enumerate(spec):
+        if name == SHARD:
+            return jax.lax.psum_scatter(gradient, SHARD, scatter_dimension=axis, tiled=True)
+    return gradient
+
+
+def regathered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose backward pass gathers parameters again instead of keeping the whole ones."""
+
+    def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name != "all_gather"
+
+    return jax.checkpoint(function, policy=keeps)
+
+
+def add_up(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The sum of a gradient over all devices, or of a shard's over its copies: `gather` has added up the shards."""
+    return jax.lax.psum(gradient, REPLICA if SHARD in tuple(spec) else DEVICES)
+
+
+def place() -> jax.Array:
+    """The number of this device in the grid; inside `Grid.per_device`."""
+    return jax.lax.axis_index(DEVICES)
+
+
+def everywhere(array: jax.Array) -> jax.Array:
+    """Arrays (n, …) of all devices as one (devices · n, …), in the order of the devices; inside `Grid.per_device`."""
+    return jax.lax.all_gather(array, DEVICES, axis=0, tiled=True)

@@ -1,0 +1,185 @@
+"""JAX in one process: its platform, its devices, its cache of programs, and the other processes.
+
+Everything is set before JAX looks for devices, and nothing is left to detection: the coordinator's address is chosen by
+rank 0 and told to all, its timeouts are those of the run, and that it answers is seen before JAX is asked to meet it.
+JAX would end the process with a signal where it does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from unisono.config.schema.run import RunConfig
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import SHARES_PORT, Group, Place, written
+from unisono.runtime.errors import ConfigError, DeadlineError
+from unisono.runtime.files import cache_dir
+
+log = logging.getLogger(__name__)
+
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+_BETWEEN = 0.1  # seconds between two looks for the coordinator
+
+
+def start(config: RunConfig, place: Place, group: Group, host: str) -> None:
+    """Start JAX with the devices of a layout, and join the other processes; collective.
+
+    Args:
+        config: concrete.
+        place: of this process.
+        group: all processes; they have met already.
+        host: of rank 0, as the others know it.
+
+    Raises:
+        ConfigError: where JAX was started in this process before, with other devices.
+        DeadlineError: if JAX's coordinator does not answer.
+    """
+    layout = config.layout
+    assert isinstance(layout.devices, int)
+    _set("jax_enable_preemption_service", False)  # it would take SIGTERM, which asks for a checkpoint
+    if layout.deterministic:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
+    if layout.device == "cpu":
+        _choose_cpu(layout.devices)
+    elif layout.device != "auto":
+        _set("jax_platforms", f"{layout.device},cpu")
+    _keep_programs()
+    if place.world_size > 1:
+        _join(config, place, group, host)
+    count = jax.local_device_count()
+    if count < layout.devices:
+        raise ConfigError(
+            f"layout.devices={layout.devices}, but JAX has {count} × {jax.default_backend()} in this process"
+        )
+
+
+def stop(group: Group) -> None:
+    """Leave the other processes, all together: whoever left first would end the others by a signal; collective."""
+    if jax.distributed.is_initialized():
+        group.barrier("the end of all processes")
+        jax.distributed.shutdown()
+
+
+def _choose_cpu(devices: int) -> None:
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:  # JAX has looked for devices already
+        if (found := len(jax.devices("cpu"))) < devices:
+            raise ConfigError(
+                f"layout.devices={devices}, but JAX was started in this process before, with {found} CPU "
+                f"device{'s' if found > 1 else ''}. Start the run in a process of its own, or set JAX_NUM_CPU_DEVICES="
+                f"{devices} before JAX is used"
+            ) from error
+
+
+def _keep_programs() -> None:
+    """Keep compiled programs on the disk, unless the user says where, or that they are not to be kept."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = cache_dir() / "jax"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("compiled programs cannot be kept in %s: %s", folder, error)
+            return
+        _set("jax_compilation_cache_dir", str(folder))
+        _set("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _join(config: RunConfig, place: Place, group: Group, host: str) -> None:
+    """Meet the other processes at JAX's coordinator, which is rank 0's."""
+    launch, layout = config.launch, config.layout
+    assert isinstance(layout.devices, int)
+    held = _reserved(host) if place.is_first else None
+    try:
+        port = group.gather(held.getsockname()[1] if held else None, "the address of JAX's coordinator")[0]
+        address = written(host, port)
+        ids = None
+        if layout.device != "cpu":
+            first = place.local_rank * layout.devices
+            ids = list(range(first, first + layout.devices))
+        known = inspect.signature(jax.distributed.initialize).parameters
+        given: dict[str, Any] = {
+            "coordinator_address": address,
+            "coordinator_bind_address": address,
+            "num_processes": place.world_size,
+            "process_id": place.rank,
+            "local_device_ids": ids,
+            "cluster_detection_method": "deactivate",
+            "initialization_timeout": round(launch.initialization_timeout),
+            "heartbeat_timeout_seconds": round(launch.heartbeat_timeout),
+            "shutdown_timeout_seconds": round(launch.timeout),
+        }
+        with heartbeat.phase("wait", "JAX's coordinator"):
+            if not place.is_first:
+                _probe(host, port, place.rank, launch.initialization_timeout)
+            log.info("JAX's coordinator is at %s", address)
+            jax.distributed.initialize(**{name: value for name, value in given.items() if name in known})
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _reserved(host: str) -> socket.socket:
+    """A socket that keeps a free port of this host for the coordinator, which shares it."""
+    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+    try:
+        held.bind((address[0], 0))
+    except OSError:  # its address may be translated on the way here
+        held.bind(("", 0))
+    return held
+
+
+def _probe(host: str, port: int, rank: int, limit: float) -> None:
+    """Wait until the coordinator listens.
+
+    Raises:
+        DeadlineError: if it does not in time.
+    """
+    deadline, why = time.monotonic() + limit, "no answer"
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), min(5.0, max(0.1, deadline - time.monotonic()))).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(_BETWEEN)
+    raise DeadlineError(
+        f"rank {rank}: JAX's coordinator at {written(host, port)} (rank 0) did not answer within {limit:g} s "
+        f"(launch.initialization_timeout): {why}. Does a firewall let the port pass?"
+    )
+
+
+def redirect_native_output(file: Path) -> None:
+    """Send what native code writes to stdout and stderr to a file; what Python writes goes where it went.
+
+    gloo and XLA tell of every connection, and of a peer that is gone by a page of addresses.
+    """
+    with suppress(OSError, ValueError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        log_file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            stream = getattr(sys, name)
+            stream.flush()
+            kept = os.dup(number)
+            setattr(sys, name, os.fdopen(kept, "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"))
+            os.dup2(log_file, number)
+        os.close(log_file)
+
+
+def _set(name: str, value: object) -> None:
+    """Set a switch of JAX, if this release has it."""
+    if hasattr(jax.config, name):
+        jax.config.update(name, value)

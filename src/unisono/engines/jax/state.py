@@ -1,0 +1,156 @@
+"""What a checkpoint has of a JAX run: arrays by their path in the pytree, cut as they lie on devices, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, keystr
+
+from unisono.engines.jax.parallel.mesh import Grid
+from unisono.engines.jax.step import State
+from unisono.engines.state import Reader, Shard
+from unisono.runtime.errors import CheckpointError
+
+MODEL, AVERAGE, OPTIMIZER, CARRY, SPIKES = "model/", "ema/", "optimizer/", "carry/", "spikes/"
+
+
+def named(state: State, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Every array but those of rows, by its name in a checkpoint."""
+    return {
+        **{f"{MODEL}{name}": array for name, array in {**state.parameters, **constants}.items()},
+        **{f"{AVERAGE}{name}": array for name, array in state.average.items()},
+        **dict(of_optimizer(state.optimizer, state.parameters)),
+    }
+
+
+def of_optimizer(state: Any, parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arrays of an optimizer's state: `optimizer/<parameter>/<slot>`, and `optimizer/<slot>` of all parameters."""
+    for path, array in jax.tree_util.tree_leaves_with_path(state):
+        own = [entry.key for entry in path if isinstance(entry, DictKey) and entry.key in parameters]
+        rest = tuple(entry for entry in path if not (isinstance(entry, DictKey) and entry.key in parameters))
+        yield f"{OPTIMIZER}{''.join(f'{name}/' for name in own)}{keystr(rest, simple=True, separator='.')}", array
+
+
+def shardings(optimizer: Any, parameters: Mapping[str, Any], grid: Grid) -> Any:
+    """How the arrays of an optimizer's state lie: as their parameters do, where they have their shape."""
+    placed = []
+    for name, like in of_optimizer(optimizer, parameters):
+        parameter = parameters.get(name.removeprefix(OPTIMIZER).rpartition("/")[0])
+        same = parameter is not None and tuple(parameter.shape) == tuple(like.shape)
+        placed.append(grid.sharding(grid.spec(like.shape)) if same else grid.replicated)
+    return jax.tree.unflatten(jax.tree.structure(optimizer), placed)
+
+
+def shards(state: State, constants: Mapping[str, Any], rows: bool) -> list[Shard]:
+    """The pieces that this process has to save: of all copies of a piece one, dealt out among the devices that hold it.
+
+    Args:
+        state: of the run.
+        constants: arrays that are not trained.
+        rows: whether a step has left a state of rows.
+    """
+    trained = {f"{MODEL}{name}" for name in state.parameters}
+    pieces = [
+        Shard(name, array.shape, _offset(piece.index, array.shape), piece.data, finite=name in trained)
+        for number, (name, array) in enumerate(named(state, constants).items())
+        for piece in array.addressable_shards
+        if piece.replica_id == number % _copies(array)
+    ]
+    carried = state.carry.items() if rows else ()
+    return pieces + [piece for name, array in carried for piece in _of_rows(name, array)]
+
+
+def _of_rows(name: str, array: jax.Array) -> Iterator[Shard]:
+    """The state of rows, (passes, devices, rows, …), as pieces of (rows of the global batch, …)."""
+    passes, devices, rows, *rest = array.shape
+    for piece in array.addressable_shards:
+        first = (piece.index[1].start or 0) * passes * rows
+        data = np.asarray(piece.data).reshape(passes * rows, *rest)
+        yield Shard(f"{CARRY}{name}", (passes * devices * rows, *rest), (first, *(0 for _ in rest)), data)
+
+
+def load(
+    state: State, constants: dict[str, Any], reader: Reader, kinds: tuple[str, ...]
+) -> tuple[State, dict[str, Any]]:
+    """The same state with what was saved, each device its part.
+
+    Args:
+        state: as it is.
+        constants: as they are.
+        reader: of a checkpoint of any layout.
+        kinds: what is taken over.
+
+    Raises:
+        CheckpointError: naming arrays that are missing, too many, or of another shape.
+    """
+    mine = {name: array for name, array in named(state, constants).items() if name.startswith(kinds)}
+    saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(kinds)}
+    _compare(mine, saved)
+    found = {name: _read(reader, name, array) for name, array in mine.items()}
+
+    def of(kind: str, like: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: found.get(f"{kind}{name}", array) for name, array in like.items()}
+
+    optimizer = state.optimizer
+    if OPTIMIZER in kinds:
+        names = [name for name, _ in of_optimizer(optimizer, state.parameters)]
+        optimizer = jax.tree.unflatten(jax.tree.structure(optimizer), [found[name] for name in names])
+    loaded = State(of(MODEL, state.parameters), of(AVERAGE, state.average), optimizer, state.carry)
+    return loaded, of(MODEL, constants)
+
+
+def load_rows(state: State, reader: Reader) -> bool:
+    """Take over the state of rows in place; False where no step has left any."""
+    for name, array in state.carry.items():
+        full = f"{CARRY}{name}"
+        passes, devices, rows, *rest = array.shape
+        shape, none = (passes * rows, *rest), tuple(0 for _ in rest)
+        if full not in reader.shapes or not reader.covers(full, (0, *none), (devices * passes * rows, *rest)):
+            return False
+
+        def read(index: Any, full: str = full, shape: Any = shape, none: Any = none, like: Any = array) -> Any:
+            first = (index[1].start or 0) * shape[0]
+            found = np.asarray(reader.read(full, (first, *none), shape))
+            return found.reshape(like.shape[0], 1, -1, *like.shape[3:]).astype(like.dtype)
+
+        state.carry[name] = jax.make_array_from_callback(array.shape, array.sharding, read)
+    return True
+
+
+def _copies(array: jax.Array) -> int:
+    """Devices that hold the same piece of it."""
+    pieces = array.sharding.devices_indices_map(array.shape)
+    return len(pieces) // len({str(index) for index in pieces.values()})
+
+
+def _read(reader: Reader, name: str, like: jax.Array) -> jax.Array:
+    def piece(index: Any) -> Any:
+        shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, like.shape, strict=True))
+        return np.asarray(reader.read(name, _offset(index, like.shape), shape)).astype(like.dtype, copy=False)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, piece)
+
+
+def _offset(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(cut.indices(size)[0] for cut, size in zip(index, shape, strict=True))
+
+
+def _compare(mine: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]]) -> None:
+    missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+    if missing or unknown:
+        parts = [f"lacks {_some(missing)}" if missing else "", f"has {_some(unknown)} besides" if unknown else ""]
+        raise CheckpointError(
+            f"the checkpoint is of another model or optimizer: it {' and '.join(filter(None, parts))}"
+        )
+    for name, array in mine.items():
+        if tuple(array.shape) != tuple(saved[name]):
+            raise CheckpointError(
+                f"the checkpoint is of another model: '{name}' has shape {tuple(saved[name])} there, {array.shape} here"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,319 @@
+"""The step of every strategy, as one pure function of global arrays: counts before, one scale per term, one norm.
+
+Nothing here knows who observes. A step whose loss or gradient is not finite, or is a spike, leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from unisono import protocols
+from unisono.engines import rules
+from unisono.engines.jax.batches import Pass, specs_of
+from unisono.engines.jax.forward import Forward, Inputs, Parameters, Scales
+from unisono.engines.jax.numerics.optimizers import Optimizer
+from unisono.engines.jax.parallel import mesh
+from unisono.engines.jax.parallel.cross_sample import CrossSample
+from unisono.engines.jax.parallel.mesh import BATCH
+from unisono.runtime.errors import ConfigError
+
+Sharded = Mapping[str, jax.Array]
+# Gradients, reports of micro-batches, the new state of rows and outputs: of one device.
+Accumulated = tuple[dict[str, jax.Array], jax.Array, Any, Any]
+# What a step is given besides the scheduled scalars: the largest norm, the largest loss and norm with which it makes an
+# update, and how much of the moving average is kept.
+LARGEST, LOSS_LIMIT, NORM_LIMIT, AVERAGE_KEPT = CONTROLS = ("largest norm", "loss limit", "norm limit", "average kept")
+
+
+@dataclass
+class State:
+    """What a step changes.
+
+    Attributes:
+        parameters: that are trained, by name.
+        average: their moving average; empty without.
+        optimizer: its state.
+        carry: of the rows, (passes, devices, rows, …) by name; empty without.
+    """
+
+    parameters: dict[str, Any]
+    average: dict[str, Any]
+    optimizer: Any
+    carry: dict[str, Any]
+
+
+jax.tree_util.register_dataclass(State)
+
+
+@dataclass
+class Outcome:
+    """What a step came to, the same on every device.
+
+    Attributes:
+        reports: of every micro-batch of the global batch in order, (micro-batches, numbers).
+        squares: of the gradient of each parameter, summed; in the order of their names.
+        loss: of the global batch.
+        grad_norm: of the whole gradient before clipping.
+        updated: whether the update was made.
+    """
+
+    reports: Any
+    squares: Any
+    loss: Any
+    grad_norm: Any
+    updated: Any
+
+
+jax.tree_util.register_dataclass(Outcome)
+
+
+@dataclass
+class Observed:
+    """What observers look at.
+
+    Attributes:
+        raw: gradients of the global batch by name.
+        clipped: the same as the optimizer gets them.
+        outputs: what the task returned, (passes, devices, rows, …).
+    """
+
+    raw: dict[str, Any]
+    clipped: dict[str, Any]
+    outputs: Any
+
+
+jax.tree_util.register_dataclass(Observed)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The training step.
+
+    Attributes:
+        forward: the functions of the task.
+        optimizer: makes the update.
+        passes: of every device.
+        defer: whether gradients of sharded parameters are added up once per step instead of once per pass.
+        rows: real rows of the global batch, for a loss across samples; else 0.
+    """
+
+    forward: Forward
+    optimizer: Optimizer
+    passes: int
+    defer: bool = False
+    rows: int = 0
+
+    def __call__(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome]:
+        """One update of the state."""
+        after, outcome, _ = self._made(state, constants, batch, inputs)
+        return after, outcome
+
+    def observed(
+        self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
+    ) -> tuple[State, Outcome, Observed]:
+        """The same update, and what observers look at."""
+        return self._made(state, constants, batch, inputs)
+
+    def _made(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome, Observed]:
+        numbers = self.numbers(inputs)
+        raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
+        squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
+        grad_norm = jnp.sqrt(squares.sum())
+        loss = self.loss(reports)
+        updated = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updated &= (loss <= numbers[LOSS_LIMIT]) & (grad_norm <= numbers[NORM_LIMIT])
+        largest = numbers[LARGEST]
+        clipping = jnp.where(grad_norm > largest, rules.shrinking_factor(grad_norm, largest), 1.0)
+        clipped = {name: gradient * clipping for name, gradient in raw.items()}
+        made = self.update(state, clipped, numbers)
+        before = replace(state, carry={})
+        made = jax.tree.map(lambda new, old: jnp.where(updated, new, old), made, before)
+        made.carry = carry
+        return made, Outcome(reports, squares, loss, grad_norm, updated), Observed(raw, clipped, outputs)
+
+    def numbers(self, inputs: Inputs) -> dict[str, jax.Array]:
+        """Scheduled scalars and controls by name."""
+        return dict(zip((*self.forward.scalars, *CONTROLS), inputs.floats, strict=True))
+
+    def update(self, state: State, gradients: Sharded, numbers: Mapping[str, jax.Array]) -> State:
+        """The state after one update from clipped gradients; without the state of rows."""
+        parameters, optimizer = self.optimizer.update(dict(gradients), state.optimizer, state.parameters, numbers)
+        kept = numbers[AVERAGE_KEPT]
+        average = {name: kept * value + (1 - kept) * parameters[name] for name, value in state.average.items()}
+        return State(parameters, average, optimizer, {})
+
+    def gradients(
+        self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
+    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
+        """The raw gradient of the global batch, the reports of its micro-batches, the new state of its rows, outputs."""
+        specs = {name: self._spec(array) for name, array in state.parameters.items()}
+        return self.forward.grid.per_device(
+            self._on_device,
+            in_specs=(
+                specs, jax.tree.map(self._spec, constants), jax.tree.map(lambda _: BATCH, state.carry),
+                specs_of(batch), jax.tree.map(lambda _: PartitionSpec(), inputs),
+            ),
+            out_specs=(specs, PartitionSpec(), BATCH, BATCH),
+        )(state.parameters, dict(constants), state.carry, batch, inputs)  # fmt: skip
+
+    def loss(self, reports: jax.Array) -> Any:
+        """The loss of the global batch."""
+        columns = self.forward.columns
+        assert columns is not None
+        parts = columns.split(reports)
+        counts = dict(zip(columns.names.terms, parts["counts"].sum(0), strict=True))
+        weights, sums = parts["weights"][0], parts["sums"].sum(0)
+        return rules.scaled_sum(
+            dict(zip(columns.terms, sums, strict=True)),
+            dict(zip(columns.terms, weights, strict=True)),
+            rules.scales(counts, 1.0, jnp.where),
+        )
+
+    def _spec(self, array: Any) -> PartitionSpec:
+        return self.forward.grid.spec(array.shape)
+
+    # on one device ------------------------------------------------------------------------------------------------
+
+    def _on_device(
+        self, parameters: Parameters, constants: Parameters, carry: dict[str, Any], batch: Pass, inputs: Inputs
+    ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
+        batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))  # (passes, rows, …): it has one device's
+        forward = replace(self.forward, gathers=False) if self.defer else self.forward
+        whole = forward.whole(parameters) if self.defer else parameters
+        device = _Device(forward, self, whole, constants, batch, inputs, scales(forward, batch))
+        kept = device.carry(carry)
+        totals = device.totals(kept)
+        crosses = protocols.cross_sample(forward.task) is not None
+        gradients, reports, left, outputs = (device.across if crosses else device.by_micro_batch)(totals, kept)
+        self.forward.columns = forward.columns
+        if self.defer:
+            gradients = {name: mesh.scatter(value, forward.spec(name)) for name, value in gradients.items()}
+        gradients = {name: mesh.add_up(value, forward.spec(name)) for name, value in gradients.items()}
+        if left is not None:
+            if not carry:
+                raise ConfigError(
+                    f"{type(forward.task).__name__}.loss returns a carry, but there is no initial_carry()"
+                )
+            kept = jax.tree.map(lambda new, old: _where_rows(batch.valid, new, old), dict(left), kept)
+        after = jax.tree.map(lambda array: array[:, None], (kept if carry else {}, outputs))
+        return gradients, mesh.everywhere(reports), *after
+
+
+@dataclass(frozen=True, eq=False)
+class _Device:
+    """One device's part of one step."""
+
+    forward: Forward
+    step: Step
+    parameters: Parameters
+    constants: Parameters
+    batch: Pass
+    inputs: Inputs
+    scales: Scales
+
+    @property
+    def _regathers(self) -> bool:
+        return self.forward.gathers and self.forward.grid.shards > 1
+
+    def carry(self, kept: dict[str, Any]) -> Any:
+        """The state of this device's rows before the step, (passes, rows, …); None without."""
+        forward = self.forward
+        one = lambda micro, own: forward.carry(own or None, micro, self.inputs)  # noqa: E731
+        return jax.vmap(one)(self.batch, kept)
+
+    def totals(self, kept: Any) -> dict[str, jax.Array]:
+        """What `Task.totals` comes to over the global batch, from a pass without gradients; empty where not asked."""
+        forward = self.forward
+        if not protocols.needs_totals(forward.task):
+            return {}
+
+        def one(_: None, given: Any) -> tuple[None, Any]:
+            micro, own = given
+            context = forward.context(micro, self.inputs, carry=own)
+            outputs = forward.outputs(self.parameters, self.constants, micro, context)
+            totals: Mapping[str, Any] = protocols.totals(forward.task, outputs, micro.arrays, context)
+            any_row = micro.valid.any()
+            wide = self.batch.counts.dtype
+            return None, {name: jnp.where(any_row, value, 0).astype(wide) for name, value in totals.items()}
+
+        _, totals = _scan(one, None, (self.batch, kept))
+        return {name: jax.lax.psum(jax.lax.stop_gradient(value.sum(0)), mesh.DEVICES) for name, value in totals.items()}
+
+    def by_micro_batch(self, totals: Any, kept: Any) -> Accumulated:
+        """For a loss that is a sum over rows."""
+        forward = self.forward
+
+        def objective(parameters: Parameters, micro: Pass, own: Any) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
+            context = forward.context(micro, self.inputs, totals=totals, carry=own)
+            outputs = forward.outputs(parameters, self.constants, micro, context)
+            loss, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
+            return forward.objective(sums, self.scales), (forward.report(sums, micro), loss.carry, outputs)
+
+        objective = mesh.regathered(objective) if self._regathers else objective
+
+        def one(gathered: Any, given: Any) -> tuple[Any, tuple[jax.Array, Any, Any]]:
+            gradients, made = jax.grad(objective, has_aux=True)(self.parameters, *given)
+            return jax.tree.map(jnp.add, gathered, gradients), made
+
+        nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
+        gradients, (reports, left, outputs) = _scan(one, nothing, (self.batch, kept))
+        return gradients, reports, left, outputs
+
+    def across(self, totals: Any, kept: Any) -> Accumulated:
+        """The same for a loss across samples, in two passes where a device has several micro-batches."""
+        forward = self.forward
+
+        def outputs(parameters: Parameters, micro: Pass, own: Any) -> tuple[Any, Any]:
+            context = forward.context(micro, self.inputs, totals=totals, carry=own)
+            return eqx.partition(forward.outputs(parameters, self.constants, micro, context), eqx.is_inexact_array)
+
+        outputs = mesh.regathered(outputs) if self._regathers else outputs
+        crossing = CrossSample(forward, self.batch, self.inputs, self.scales, self.step.rows, totals, kept)
+        if self.step.passes == 1:
+            only = jax.tree.map(lambda array: array[0], (self.batch, kept))
+            floats, pull, others = jax.vjp(lambda p: outputs(p, *only), dict(self.parameters), has_aux=True)
+            found = jax.tree.map(lambda array: array[None], eqx.combine(floats, others))
+            settled = crossing.settle(found)
+            (gradients,) = pull(jax.tree.map(lambda array: array[0], settled.gradients))
+            return gradients, settled.reports, settled.carry, found
+
+        def first(_: None, given: Any) -> tuple[None, Any]:
+            return None, eqx.combine(*outputs(self.parameters, *given))
+
+        _, found = jax.lax.scan(first, None, (self.batch, kept))
+        settled = crossing.settle(jax.lax.stop_gradient(found))
+
+        def second(gathered: Any, given: Any) -> tuple[Any, None]:
+            micro, own, gradient = given
+            _, pull, _ = jax.vjp(lambda p: outputs(p, micro, own), dict(self.parameters), has_aux=True)
+            return jax.tree.map(jnp.add, gathered, pull(gradient)[0]), None
+
+        nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
+        gradients, _ = jax.lax.scan(second, nothing, (self.batch, kept, settled.gradients))
+        return gradients, settled.reports, settled.carry, found
+
+
+def scales(forward: Forward, batch: Pass) -> dict[str, jax.Array]:
+    """What each term's sum is multiplied with: one over its count in the whole global batch, or zero."""
+    counts = jax.lax.psum(batch.counts.sum(0), mesh.DEVICES)  # (terms,)
+    return rules.scales(dict(zip(forward.names.terms, counts, strict=True)), 1.0, jnp.where)
+
+
+def _scan(one: Any, begin: Any, given: Any) -> Any:
+    """`jax.lax.scan`, or a plain call where there is one pass."""
+    if len(jax.tree.leaves(given)[0]) > 1:
+        return jax.lax.scan(one, begin, given)
+    end, made = one(begin, jax.tree.map(lambda array: array[0], given))
+    return end, jax.tree.map(lambda array: array[None], made)
+
+
+def _where_rows(valid: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Rows (passes, rows, …) that are real from the one, the others from the other."""
+    return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - valid.ndim)), new.astype(old.dtype), old)

@@ -1,0 +1,59 @@
+"""Weights of a checkpoint as the pytree that a task builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from unisono.engines.jax import model, state
+from unisono.engines.state import Reader
+from unisono.runtime.errors import CheckpointError, RunError
+from unisono.task import Task
+
+
+def build_model(task: Task, seed: int) -> Any:
+    """The model of a task, as it is before the first step."""
+    return task.build(model.init_key(seed))
+
+
+def fill(pytree: Any, reader: Reader, ema: bool, folder: str) -> Any:
+    """The same pytree with the arrays of a checkpoint, in its own dtypes.
+
+    Args:
+        pytree: as the task's `build` makes it.
+        reader: of the checkpoint.
+        ema: whether to take the moving average of what is trained.
+        folder: of the run, for errors.
+
+    Raises:
+        RunError: where there is no average.
+        CheckpointError: naming an array that is not there, or of another shape.
+    """
+    if ema and not any(name.startswith(state.AVERAGE) for name in reader.shapes):
+        raise RunError(f"{folder} keeps no moving average of its weights; it was trained without ema.decay")
+    names = {name for name in reader.shapes if name.startswith(state.MODEL)}
+
+    def array(path: Any, leaf: Any) -> Any:
+        if not model.is_array(leaf):
+            return leaf
+        own = keystr(path, simple=True, separator=".")
+        name = f"{state.AVERAGE}{own}" if ema and f"{state.AVERAGE}{own}" in reader.shapes else f"{state.MODEL}{own}"
+        if name not in reader.shapes:
+            raise CheckpointError(f"{folder}: the checkpoint is of another model: it lacks '{own}'")
+        shape = reader.shapes[name]
+        if shape != leaf.shape:
+            raise CheckpointError(
+                f"{folder}: the checkpoint is of another model: '{own}' has shape {shape} there, {leaf.shape} here"
+            )
+        names.discard(f"{state.MODEL}{own}")
+        return jnp.asarray(reader.read(name, (0,) * len(shape), shape), leaf.dtype)
+
+    filled = jax.tree_util.tree_map_with_path(array, pytree)
+    for name in sorted(names):
+        raise CheckpointError(
+            f"{folder}: the checkpoint is of another model: it has '{name.removeprefix(state.MODEL)}'"
+        )
+    return filled

@@ -1,0 +1,75 @@
+"""Copies of tensors of an accelerator, in pinned memory of this host, made on a stream of their own.
+
+The device's next work waits for these copies, since an update would change what is being copied; this process does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 64  # bytes
+
+
+class PinnedCopies:
+    """Memory for copies, used again by the next call."""
+
+    def __init__(self) -> None:
+        self._block: Tensor | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._copied: list[torch.Event] = []
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Have the memory for copies of such tensors."""
+        _, size = _laid_out(tensors)
+        if self._block is None or size > self._block.numel():
+            self._block = None  # first, or there would be both at once
+            self._block = _memory(size)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to copy tensors; the copies may be read after `wait`, and those of a call before are overwritten."""
+        streams = self._begin({tensor.device for tensor in tensors})
+        self.prepare(tensors)
+        assert self._block is not None
+        places, _ = _laid_out(tensors)
+        copies = []
+        for tensor, place in zip(tensors, places, strict=True):
+            data = tensor.detach()
+            size = data.numel() * data.element_size()
+            memory = self._block[place : place + size].view(data.dtype).view(data.shape)
+            with streams[data.device]:
+                memory.copy_(data, non_blocking=True)
+                data.record_stream(streams[data.device])  # or what was freed could be overwritten before it is read
+            copies.append(memory)
+        self._copied = []
+        for device, stream in streams.items():
+            torch.accelerator.current_stream(device).wait_stream(stream)
+            self._copied.append(stream.record_event())
+        return copies
+
+    def wait(self) -> None:
+        """Return once all copies are made; in whatever thread."""
+        for event in self._copied:
+            event.synchronize()
+        self._copied = []
+
+    def _begin(self, devices: set[torch.device]) -> dict[torch.device, torch.Stream]:
+        """Streams that wait for what each device has been given to do."""
+        for device in devices:
+            stream = self._streams.setdefault(device, torch.Stream(device))
+            stream.wait_stream(torch.accelerator.current_stream(device))
+        return {device: self._streams[device] for device in devices}
+
+
+def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    places, size = [], 0
+    for tensor in tensors:
+        places.append(size)
+        size += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
+    return places, size
+
+
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=size > 0)

@@ -1,0 +1,34 @@
+"""Saved arrays as tensors: checkpoints hand out NumPy arrays."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.engines import host_arrays
+from unisono.engines.host_arrays import Array
+from unisono.engines.state import Reader
+
+
+def read(reader: Reader, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """A piece of a saved array as a CPU tensor of its saved dtype."""
+    return tensor_of(reader.read(name, offset, shape))
+
+
+def tensor_of(array: Array) -> Tensor:
+    """An array as a CPU tensor that shares its memory."""
+    if not array.size:  # NumPy's strides of nothing are none that torch would make
+        return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    if not host_arrays.is_foreign(array.dtype):
+        return torch.from_numpy(array)
+    bits = array.view(f"int{8 * array.itemsize}")
+    return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+
+
+def fill(reader: Reader, name: str, offset: tuple[int, ...], into: Tensor) -> None:
+    """Read a piece of an array into a tensor of its shape; where that can be, into its very memory."""
+    plain = into.device.type == "cpu" and into.is_contiguous() and not (into.is_conj() or into.is_neg())
+    if plain and host_arrays.name_of(into) == reader.dtype(name).name:
+        reader.fill(name, offset, host_arrays.to_numpy(into))
+    else:
+        into.copy_(read(reader, name, offset, tuple(into.shape)))

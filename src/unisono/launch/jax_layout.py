@@ -1,0 +1,54 @@
+"""The layout of a JAX run with every `auto` decided: processes, devices of each, and how they share the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.config.schema.run import Layout, RunConfig
+from unisono.engines import choice
+from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.errors import ConfigError
+
+
+def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+    """The configuration with a concrete layout.
+
+    Args:
+        config: whose engine is JAX.
+        process: that a launcher gave this process; None where nobody launched it.
+
+    Raises:
+        ConfigError: for a layout that this host or its launcher cannot give.
+    """
+    devices, layout, nodes = choice.devices("jax"), config.layout, config.launch.nodes
+    if process is not None:
+        world, here = process.world_size, process.local_world_size
+    else:
+        world = nodes if layout.world_size == "auto" else layout.world_size
+        here = max(1, world // nodes)
+    kind = devices.resolve(layout, here, config.train.precision)
+    each: int = layout.devices if layout.devices != "auto" else 1
+    if layout.devices == "auto":  # one process has all accelerators of its host, several share them
+        found = devices.accelerators()[1]
+        each = 1 if kind == "cpu" or layout.strategy == "single" else max(1, found // here)
+    count = world * each
+    strategy = layout.strategy if layout.strategy != "auto" else ("single" if count == 1 else "ddp")
+    update: dict[str, Any] = {
+        "engine": "jax", "world_size": world, "devices": each, "strategy": strategy, "device": kind,
+    }  # fmt: skip
+    if strategy == "hsdp" and layout.shards is None:
+        node = here * each
+        shards: int = node if node < count else each
+        if shards in (1, count):
+            raise ConfigError(
+                "layout.strategy=hsdp needs layout.shards: how many devices share one copy of the model (only where "
+                "there are several nodes, or several devices in each of several processes, is it known)"
+            )
+        update["shards"] = shards
+    try:
+        checked = Layout.model_validate({**layout.model_dump(), **update})
+    except ValueError as error:
+        raise ConfigError(
+            "; ".join(e["msg"].removeprefix("Value error, ") for e in getattr(error, "errors", list)())
+        ) from error
+    return config.model_copy(update={"layout": checked})

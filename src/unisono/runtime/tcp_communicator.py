@@ -1,0 +1,218 @@
+"""What processes say to each other where torch is not there: JSON over a TCP connection of each to rank 0.
+
+Processes meet here before anything of an engine starts, so whoever does not come is known by name. Rank 0 answers for
+all: it hears every rank, and tells each what all of them said, or which of them is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from unisono.runtime import heartbeat
+from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError
+from unisono.runtime.communicator import Json, Place, written
+from unisono.runtime.errors import DeadlineError
+from unisono.runtime.listening import listen
+from unisono.runtime.text import one_line
+
+_GREETING = 5.0  # seconds for whoever connects to say who it is
+_PATIENCE = 5.0  # seconds by which a process waits longer than rank 0, which tells why
+
+
+class TcpCommunicator:
+    """All processes of a job; see `unisono.runtime.communicator.Group`.
+
+    Args:
+        place: of this process.
+        host: of rank 0.
+        port: at which it listens.
+        timeout: seconds that any wait may take.
+        lines: rank 0 has one to each of the others, and they have one to rank 0.
+        listener: of rank 0, for more connections of the same processes.
+        channel: number of this communicator among those of the same processes.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        host: str,
+        port: int,
+        timeout: float,
+        lines: dict[int, AuthenticatedLine],
+        listener: socket.socket | None,
+        channel: int = 0,
+    ) -> None:
+        self.rank, self.size, self.timeout = place.rank, place.world_size, timeout
+        self._place, self._address, self._lines = place, (host, port), lines
+        self._listener, self._channel, self._others = listener, channel, 0
+
+    def gather(self, value: Json, what: str) -> list[Json]:
+        """The value of every rank, in rank order, on every rank.
+
+        Raises:
+            DeadlineError: naming the rank that is gone or too late.
+        """
+        with heartbeat.phase("wait", what):
+            if self.rank:
+                told = self._lines[0].exchange({"value": value}, self.timeout + _PATIENCE, what)
+                if "fault" in told:
+                    raise DeadlineError(told["fault"])
+                return list(told["values"])
+            deadline = time.monotonic() + self.timeout
+            values = [value] + [None] * (self.size - 1)
+            try:
+                for rank, line in self._lines.items():
+                    values[rank] = line.receive(deadline, what)["value"]
+            except DeadlineError as error:
+                fault = f"{error} (launch.timeout is {self.timeout:g} s). Look at the logs of the other ranks"
+                self._tell({"fault": fault})
+                raise DeadlineError(fault) from error
+            self._tell({"values": values})
+            return values
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank has come here."""
+        self.gather(None, what)
+
+    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of every rank's numbers, place by place."""
+        return [max(column) for column in zip(*self.gather(list(numbers), what), strict=True)]
+
+    def another(self) -> TcpCommunicator:
+        """The same processes over connections of their own, for other threads; collective."""
+        self._others += 1
+        channel = self._channel * 64 + self._others
+        host, port = self._address
+        deadline = time.monotonic() + self.timeout
+        self.barrier("the processes to connect once more")
+        if self.rank:
+            lines = {0: _joined(self._place, host, port, channel, deadline, self.timeout, "launch.timeout")}
+        else:
+            assert self._listener is not None
+            lines = _received(self._place, self._listener, channel, deadline, self.timeout, "launch.timeout")
+        return TcpCommunicator(self._place, host, port, self.timeout, lines, self._listener, channel)
+
+    def close(self) -> None:
+        """Hang up; the listener belongs to the first communicator."""
+        for line in self._lines.values():
+            line.close()
+        if self._listener is not None and self._channel == 0:
+            self._listener.close()
+
+    def _tell(self, message: Json) -> None:
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.send(message, time.monotonic() + _PATIENCE)
+
+
+def meet(place: Place, host: str, port: int, start_timeout: float, timeout: float) -> TcpCommunicator:
+    """Meet all other processes at rank 0.
+
+    Args:
+        place: of this process.
+        host: of rank 0.
+        port: a free port of it.
+        start_timeout: seconds for all to come.
+        timeout: seconds for any later wait.
+
+    Raises:
+        DeadlineError: naming the ranks that did not come, or rank 0 if it is not there.
+    """
+    deadline = time.monotonic() + start_timeout
+    key = "launch.start_timeout"
+    with heartbeat.phase("wait", "the other processes to appear"):
+        if place.rank:
+            lines = {0: _joined(place, host, port, 0, deadline, start_timeout, key)}
+            return TcpCommunicator(place, host, port, timeout, lines, None)
+        try:
+            listener = listen(host, port, place.launcher == "unisono") or socket.create_server(("", port))
+        except OSError as error:
+            raise DeadlineError(f"rank 0 cannot listen at {written(host, port)}: {error}") from error
+        lines = _received(place, listener, 0, deadline, start_timeout, key)
+        return TcpCommunicator(place, host, port, timeout, lines, listener)
+
+
+def _received(
+    place: Place, listener: socket.socket, channel: int, deadline: float, limit: float, key: str
+) -> dict[int, AuthenticatedLine]:
+    """Rank 0: a line from each of the other processes, in their order."""
+    lines: dict[int, AuthenticatedLine] = {}
+    while len(lines) < place.world_size - 1:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            line = AuthenticatedLine(listener.accept()[0], "a process")
+        except TimeoutError:
+            absent = [rank for rank in range(1, place.world_size) if rank not in lines]
+            many = "s" if len(absent) > 1 else ""
+            text = (
+                f"of {place.world_size} processes, rank{many} {', '.join(map(str, absent))} did not start, or found no "
+                f"way to rank 0, within {limit:g} s ({key})"
+            )
+            for late in lines.values():
+                with suppress(OSError):
+                    late.send({"refused": text}, time.monotonic() + 1)
+            raise DeadlineError(f"rank 0: {text}") from None
+        greeted = _greeted(line, place.world_size, channel)
+        if greeted is None or greeted in lines:
+            line.close()
+        else:
+            lines[greeted] = line
+    for line in lines.values():
+        line.send({"welcome": f"rank 0 ({platform.node()}, process {os.getpid()})"}, time.monotonic() + _PATIENCE)
+    return dict(sorted(lines.items()))
+
+
+def _greeted(line: AuthenticatedLine, size: int, channel: int) -> int | None:
+    """The rank that has connected; None if it is nobody of this job, or comes for something else."""
+    try:
+        who = line.admit(_token(), "environment", time.monotonic() + _GREETING)
+    except GreetingError:
+        return None
+    rank = who.get("rank")
+    if type(rank) is not int or not 0 < rank < size or (who.get("size"), who.get("channel")) != (size, channel):
+        return None
+    line.name = f"rank {rank} ({one_line(who.get('host'), 100)}, process {one_line(who.get('pid'), 20)})"
+    return rank
+
+
+def _joined(
+    place: Place, host: str, port: int, channel: int, deadline: float, limit: float, key: str
+) -> AuthenticatedLine:
+    """Another process: the line to rank 0, which may not be there yet."""
+    where, why = written(host, port), "nobody is there"
+    who = {
+        "rank": place.rank, "size": place.world_size, "channel": channel, "host": platform.node(), "pid": os.getpid(),
+    }  # fmt: skip
+    while True:
+        try:
+            link = socket.create_connection((host, port), max(0.01, min(5.0, deadline - time.monotonic())))
+            line = AuthenticatedLine(link, f"rank 0 at {where}")
+            until = max(deadline, time.monotonic() + _PATIENCE)  # rank 0 may be greeting somebody else
+            line.introduce(who, _token(), line.offer(until)[1], until)
+            break
+        except GreetingError as error:  # whoever listens there is not rank 0, or has just gone
+            line.close()
+            why = str(error)
+        except OSError as error:
+            why = error.strerror or str(error) or "no answer"
+        if time.monotonic() >= deadline:
+            raise DeadlineError(
+                f"rank {place.rank} could not meet rank 0 at {where} within {limit:g} s ({key}): {why}. Is rank 0 "
+                "started, is this its address (MASTER_ADDR, MASTER_PORT), and does a firewall let the port pass?"
+            )
+        time.sleep(0.1)
+    message = line.receive(max(deadline, time.monotonic()) + _PATIENCE, "all processes to come")
+    if "refused" in message:
+        line.close()
+        raise DeadlineError(f"rank {place.rank}: {one_line(message['refused'], 2000)}")
+    line.name = one_line(message.get("welcome"), 300)
+    return line
+
+
+def _token() -> bytes:
+    return os.environ.get(TOKEN, "").encode()

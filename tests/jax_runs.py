@@ -1,0 +1,97 @@
+"""Run the JAX engine without a launcher, and write down everything that layouts have to agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.runs import Trace, configuration
+from unisono.config.batch_split import Split
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import Loader
+from unisono.data.order.planning import plan_of
+from unisono.engines.jax.engine import JaxEngine, create
+from unisono.engines.protocol import Job
+from unisono.evaluation.held_out import HeldOut
+from unisono.optim.schedules import Scalars
+from unisono.runtime.communicator import Alone, Group, Place
+from unisono.task import Task
+
+__all__ = ["Trace", "configuration", "trace"]
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """All of an array, gathered if it is cut."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    replicated = jax.sharding.NamedSharding(array.sharding.mesh, jax.sharding.PartitionSpec())
+    return np.asarray(jax.jit(lambda a: a, out_shardings=replicated)(array))
+
+
+def layout(devices: int = 1, strategy: str = "single", **more: Any) -> dict[str, Any]:
+    """The group `layout` of a JAX run on this process's devices."""
+    return {"engine": "jax", "devices": devices, "strategy": strategy, **more}
+
+
+def parameters(engine: JaxEngine) -> dict[str, np.ndarray]:
+    """What is trained, by name."""
+    return {name: whole(array) for name, array in engine.train_state.parameters.items()}
+
+
+def trace(task: Task, config: RunConfig, place: Place | None = None, group: Group | None = None) -> Trace:
+    """Train and evaluate a task; all processes return the same trace."""
+    place, group = place or Place(), group or Alone()
+    source = task.data()
+    plan = plan_of(task, source, config, place.world_size)
+    devices = config.layout.devices
+    assert isinstance(devices, int)
+    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch, devices)
+    loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
+    scalars = Scalars(config, plan.steps)
+    engine = create(Job(task, config, place, group, split))
+    result = Trace()
+    try:
+        engine.setup(next(iter(loader.steps())), scalars(0))
+        result.before = parameters(engine)
+        for step, batches in enumerate(engine.incoming(loader.steps())):
+            consumed = [[m.number, m.rows.tolist()] for m in batches if not m.idle]
+            everyone = sorted(pair for part in group.gather(consumed, "rows") for pair in part)
+            result.rows.append([row for _, rows in everyone for row in rows])
+            if step == 0:
+                result.gradients = raw_gradients(engine, batches, scalars(0))
+            done = engine.step(batches, step, scalars(step))
+            result.recompiled.append(done.recompiled)
+            result.losses.append(done.loss)
+            result.norms.append(done.grad_norm)
+            result.metrics.append({**done.terms, **done.metrics, **done.work})
+        result.parameters = parameters(engine)
+        result.average = {name: whole(value) for name, value in engine.train_state.average.items()}
+        held_out = task.held_out()
+        if held_out is not None:
+            rows = HeldOut(task, held_out, config, place, split.micro_batch)
+            done = engine.evaluate(rows.batches(), plan.steps, scalars(plan.steps))
+            result.evaluation = {"loss": done.loss, **done.terms, **done.metrics}
+            if result.average:
+                result.evaluation |= rows.evaluate(engine, plan.steps, scalars(plan.steps))
+            rows.close()
+    finally:
+        loader.close()
+        engine.close()
+    return result
+
+
+def raw_gradients(engine: JaxEngine, batches: Any, scalars: Any) -> dict[str, np.ndarray]:
+    """The gradient of the global batch as the step would use it, before it is clipped."""
+    from unisono.engines.jax.batches import Names
+    from unisono.engines.jax.step import Step
+
+    batch, names = engine.batches.of(batches), Names.of(batches[0])
+    forward = engine.programs.forward(True, scalars, names)
+    rows = engine._rows_of(batches, "a test")
+    defer = engine._config.layout.defer_reduction
+    step = Step(forward, engine.programs.optimizer, batch.number.shape[0], defer, rows)
+    inputs = engine.programs.inputs(0, scalars, False, {})
+    made = jax.jit(step.gradients)(engine.train_state, engine.constants, batch, inputs)[0]
+    return {name: whole(array) for name, array in made.items()}
