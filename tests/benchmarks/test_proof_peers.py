@@ -66,8 +66,8 @@ def test_the_table_has_all_faults_and_says_where_a_tool_is_not_there() -> None:
 
 def test_the_table_of_the_docs_has_exactly_the_faults_of_the_zoo() -> None:
     made = page.found("proof_peers", "docs/proof.md")
-    later = ("averaged", "pairs", "contrast", "whole")  # as the page says
-    compared = [name for name, fault in FAULTS.items() if fault.task not in later]
+    tasks, kind = ("averaged", "pairs", "contrast", "whole"), "Held-out rows are augmented"  # later, as the page says
+    compared = [name for name, fault in FAULTS.items() if fault.task not in tasks and fault.named != kind]
     assert names_in(made) == compared, "faults were added: run `python -m benchmarks.proof_peers --write`"
 
 

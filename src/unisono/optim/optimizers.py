@@ -17,6 +17,7 @@ from unisono.config.schema.optimizers import AdamW, OptimizerGroup, Sgd
 from unisono.optim.adafactor import Adafactor
 from unisono.optim.adam_atan2 import AdamAtan2
 from unisono.optim.muon import Muon
+from unisono.optim.sign_sgd import RowSignSgd
 from unisono.runtime.errors import ConfigError, nearest
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
@@ -36,10 +37,22 @@ def build(config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] 
         ConfigError: for a pattern that matches no parameter, or a model with nothing to train.
     """
     groups = parameter_groups(config, model, blocks)
-    if not isinstance(config, settings.Muon):
-        return _one(config, groups, config.implementation)
-    matrices = Muon(
-        [group for group in groups if group["muon"]],
+    parts: list[torch.optim.Optimizer] = []
+    if by_row := [group for group in groups if group["rule"] == "sign_sgd"]:
+        parts.append(RowSignSgd(by_row, lr=config.lr))
+        groups = [group for group in groups if group["rule"] is None]
+    if isinstance(config, settings.Muon):
+        parts.append(_muon(config, [group for group in groups if group["muon"]]))
+        groups = [group for group in groups if not group["muon"]]
+    if groups:
+        rest = config.rest if isinstance(config, settings.Muon) else config
+        parts.append(_one(rest, groups, config.implementation))
+    return parts[0] if len(parts) == 1 else Together(parts)
+
+
+def _muon(config: settings.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return Muon(
+        groups,
         lr=config.lr,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
@@ -50,8 +63,6 @@ def build(config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] 
         eps=config.eps,
         adjust_lr=config.adjust_lr,
     )
-    others = [group for group in groups if not group["muon"]]
-    return Together([matrices, _one(config.rest, others, config.implementation)]) if others else matrices
 
 
 def _one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
@@ -119,7 +130,7 @@ class Together(torch.optim.Optimizer):
 def parameter_groups(
     config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
 ) -> list[dict[str, Any]]:
-    """Parameters that share their settings; each group knows its `lr_scale`, its own decay, and whether it is Muon's.
+    """Parameters that share their settings; each group knows its `lr_scale`, its own decay, and what updates it.
 
     Two rules say what a parameter is given, and the first pattern that matches it can say otherwise: matrices decay,
     but no biases, norm weights and embeddings (unless `decay_all`); and Muon takes the matrices of blocks, but no
@@ -131,11 +142,12 @@ def parameter_groups(
     exempt, embeddings = _of_modules(model, _NOT_DECAYED), _of_modules(model, _EMBEDDINGS)
     hidden = {id(parameter) for block in blocks for parameter in block.parameters()} - embeddings
     rest = config.rest if isinstance(config, settings.Muon) else config
-    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, bool, str | None], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), settings.ParameterGroup(match="*"))
         matrix = not name.endswith("bias")  # biases of stacked experts have two axes
         muon = isinstance(config, settings.Muon) and matrix and parameter.dim() == 2 and id(parameter) in hidden
+        muon = muon and pattern.rule is None
         if pattern.muon is not None:
             muon = pattern.muon
         if muon and (parameter.dim() != 2 or parameter.is_complex()):
@@ -148,8 +160,15 @@ def parameter_groups(
         decays = config.decay_all or (matrix and parameter.dim() >= 2 and id(parameter) not in exempt)
         decay = (own.weight_decay if decays else 0.0) if pattern.weight_decay is None else pattern.weight_decay
         group = groups.setdefault(
-            (lr_scale, decay, muon),
-            {"params": [], "weight_decay": decay, "own_decay": decay, "lr_scale": lr_scale, "muon": muon},
+            (lr_scale, decay, muon, pattern.rule),
+            {
+                "params": [],
+                "weight_decay": decay,
+                "own_decay": decay,
+                "lr_scale": lr_scale,
+                "muon": muon,
+                "rule": pattern.rule,
+            },
         )
         group["params"].append(parameter)
     for pattern in config.groups:
@@ -172,6 +191,7 @@ def told(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Mod
     lines = []
     for group in optimizer.param_groups:
         kind = config.rest.kind if isinstance(config, settings.Muon) and not group["muon"] else config.kind
+        kind = group["rule"] or kind
         count = sum(parameter.numel() for parameter in group["params"])
         rates = f"lr {config.lr * group['lr_scale']:g}, weight decay {group['own_decay']:g}"
         lines.append(f"{kind}, {rates}: {count:,} parameters in {_some(names[p] for p in group['params'])}")

@@ -20,9 +20,11 @@ from tests.runs import SGD, averages, configuration, parameters, whole
 from tests.tasks import LinearTask, TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.config.schema.run import Ema
 from unisono.engines.torch.guards import replicas
+from unisono.engines.torch.numerics.ema import MovingAverage
 from unisono.runtime.communicator import Alone, Group, Place
-from unisono.runtime.errors import CheckpointError, GuardError
+from unisono.runtime.errors import CheckpointError, ConfigError, GuardError
 from unisono.training import loop
 
 EMA = {"ema": {"decay": 0.7, "start": 1, "every": 2}}
@@ -69,6 +71,20 @@ def test_the_average_is_what_its_formula_says_in_master_precision(precision: str
                 expected[name] = decay * expected[name] + (1 - decay) * weights[name]
             np.testing.assert_allclose(value, expected[name], rtol=4 * np.finfo(wide).eps)
     assert not np.array_equal(history[-1][0]["2.weight"], history[-1][1]["2.weight"])
+
+
+def test_what_is_excluded_is_not_averaged_and_a_pattern_without_a_match_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))
+    kept = MovingAverage(Ema(decay=0.5, exclude=["0.*"]), model)
+    assert set(kept.tensors) == {"1.weight", "1.bias"}
+    begun = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    with kept.swapped_in():
+        assert torch.equal(model[0].weight, begun["0.weight"] + 1.0) and torch.equal(model[1].weight, begun["1.weight"])
+    with pytest.raises(ConfigError, match=r"ema\.exclude: '2\.\*' matches no parameter"):
+        MovingAverage(Ema(decay=0.5, exclude=["2.*"]), model)
 
 
 def laid_out(place: Place, group: Group, config: Any) -> tuple[int, int, bool]:

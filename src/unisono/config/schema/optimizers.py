@@ -18,6 +18,17 @@ class ParameterGroup(Settings):
     muon: bool | None = Field(
         None, description="optim=muon: whether it takes them; null: the matrices of blocks, embeddings excepted"
     )
+    rule: Literal["sign_sgd"] | None = Field(
+        None,
+        description="sign_sgd: by the sign of the gradient, and only rows that have one, for embeddings of which a batch "
+        "uses few; null: the optimizer's own",
+    )
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> ParameterGroup:
+        if self.muon and self.rule is not None:
+            raise ValueError(f"optim.groups: '{self.match}' has muon=true and rule={self.rule}; choose one")
+        return self
 
 
 class SkipSpikes(Settings):

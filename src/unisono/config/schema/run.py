@@ -223,10 +223,13 @@ class Ema(Settings):
     )
     every: PositiveInt = Field(1, description="updates between one renewal of the average and the next")
     warmup: bool = Field(True, description="the decay of the n-th renewal is n / (n + 9), up to ema.decay")
+    exclude: list[str] = Field(
+        [], description="globs over parameter names that are not averaged, e.g. large sparse embeddings"
+    )
 
     @model_validator(mode="after")
     def _nothing_without_a_decay(self) -> Ema:
-        for name in ("start", "every", "warmup"):
+        for name in ("start", "every", "warmup", "exclude"):
             if self.decay is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"ema.{name} says nothing without an average; give ema.decay, e.g. 0.999")
         return self

@@ -1,7 +1,8 @@
 """A moving average of the weights, laid out as they are: each process averages its own shards, nothing is gathered.
 
-Only what is trained is averaged. Frozen parameters are their own average, and buffers (running statistics, counters)
-are the model's: an average is evaluated and exported with those that the training has at that time.
+Only what is trained and not excluded is averaged. Other parameters are their own average, and buffers (running
+statistics, counters) are the model's: an average is evaluated and exported with those that the training has at that
+time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from unisono.engines.state import Reader
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.numerics.gradients import local
 from unisono.optim import ema
+from unisono.runtime.errors import ConfigError, nearest
 
 log = logging.getLogger(__name__)
 KIND = "ema/"  # what the names of its arrays in a checkpoint begin with
@@ -33,8 +36,16 @@ class MovingAverage:
 
     def __init__(self, config: Ema, model: nn.Module) -> None:
         self._config = config
-        wanted = config.decay is not None
-        self._weights = {n: p for n, p in model.named_parameters() if wanted and p.requires_grad}
+        kept = config.decay is not None
+        trained = {n: p for n, p in model.named_parameters() if kept and p.requires_grad}
+        for pattern in config.exclude:
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                raise ConfigError(f"ema.exclude: '{pattern}' matches no parameter, {nearest(pattern, trained)}")
+        self._weights = {
+            name: weight
+            for name, weight in trained.items()
+            if not any(fnmatchcase(name, pattern) for pattern in config.exclude)
+        }
         self.tensors: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @property

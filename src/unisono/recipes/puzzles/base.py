@@ -1,0 +1,335 @@
+"""What the puzzle tasks of both engines share: data, samples, batches and counts, in NumPy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono import (
+    Batch,
+    ConfigError,
+    DataError,
+    Joined,
+    SampleContext,
+    Source,
+    Task,
+    cache_dir,
+    read_asset,
+)
+from unisono.recipes.puzzles import settings
+from unisono.recipes.puzzles.data.arrays import StoredPuzzle
+from unisono.recipes.puzzles.data.formats import Puzzle, format_of, plain
+from unisono.recipes.puzzles.data.library import Library, open_libraries
+from unisono.recipes.puzzles.data.prepared import PuzzlePreparation
+from unisono.recipes.puzzles.data.tables import written, written_grid
+from unisono.recipes.puzzles.model import scores
+from unisono.recipes.puzzles.model.shape import Kind, inner_width, step_flops
+
+_ASSET = "puzzles.json"
+_LEVELS = 4  # of ratings
+_LEAST_WIDTH = 8  # features of a head in a model that is made smaller
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The puzzles of one kind, each with the name of its kind."""
+
+    kind: str
+    puzzles: Source
+
+    def __len__(self) -> int:
+        return len(self.puzzles)
+
+    def __getitem__(self, row: int) -> tuple[str, Puzzle | StoredPuzzle]:
+        return self.kind, self.puzzles[row]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the puzzles."""
+        return getattr(self.puzzles, "fingerprint", None)
+
+
+class PuzzlesBase(Task):
+    """Questions and answers as tokens, and rows that work at one puzzle for several steps.
+
+    The loss has the terms `answer` and `halt`, and `q_continue` and `consistency` where they have a weight; each counts
+    rows. Arrays of a batch and of the carry are called `<kind>/<name>`, since a micro-batch holds one kind of puzzle.
+    """
+
+    Config = settings.PuzzlesConfig
+    Model = settings.Model
+    Data = settings.PuzzlesData
+
+    config: settings.PuzzlesConfig
+    model_config: settings.Model
+    data_config: Any
+    _ask = False  # whether the puzzles are only to be solved
+
+    # data -------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Open the puzzles."""
+        _ = self.libraries
+
+    def data(self) -> Source | Mapping[str, Source]:
+        """The puzzles to train on; of several kinds, by name."""
+        rows: dict[str, Source] = {name: Rows(name, library.training) for name, library in self.libraries.items()}
+        return rows if len(rows) > 1 else next(iter(rows.values()))
+
+    def held_out(self) -> Source | None:
+        """The puzzles kept apart, those of one kind after those of another."""
+        found = {name: library.held_out for name, library in self.libraries.items()}
+        rows = {name: Rows(name, puzzles) for name, puzzles in found.items() if puzzles is not None and len(puzzles)}
+        return Joined(rows) if len(rows) > 1 else next(iter(rows.values()), None)
+
+    def sample(self, record: tuple[str, Puzzle | StoredPuzzle], context: SampleContext) -> Fields:
+        """A puzzle as it is shown, and the draws that decide when its row may halt."""
+        kind, puzzle = record
+        library = self.libraries[kind]
+        if self.votes_in(kind) and not context.training:
+            return {"kind": kind, **self._variants(library, puzzle), "level": np.int32(-1)}
+        example = library.example(puzzle, context.rng if context.training else None)
+        fields: Fields = {
+            "kind": kind,
+            "question": example.question,
+            "answer": example.answer,
+            "identifier": np.int32(example.identifier),
+        }
+        if context.training:
+            fields["explore"] = np.float32(context.rng.random())
+            fields["patience"] = np.int32(context.rng.integers(2, max(2, self.config.halt_steps) + 1))
+        else:
+            fields["level"] = np.int32(self._level(kind, example.rating))
+        return fields
+
+    def collate(self, samples: Sequence[Fields]) -> Batch:
+        """Rows of one kind: `question` and `answer` (rows, cells) uint8, and numbers of each row."""
+        kinds = sorted({sample["kind"] for sample in samples})
+        if len(kinds) > 1:
+            sizes = ", ".join(f"{n} {len(rows)}" for n, rows in self._held_out_sizes.items())
+            raise DataError(
+                f"a micro-batch would hold puzzles of several kinds ({', '.join(kinds)}). In training, data.mixture.rows "
+                "gives each kind whole micro-batches; in evaluation, eval.micro_batch has to divide the held-out "
+                f"puzzles of each kind ({sizes}), and eval.rows has to be null"
+            )
+        names = [name for name in samples[0] if name != "kind"]
+        return {f"{kinds[0]}/{name}": np.stack([sample[name] for sample in samples]) for name in names}
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """Rows whose answer is known, for every term."""
+        answers = np.asarray(fields_of(batch)["answer"])
+        return dict.fromkeys(scores.term_weights(self.config), float((answers > 0).any(axis=1).sum()))
+
+    def work(self, batch: Batch) -> dict[str, float]:
+        """Puzzles that are shown, and the FLOPs of a supervision step at the full depth."""
+        kind, rows, config = kind_of(batch), float(_rows(batch)), self.model_config
+        return {"puzzles": rows, "flops": rows * step_flops(self.kinds[kind], config, config.h_cycles, config.l_cycles)}
+
+    # the model --------------------------------------------------------------------------------------------------
+
+    def cycles(self, scalars: Mapping[str, Any]) -> tuple[int, int]:
+        """Updates of the answer state, and of the latent state in each, at this step: scheduled, in whole numbers."""
+        config = self.model_config
+        h_cycles, l_cycles = scalars.get("h_cycles", config.h_cycles), scalars.get("l_cycles", config.l_cycles)
+        return max(1, round(float(h_cycles))), max(1, round(float(l_cycles)))
+
+    def exploration(self, scalars: Mapping[str, Any]) -> Any:
+        """Share of rows that do not halt before their drawn step."""
+        return scalars.get("halt_exploration", self.config.halt_exploration)
+
+    def votes_in(self, kind: str) -> bool:
+        """Whether augmentations of a question vote in an evaluation."""
+        return self.config.votes > 1 and self.kinds[kind].format.kind == "arc"
+
+    @property
+    def competing(self) -> bool:
+        """Whether halting has to exceed the value of going on."""
+        return self.config.weights.q_continue > 0
+
+    @cached_property
+    def kinds(self) -> dict[str, Kind]:
+        """The kinds of puzzles, by name."""
+        return {name: Kind(library.format, library.embeddings) for name, library in self.libraries.items()}
+
+    @cached_property
+    def levels(self) -> dict[str, list[str]]:
+        """Names of the levels of the held-out ratings, by kind; none where puzzles have no ratings, or all the same."""
+        return {
+            name: [f"<={edge:g}" for edge in edges[:-1]] + [f">{edges[-2]:g}"] if len(edges) > 1 else []
+            for name, edges in self._edges.items()
+        }
+
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Columns of a table: puzzles, solutions, whether they are right, how sure the model is, and its steps.
+
+        Answers that are not known leave `exact` and `cells` empty. ARC grids are written as JSON.
+        """
+        kind, fields = kind_of(batch), {name: np.asarray(value) for name, value in fields_of(batch).items()}
+        found = {name: np.asarray(outputs[name].tolist()) for name in ("solution", "q", "early_steps")}
+        format_, answers = self.kinds[kind].format, fields["answer"]
+        questions = fields["question"] if fields["question"].ndim == 2 else fields["question"][:, 0]
+        pairs = zip(found["solution"], answers, strict=True)
+        cells = [float((solved == true)[true > 0].mean()) if true.any() else None for solved, true in pairs]
+        columns: dict[str, Any] = {
+            "puzzle": [written(tokens, format_) for tokens in questions],
+            "solution": [written(tokens, format_) for tokens in found["solution"]],
+            "answer": [written(tokens, format_) if tokens.any() else "" for tokens in answers],
+            "exact": ["" if share is None else share == 1.0 for share in cells],
+            "cells": ["" if share is None else share for share in cells],
+            "confidence": 1 / (1 + np.exp(-found["q"][:, 0])),
+            "steps": found["early_steps"],
+        }
+        if "ranked" in outputs:
+            grids, votes = np.asarray(outputs["ranked"].tolist()), outputs["votes"].tolist()
+            columns["solution"] = [written_grid(best[0]) for best in grids]
+            for number in range(grids.shape[1]):
+                columns[f"guess_{number + 1}"] = [written_grid(best[number]) for best in grids]
+                columns[f"votes_{number + 1}"] = [int(counts[number]) for counts in votes]
+            del columns["exact"], columns["cells"]
+            for most in self.config.pass_at:
+                right = outputs[f"pass@{most}"].tolist()
+                columns[f"pass@{most}"] = [
+                    bool(won) if known.any() else "" for won, known in zip(right, answers, strict=True)
+                ]
+        return columns
+
+    # around the run ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Settings against the puzzles."""
+        for name in self.kinds:
+            most = getattr(self.libraries[name].config, "augmentations", None)
+            if self.votes_in(name) and (most is None or self.config.votes > most + 1):
+                raise ConfigError(
+                    f"task.votes={self.config.votes}, but each task of {name} has {most or 0} augmentations besides itself "
+                    "(data.augmentations); votes need data=arc"
+                )
+        if self.config.votes > 1 and not any(map(self.votes_in, self.kinds)):
+            raise ConfigError(f"task.votes={self.config.votes} is for ARC, and there is none; use 1")
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes of the puzzles and of the model."""
+        told = {name: library.facts() for name, library in self.libraries.items()}
+        return next(iter(told.values())) if len(told) == 1 else told
+
+    def save_assets(self, directory: Path) -> None:
+        """The kinds of puzzles, so that the run can be used without its data."""
+        kinds = {
+            name: {"format": plain(kind.format), "embeddings": kind.embeddings, "levels": self._edges[name]}
+            for name, kind in self.kinds.items()
+        }
+        told = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
+        (directory / _ASSET).write_text(json.dumps(told), encoding="utf-8")
+
+    def load_assets(self, directory: Path) -> None:
+        """Take over the kinds of a run. Other data than the run's are to be solved: all of them, answered or not."""
+        told = read_asset(directory, _ASSET)
+        vars(self)["kinds"] = {
+            name: Kind(format_of(one["format"]), one["embeddings"]) for name, one in told["kinds"].items()
+        }
+        vars(self)["_edges"] = {name: one["levels"] for name, one in told["kinds"].items()}
+        self._ask = told["data"] != self.data_config.model_dump(mode="json")
+
+    def shrunk(self, limit: int) -> PuzzlesBase | None:
+        """The same puzzles, and a narrower model with fewer cycles."""
+        config = self.model_config
+        size = config.width * config.layers * config.nets * (4 * config.width + 3 * inner_width(config.width, config))
+        fewer = {
+            "width": min(config.width, _LEAST_WIDTH * config.heads),
+            "prefix": min(config.prefix, 2),
+            "embedding": min(config.embedding, _LEAST_WIDTH),
+            "inner_multiple": min(config.inner_multiple, 8),
+            "h_cycles": min(config.h_cycles, 2),
+            "l_cycles": min(config.l_cycles, 2),
+        }
+        small = config.model_copy(update=fewer)
+        if size <= limit or small == config:
+            return None
+        return type(self)(self.config, model=small, data=self.data_config)
+
+    @cached_property
+    def libraries(self) -> dict[str, Library]:
+        """The puzzles, by kind.
+
+        Raises:
+            DataError: where a run is asked to solve puzzles of a kind that it does not know.
+        """
+        found = open_libraries(self.data_config, self._ask)
+        for name, library in found.items() if self._ask else ():
+            known = self.kinds.get(name)
+            if known is None or known.format != library.format or known.embeddings < library.embeddings:
+                raise DataError(
+                    f"these puzzles ({name}, {library.facts()['kind']}) are not of a kind that the run was trained on "
+                    f"({', '.join(self.kinds)}), with as many puzzle embeddings"
+                )
+        return found
+
+    @cached_property
+    def _held_out_sizes(self) -> dict[str, Any]:
+        return {name: library.held_out or () for name, library in self.libraries.items()}
+
+    @cached_property
+    def _edges(self) -> dict[str, list[float]]:
+        """Upper ends of the levels of the held-out ratings: their quartiles, without repetition."""
+        found: dict[str, list[float]] = {}
+        for name, library in self.libraries.items():
+            ratings = getattr(library.held_out, "ratings", np.zeros(0))
+            ratings = ratings[np.isfinite(ratings)]
+            quantiles = (
+                np.quantile(ratings, np.arange(1, _LEVELS + 1) / _LEVELS, method="lower") if len(ratings) else []
+            )
+            found[name] = sorted({float(value) for value in quantiles})
+        return found
+
+    def _variants(self, library: Library, puzzle: Any) -> Fields:
+        """A question in its first augmentations, and how each was changed."""
+        examples = [library.variant(puzzle, number) for number in range(self.config.votes)]
+        changes = [library.arc_variant(puzzle.group, number) for number in range(self.config.votes)]
+        return {
+            "question": np.stack([example.question for example in examples]),
+            "answer": puzzle.answer,
+            "identifier": np.array([example.identifier for example in examples], dtype=np.int32),
+            "symmetry": np.array([change.symmetry for change in changes], dtype=np.int32),
+            "colours": np.stack([change.colours for change in changes]).astype(np.int32),
+        }
+
+    def preparation(self) -> dict[str, tuple[PuzzlePreparation, Path]]:
+        """What `unisono data prepare` makes: the augmented training puzzles and the held-out ones."""
+        found: dict[str, tuple[PuzzlePreparation, Path]] = {}
+        for kind, library in self.libraries.items():
+            for part, made in library.preparations().items():
+                digest = hashlib.sha256(json.dumps(made.about, sort_keys=True).encode()).hexdigest()[:16]
+                name = part if len(self.libraries) == 1 else f"{kind}/{part}"
+                found[name] = (made, cache_dir() / "puzzles" / digest / name)
+        return found
+
+    def _level(self, kind: str, rating: float) -> int:
+        edges = self._edges[kind]
+        return -1 if len(edges) < 2 or not np.isfinite(rating) else int(np.searchsorted(edges[:-1], rating))
+
+
+def kind_of(batch: Mapping[str, Any]) -> str:
+    """The kind of puzzles in a batch."""
+    return next(iter(batch)).split("/")[0]
+
+
+def fields_of(arrays: Mapping[str, Any]) -> Fields:
+    """Arrays of a batch or of a carry, without the name of their kind."""
+    return {name.split("/", 1)[1]: array for name, array in arrays.items()}
+
+
+def named(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `fields_of`."""
+    return {f"{kind}/{name}": array for name, array in fields.items()}
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    return len(next(iter(batch.values())))

@@ -1,0 +1,1 @@
+"""Puzzles as arrays: read, checked, generated and augmented. NumPy only."""

@@ -1,0 +1,185 @@
+"""How puzzles of each kind are written as tokens, and the container that holds many of them.
+
+Token 0 is padding everywhere: as an input it is a symbol of its own, as a label it is not counted. The numbers are those
+of the published data sets (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels), so that their files can be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import ConfigError
+
+Tokens = NDArray[np.uint8]
+
+PAD = 0
+BLANK = 1  # Sudoku: an empty cell
+END = 1  # ARC: the border of a grid
+COLOUR = 2  # ARC: the token of colour 0
+ARC_SIDE = 30
+MAZE_SYMBOLS = "# SGo"  # tokens 1 to 5: wall, floor, start, goal, path
+SUDOKU_BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of the grid
+
+
+@dataclass(frozen=True)
+class Format:
+    """The tokens of one kind of puzzle.
+
+    Attributes:
+        kind: `sudoku`, `maze`, `arc`, or `other` for arrays of which no more is known.
+        height: rows of the grid.
+        width: columns of the grid.
+        vocabulary: tokens, padding among them.
+        box: rows and columns of a box of the grid: those of a Sudoku, else what is nearest to a square.
+    """
+
+    kind: str
+    height: int
+    width: int
+    vocabulary: int
+    box: tuple[int, int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a puzzle."""
+        return self.height * self.width
+
+
+def plain(format: Format) -> dict[str, Any]:
+    """A format as JSON."""
+    return {**vars(format), "box": list(format.box)}
+
+
+def format_of(told: dict[str, Any]) -> Format:
+    """The inverse of `plain`."""
+    return Format(**{**told, "box": tuple(told["box"])})
+
+
+def sudoku_format(side: int) -> Format:
+    """Sudoku of 4×4, 6×6 or 9×9 cells.
+
+    Raises:
+        ConfigError: for another size.
+    """
+    if side not in SUDOKU_BOXES:
+        raise ConfigError(f"a Sudoku has 4, 6 or 9 cells on a side, got {side}")
+    return Format("sudoku", side, side, side + 2, SUDOKU_BOXES[side])
+
+
+def maze_format(height: int, width: int) -> Format:
+    """Mazes of one size."""
+    return Format("maze", height, width, len(MAZE_SYMBOLS) + 1, _box(height, width))
+
+
+def other_format(length: int, vocabulary: int) -> Format:
+    """A row of tokens of which no more is known."""
+    return Format("other", 1, length, vocabulary, _box(1, length))
+
+
+def _box(height: int, width: int) -> tuple[int, int]:
+    tall = max(d for d in range(1, height + 1) if height % d == 0 and d * d <= height)
+    wide = min(d for d in range(1, width + 1) if width % d == 0 and d * d >= width)
+    return tall, wide
+
+
+ARC_FORMAT = Format("arc", ARC_SIDE, ARC_SIDE, 12, _box(ARC_SIDE, ARC_SIDE))
+
+
+class Puzzle(NamedTuple):
+    """One example.
+
+    Attributes:
+        question: tokens, (length,).
+        answer: tokens, (length,); 0 is not counted.
+        group: number of the task that the example belongs to; 0 where every example is a task for itself.
+        variant: which stored augmentation of the task it is; 0 for the original.
+        rating: how hard it is; NaN where nobody says.
+        number: of the example in its file, from 0.
+    """
+
+    question: Tokens
+    answer: Tokens
+    group: int
+    variant: int
+    rating: float
+    number: int
+
+
+@dataclass(frozen=True)
+class Puzzles:
+    """Many examples of one format; a source of `Puzzle`.
+
+    Attributes:
+        format: of all of them.
+        questions: tokens, (examples, length).
+        answers: tokens, (examples, length).
+        groups: number of each one's task, (examples,).
+        variants: which augmentation each one is, (examples,).
+        ratings: (examples,), NaN for none.
+        numbers: place of each in its file, from 0, (examples,).
+    """
+
+    format: Format
+    questions: Tokens
+    answers: Tokens
+    groups: NDArray[np.int32]
+    variants: NDArray[np.int32]
+    ratings: NDArray[np.float32]
+    numbers: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        format: Format,
+        questions: Tokens,
+        answers: Tokens,
+        *,
+        groups: NDArray[np.int32] | None = None,
+        variants: NDArray[np.int32] | None = None,
+        ratings: NDArray[np.float32] | None = None,
+        numbers: NDArray[np.int64] | None = None,
+    ) -> Puzzles:
+        """Examples, with what is not given filled in."""
+        count = len(questions)
+        return cls(
+            format,
+            questions,
+            answers,
+            np.zeros(count, dtype=np.int32) if groups is None else groups,
+            np.zeros(count, dtype=np.int32) if variants is None else variants,
+            np.full(count, np.nan, dtype=np.float32) if ratings is None else ratings,
+            np.arange(count, dtype=np.int64) if numbers is None else numbers,
+        )
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, row: int) -> Puzzle:
+        if not 0 <= row < len(self):
+            raise IndexError(f"puzzle {row} of {len(self)}")
+        return Puzzle(
+            self.questions[row],
+            self.answers[row],
+            int(self.groups[row]),
+            int(self.variants[row]),
+            float(self.ratings[row]),
+            int(self.numbers[row]),
+        )
+
+    def subset(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Puzzles:
+        """Some of the examples."""
+        columns = ("questions", "answers", "groups", "variants", "ratings", "numbers")
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of questions, answers and tasks."""
+        digest = hashlib.sha256()
+        for array in (self.questions, self.answers, self.groups, self.variants):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()

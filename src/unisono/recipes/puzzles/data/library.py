@@ -1,0 +1,285 @@
+"""From the settings of the data to puzzles: what is trained on, what is held out, and how a puzzle becomes an example."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import ConfigError, DataError, compute_once, file_hash, generator, hold_out
+from unisono.recipes.puzzles import settings
+from unisono.recipes.puzzles.data import arc, arrays, augment, generate, tables, twins
+from unisono.recipes.puzzles.data.arrays import StoredPuzzle, StoredPuzzles
+from unisono.recipes.puzzles.data.formats import ARC_FORMAT, Format, Puzzle, Puzzles, Tokens, format_of, plain
+from unisono.recipes.puzzles.data.prepared import PreparedPuzzles, PuzzlePreparation
+
+Rows = Puzzles | StoredPuzzles | PreparedPuzzles
+_VERSION = 1  # of what is kept in the cache
+
+
+class Example(NamedTuple):
+    """What a model is shown.
+
+    Attributes:
+        question: tokens, (length,).
+        answer: tokens, (length,); 0 is not counted.
+        identifier: number of its puzzle embedding; 0 where it has none of its own.
+        rating: NaN where nobody says.
+    """
+
+    question: Tokens
+    answer: Tokens
+    identifier: int
+    rating: float
+
+
+@dataclass(frozen=True)
+class Library:
+    """The puzzles of one kind.
+
+    Attributes:
+        config: where they come from.
+        format: of all of them.
+        training: what is trained on.
+        held_out: None for none.
+        embeddings: puzzle identifiers there are, with 0 for none in particular.
+        tasks: names of what the groups of ARC stand for.
+        demonstrations: examples of each group in the training, (groups,).
+    """
+
+    config: Any
+    format: Format
+    training: Rows
+    held_out: Rows | None
+    embeddings: int = 1
+    tasks: tuple[str, ...] = ()
+    demonstrations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def example(self, puzzle: Puzzle | StoredPuzzle, rng: np.random.Generator | None) -> Example:
+        """A puzzle as it is shown: with a generator under a drawn symmetry, without one as it is."""
+        if isinstance(puzzle, StoredPuzzle):
+            number = 0 if rng is None else int(rng.integers(len(puzzle.examples)))
+            return Example(*puzzle.variant(number), puzzle.rating)
+        if rng is None or not self.config.augment:
+            return self.variant(puzzle, 0)
+        count = self.config.augmentations
+        if self.format.kind == "arc":
+            return self.variant(puzzle, int(rng.integers(count + 1)), rng)
+        if count is None:
+            question, answer = self._changed(puzzle, rng)
+            return Example(question, answer, 0, puzzle.rating)
+        return self.variant(puzzle, int(rng.integers(count + 1)))
+
+    def variant(self, puzzle: Puzzle, number: int, rng: np.random.Generator | None = None) -> Example:
+        """A numbered augmentation of a puzzle; 0 is the puzzle as it is.
+
+        Args:
+            puzzle: it.
+            number: of the augmentation.
+            rng: ARC: draws where the grids are placed; None: at the upper left.
+        """
+        identifier = self.identifier(puzzle, number)
+        if self.format.kind == "arc":
+            if number == 0 and rng is None:
+                return Example(puzzle.question, puzzle.answer, identifier, puzzle.rating)
+            change = self.arc_variant(puzzle.group, number)
+            grids = [change(augment.decode_grid(tokens)) for tokens in (puzzle.question, puzzle.answer)]
+            if rng is not None and (not self.config.translate or rng.random() * self.demonstrations[puzzle.group] < 1):
+                rng = None  # one of a task's examples, on average, stays where questions are asked: at the corner
+            return Example(*augment.place_grids(grids[0], grids[1], rng), identifier, puzzle.rating)
+        if number == 0:
+            return Example(puzzle.question, puzzle.answer, identifier, puzzle.rating)
+        rng = generator(self.config.seed, "augmentation", self.format.kind, puzzle.number, number)
+        question, answer = self._changed(puzzle, rng)
+        return Example(question, answer, identifier, puzzle.rating)
+
+    def stored_variant(self, puzzle: Puzzle, number: int) -> Example:
+        """A numbered augmentation as it is stored: ARC grids of the training are placed by a generator of its own."""
+        rng = generator(self.config.seed, "place", puzzle.group, puzzle.number, number) if number else None
+        return self.variant(puzzle, number, rng)
+
+    def identifier(self, puzzle: Puzzle, number: int) -> int:
+        """The puzzle identifier of a numbered augmentation."""
+        return 1 + puzzle.group * (self.config.augmentations + 1) + number if self.format.kind == "arc" else 0
+
+    def arc_variant(self, group: int, number: int) -> augment.ArcVariant:
+        """The change of all grids of a task in its numbered augmentation."""
+        if number == 0:
+            return augment.ArcVariant.identity()
+        return augment.ArcVariant.draw(generator(self.config.seed, "augmentation", self.tasks[group], number))
+
+    def _changed(self, puzzle: Puzzle, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
+        change = augment.augment_sudoku if self.format.kind == "sudoku" else augment.augment_grid
+        return change(self.format, puzzle.question, puzzle.answer, rng)
+
+    def preparations(self) -> dict[str, PuzzlePreparation]:
+        """What can be made ahead, by part: every augmentation to train on, and the held-out puzzles as they are.
+
+        Raises:
+            ConfigError: where the number of augmentations is not known, or they are made already.
+        """
+        if isinstance(self.config, settings.Prepared):
+            raise ConfigError(f"{self.config.path} is prepared already (data=prepared)")
+        variants = 1
+        if not isinstance(self.config, settings.Arrays) and self.config.augment:
+            if self.config.augmentations is None:
+                raise ConfigError(
+                    "data.augmentations=null draws symmetries anew each time, and there is no end to them; say how many "
+                    "of each puzzle are to be stored, e.g. data.augmentations=1000"
+                )
+            variants += self.config.augmentations
+        parts = {"train": (self.training, variants), "test": (self.held_out, 1)}
+        settings_ = {name: str(value) for name, value in self.config.model_dump().items() if name != "cache"}
+        return {
+            name: PuzzlePreparation(
+                self, rows, count, {"version": _VERSION, "part": name, "puzzles": _digest(rows), "settings": settings_}
+            )
+            for name, (rows, count) in parts.items()
+            if rows is not None and len(rows)
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes, as JSON."""
+        shape = f"{self.format.height}×{self.format.width}"
+        told: dict[str, Any] = {"kind": f"{self.format.kind} {shape}", "puzzles": len(self.training)}
+        told["held_out"] = 0 if self.held_out is None else len(self.held_out)
+        if self.embeddings > 1:
+            told["puzzle_embeddings"] = self.embeddings
+        return told
+
+
+def open_libraries(config: Any, ask: bool = False) -> dict[str, Library]:
+    """The puzzles that the settings ask for, by the name of their kind; of a single kind the name is its `kind`.
+
+    Args:
+        config: the group `data`.
+        ask: for puzzles that are only to be solved: all of them are held out, and need no answers.
+
+    Raises:
+        DataError: for files that are missing, or puzzles that are improper.
+        ConfigError: for settings that do not fit them.
+    """
+    if isinstance(config, settings.SeveralData):
+        return {name: open_library(part, ask) for name, part in config.parts.items()}
+    library = open_library(config, ask)
+    return {library.format.kind: library}
+
+
+def open_library(config: settings.Part, ask: bool = False) -> Library:
+    """The puzzles of one kind; see `open_libraries`."""
+    match config:
+        case settings.Embedded():
+            clues = (config.clues[0], config.clues[1])
+            count = config.puzzles + config.held_out
+
+            def make() -> Puzzles:
+                return generate.sudokus(config.side, count, clues, config.seed)
+
+            made = _kept(config, ["embedded", config.side, count, clues, config.seed], make)
+            training, held_out = made.subset(slice(0, config.puzzles)), made.subset(slice(config.puzzles, None))
+            return Library(config, made.format, training, held_out)
+        case settings.Sudoku():
+
+            def check_sudokus(path: Path) -> tables.Checked:
+                return tables.check_sudokus(tables.read_puzzles(path), config.unique, answers=not ask)
+
+            return _of_tables(config, ["sudoku", config.unique, ask], check_sudokus, ask)
+        case settings.Maze():
+
+            def check_mazes(path: Path) -> tables.Checked:
+                return tables.check_mazes(tables.read_puzzles(path), config.size, answers=not ask)
+
+            return _of_tables(config, ["maze", config.size, ask], check_mazes, ask)
+        case settings.Arc():
+            tasks = arc.read_tasks(config.path, config.sets)
+            training, held_out = arc.split_tasks(tasks, config.evaluate, answers=not ask)
+            return Library(
+                config,
+                ARC_FORMAT,
+                training,
+                held_out if len(held_out) else None,
+                1 + len(tasks) * (config.augmentations + 1),
+                tuple(f"{task.set}/{task.name}" for task in tasks),
+                np.bincount(training.groups, minlength=len(tasks)),
+            )
+        case settings.Arrays() | settings.Prepared():
+            read: Callable[[Path], StoredPuzzles | PreparedPuzzles] = (
+                arrays.read_split if isinstance(config, settings.Arrays) else PreparedPuzzles
+            )
+            train = read(config.path / "train")
+            test = read(config.path / "test") if (config.path / "test").is_dir() else None
+            if test is not None and test.format != train.format:
+                raise DataError(f"{config.path}: train and test hold different kinds of puzzles")
+            return Library(config, train.format, train, test, train.embeddings)
+    raise AssertionError(config)
+
+
+def _of_tables(
+    config: settings.Sudoku | settings.Maze, address: list[Any], check: Callable[[Path], tables.Checked], ask: bool
+) -> Library:
+    def read(path: Path) -> Puzzles:
+        if not path.is_file():
+            raise DataError(f"{path} (data.path) does not exist")
+
+        def proper() -> Puzzles:
+            return check(path).require(path, config.improper == "skip")
+
+        return _kept(config, [*address, config.improper, file_hash(path)], proper)
+
+    path, test = config.path, config.test
+    if path.is_dir():
+        path, test = path / "train.csv", test or path / "test.csv"
+        if config.test is None and not test.is_file():
+            test = None
+    if ask:
+        asked = read(test or path)
+        return Library(config, asked.format, asked.subset(slice(0, 0)), asked)
+    every = read(path)
+    if test is not None:
+        training, held_out = every, read(test)
+        if held_out.format != every.format:
+            raise DataError(f"{path} and {test} hold puzzles of different sizes")
+    else:
+        out = _held_out(config, every)
+        training, held_out = every.subset(~out), every.subset(out)
+    if config.puzzles is not None:
+        if config.puzzles > len(training):
+            raise ConfigError(f"data.puzzles={config.puzzles}, but {path} has {len(training)} to train on")
+        drawn = generator(config.seed, "puzzles").permutation(len(training))[: config.puzzles]
+        training = training.subset(np.sort(drawn))
+    return Library(config, every.format, training, held_out if len(held_out) else None)
+
+
+def _held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) -> NDArray[np.bool_]:
+    """Which puzzles are held out, (puzzles,): of Sudokus, whole groups of possible twins."""
+    if puzzles.format.kind != "sudoku":
+        return hold_out(len(puzzles), config.held_out, what="maze")
+    names = twins.twin_names(puzzles.format, puzzles.answers)
+    return hold_out(names, config.held_out, what="puzzle up to symmetry")
+
+
+def _kept(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzles:
+    """Puzzles that are read, checked or generated once, and found in the cache by others and later."""
+    names = ("questions", "answers", "groups", "variants", "ratings", "numbers")
+
+    def write(folder: Path) -> None:
+        puzzles = make()
+        for name in names:
+            np.save(folder / f"{name}.npy", getattr(puzzles, name))
+        (folder / "format.json").write_text(json.dumps(plain(puzzles.format)), encoding="utf-8")
+
+    def load(folder: Path) -> Puzzles:
+        told = format_of(json.loads((folder / "format.json").read_text(encoding="utf-8")))
+        found = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names)
+        return Puzzles(told, *found)
+
+    return compute_once("puzzles", [_VERSION, *address], write, load, cache=config.cache)
+
+
+def _digest(rows: Rows) -> str | None:
+    return getattr(rows, "fingerprint", None)

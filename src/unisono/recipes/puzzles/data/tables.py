@@ -1,0 +1,299 @@
+"""Sudokus and mazes from text: CSV files with a question and an answer in each row, and bare lines of Sudokus.
+
+Every puzzle is checked before anything starts. What is improper is named by its line, all of it, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import DataError, read_table
+from unisono.recipes.puzzles.data.augment import decode_grid
+from unisono.recipes.puzzles.data.formats import (
+    ARC_SIDE,
+    BLANK,
+    MAZE_SYMBOLS,
+    SUDOKU_BOXES,
+    Format,
+    Puzzles,
+    Tokens,
+    maze_format,
+    sudoku_format,
+)
+from unisono.recipes.puzzles.data.solver import solve, units
+
+_QUESTION = ("q", "question", "puzzle", "quizzes")
+_ANSWER = ("a", "answer", "solution", "solutions")
+_RATING = ("rating", "difficulty")
+_NAMED = 5  # improper puzzles that an error names
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a file.
+
+    Attributes:
+        path: of it.
+        questions: as written.
+        answers: as written; None where the file has none.
+        ratings: None where the file has none.
+        lines: of each row in the file, from 1.
+    """
+
+    path: Path
+    questions: list[str]
+    answers: list[str] | None
+    ratings: list[str] | None
+    lines: list[int]
+
+
+def read_puzzles(path: Path) -> Table:
+    """A CSV file whose header names a question (`q`, `question`, …), or a file of one Sudoku per line.
+
+    Raises:
+        DataError: for a file that is not there, is empty, or has no such column.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} (data.path) does not exist")
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
+    if "," in first:
+        columns = read_table(path, delimiter=",")
+        named = [
+            next((columns[name] for name in columns if name.lower() in words), None)
+            for words in (_QUESTION, _ANSWER, _RATING)
+        ]
+        questions, answers, ratings = named
+        if questions is None:
+            raise DataError(
+                f"{path} has no column of questions: its header is {', '.join(columns)}, and one of "
+                f"{', '.join(_QUESTION)} is needed. A file of one Sudoku per line needs no header"
+            )
+        table = Table(path, questions, answers, ratings, list(range(2, len(questions) + 2)))
+    else:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        rows = [(number, text.strip()) for number, text in enumerate(lines, start=1)]
+        rows = [(number, text) for number, text in rows if text and not text.startswith("#")]
+        table = Table(path, [text for _, text in rows], None, None, [number for number, _ in rows])
+    if not table.questions:
+        raise DataError(f"{path} has no puzzle")
+    return table
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a file holds, and what is wrong with it.
+
+    Attributes:
+        puzzles: all that are proper, their `numbers` being those of the file's rows.
+        improper: line of the file -> why the puzzle in it cannot be used.
+    """
+
+    puzzles: Puzzles
+    improper: dict[int, str]
+
+    def require(self, path: Path, skip: bool) -> Puzzles:
+        """The puzzles, if all are proper or those that are not may be left out.
+
+        Raises:
+            DataError: naming lines and reasons.
+        """
+        if self.improper and not (skip and len(self.puzzles)):
+            total = len(self.improper) + len(self.puzzles)
+            named = "; ".join(f"line {line}: {why}" for line, why in list(self.improper.items())[:_NAMED])
+            more = f"; and {len(self.improper) - _NAMED} more" if len(self.improper) > _NAMED else ""
+            advice = "Fix the file, or leave them out with data.improper=skip" if len(self.puzzles) else "Fix the file"
+            raise DataError(f"{path}: {len(self.improper)} of {total} puzzles are improper: {named}{more}. {advice}")
+        return self.puzzles
+
+
+def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> Checked:
+    """The Sudokus of a table.
+
+    Args:
+        table: questions use `.` or `0` for an empty cell; the size follows from the length of most of them.
+        unique: solve each to see that it has one solution; done in any case where an answer is missing and needed.
+        answers: whether each needs an answer; else those without one have zeros.
+    """
+    format_ = _sudoku_format(table)
+    questions, wrong = _encode(table.questions, format_, "." + _digits(format_), {"0": "."})
+    improper = _first_reasons(table, wrong)
+    solutions = np.zeros_like(questions)
+    if table.answers is not None:
+        solutions, wrong = _encode(table.answers, format_, "." + _digits(format_), {}, what="answer")
+        empty = np.array([not text for text in table.answers])
+        checks = (
+            (~empty & (solutions == BLANK).any(axis=1), "its answer has an empty cell"),
+            (~empty & _contradicts(questions, solutions), "its answer contradicts a clue"),
+            (~empty & ~_is_complete(format_, solutions), "its answer has a digit twice in a row, column or box"),
+        )
+        reasons = [why or next((text for mask, text in checks if mask[row]), "") for row, why in enumerate(wrong)]
+        _add(improper, table, [why if not empty[row] else "" for row, why in enumerate(reasons)])
+        solutions[empty] = 0
+    clashing = _clues_clash(format_, questions)
+    _add(improper, table, ["has a digit twice in a row, column or box" if one else "" for one in clashing])
+    good = np.array([line not in improper for line in table.lines], dtype=bool)
+    unknown = (solutions == 0).all(axis=1)
+    asked = good & (np.ones_like(good) if unique else unknown & answers)
+    if asked.any():
+        found = solve(format_, questions[asked])
+        counts = np.ones(len(good), dtype=np.int32)
+        counts[asked] = found.counts
+        _add(improper, table, [{0: "has no solution", 2: "has several solutions"}.get(int(n), "") for n in counts])
+        solutions[np.flatnonzero(asked)] = found.answers
+    return _checked(table, format_, questions, solutions, improper)
+
+
+def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool = True) -> Checked:
+    """The mazes of a table: walls `#`, floor, `S`, `G`; in answers `o` along the way.
+
+    Args:
+        table: a maze is its rows, one after the other.
+        size: rows and columns; None for a square.
+        answers: whether each needs an answer; else those without one have zeros.
+    """
+    length = _common_length(table.questions)
+    side = math.isqrt(length)
+    if size is None and side * side != length:
+        raise DataError(
+            f"{table.path}: mazes of {length} cells are not square; say their size: data.size=[rows,columns]"
+        )
+    height, width = size or (side, side)
+    if height * width != length:
+        raise DataError(f"{table.path}: mazes have {length} cells, not {height}×{width} (data.size)")
+    format_ = maze_format(height, width)
+    questions, wrong = _encode(table.questions, format_, MAZE_SYMBOLS, {})
+    improper = _first_reasons(table, wrong)
+    path, start, goal = (MAZE_SYMBOLS.index(symbol) + 1 for symbol in "oSG")
+    for token, name in ((start, "start (S)"), (goal, "goal (G)")):
+        number = (questions == token).sum(axis=1)
+        _add(improper, table, [f"has {n} cells with the {name}, not 1" if n != 1 else "" for n in number])
+    if table.answers is None and answers:
+        raise DataError(f"{table.path} has no column of answers; one of {', '.join(_ANSWER)} is needed")
+    ways = np.zeros_like(questions)
+    if table.answers is not None:
+        ways, wrong = _encode(table.answers, format_, MAZE_SYMBOLS, {}, what="answer")
+        missing = np.array([not text and not answers for text in table.answers])
+        _add(improper, table, ["" if none else why for none, why in zip(missing, wrong, strict=True)])
+        walked = np.where(ways == path, MAZE_SYMBOLS.index(" ") + 1, ways)
+        differs = (walked != questions).any(axis=1) & ~missing
+        _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
+    return _checked(table, format_, questions, ways, improper)
+
+
+def written(tokens: Tokens, format_: Format) -> str:
+    """A puzzle as it is written in files, `?` for a token that stands for no symbol; of ARC and others, JSON."""
+    if format_.kind == "arc":
+        return json.dumps(decode_grid(tokens).tolist())
+    if format_.kind == "other":
+        return json.dumps(tokens.tolist())
+    symbols = "." + _digits(format_) if format_.kind == "sudoku" else MAZE_SYMBOLS
+    return "".join(symbols[token - 1] if 1 <= token <= len(symbols) else "?" for token in tokens.tolist())
+
+
+def written_grid(restored: NDArray[np.int64]) -> str:
+    """An ARC grid from `votes.restore`, (901,), as JSON."""
+    width = int(restored[-1])
+    rows = restored[:-1].reshape(ARC_SIDE, ARC_SIDE)
+    height = int((rows[:, 0] > 0).sum()) if width else 0
+    return json.dumps((rows[:height, :width] - 1).tolist())
+
+
+def _sudoku_format(table: Table) -> Format:
+    length = _common_length(table.questions)
+    sides = {side * side: side for side in SUDOKU_BOXES}
+    if length not in sides:
+        raise DataError(
+            f"{table.path}: line {table.lines[0]} has {len(table.questions[0])} characters, and a Sudoku has "
+            f"{', '.join(map(str, sorted(sides)))}"
+        )
+    return sudoku_format(sides[length])
+
+
+def _digits(format_: Format) -> str:
+    return "123456789"[: format_.height]
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    """The length that most texts have."""
+    lengths, counts = np.unique([len(text) for text in texts], return_counts=True)
+    return int(lengths[counts.argmax()])
+
+
+def _encode(
+    texts: Sequence[str], format_: Format, symbols: str, same: dict[str, str], what: str = ""
+) -> tuple[Tokens, list[str]]:
+    """Tokens, (texts, length), 0 in texts that cannot be encoded; and why each of these cannot, else an empty text."""
+    table = np.zeros(256, dtype=np.uint8)
+    for number, symbol in enumerate(symbols, start=1):
+        table[ord(symbol)] = number
+    for symbol, other in same.items():
+        table[ord(symbol)] = table[ord(other)]
+    tokens = np.zeros((len(texts), format_.length), dtype=np.uint8)
+    reasons = [""] * len(texts)
+    subject = f"its {what} has" if what else "has"
+    fits = []
+    for row, text in enumerate(texts):
+        if len(text) != format_.length:
+            shape = f"{format_.height}×{format_.width}"
+            reasons[row] = f"{subject} {len(text)} characters, not {format_.length} ({shape})"
+        elif not text.isascii():
+            reasons[row] = f"{subject} the symbol {next(one for one in text if not one.isascii())!r}"
+        else:
+            fits.append(row)
+    if fits:
+        joined = np.frombuffer("".join(texts[row] for row in fits).encode("ascii"), dtype=np.uint8)
+        tokens[fits] = table[joined].reshape(len(fits), format_.length)
+    for row in np.array(fits, dtype=np.int64)[(tokens[fits] == 0).any(axis=1)].tolist():
+        place = int((tokens[row] == 0).argmax())
+        reasons[row] = f"{subject} the symbol {texts[row][place]!r} in place {place + 1}; allowed are {symbols!r}"
+    return tokens, reasons
+
+
+def _contradicts(questions: Tokens, answers: Tokens) -> NDArray[np.bool_]:
+    return np.asarray(((questions > BLANK) & (questions != answers)).any(axis=1))
+
+
+def _is_complete(format_: Format, answers: Tokens) -> NDArray[np.bool_]:
+    lines = np.sort(answers[:, units(format_)], axis=2)
+    return np.asarray((lines == np.arange(2, format_.height + 2)).all(axis=(1, 2)))
+
+
+def _clues_clash(format_: Format, questions: Tokens) -> NDArray[np.bool_]:
+    lines = np.sort(questions[:, units(format_)], axis=2)
+    return np.asarray(((lines[:, :, 1:] == lines[:, :, :-1]) & (lines[:, :, 1:] > BLANK)).any(axis=(1, 2)))
+
+
+def _first_reasons(table: Table, reasons: Sequence[str]) -> dict[int, str]:
+    improper: dict[int, str] = {}
+    _add(improper, table, reasons)
+    return improper
+
+
+def _add(improper: dict[int, str], table: Table, reasons: Sequence[str]) -> None:
+    """Keep the first reason of each line."""
+    for line, why in zip(table.lines, reasons, strict=True):
+        if why:
+            improper.setdefault(line, why)
+
+
+def _checked(table: Table, format_: Format, questions: Tokens, answers: Tokens, improper: dict[int, str]) -> Checked:
+    ratings = np.full(len(questions), np.nan, dtype=np.float32)
+    for row, text in enumerate(table.ratings or ()):
+        try:
+            ratings[row] = float(text) if text else np.nan
+        except ValueError:
+            improper.setdefault(table.lines[row], f"its rating {text!r} is not a number")
+    good = np.array([line not in improper for line in table.lines], dtype=bool)
+    puzzles = Puzzles.of(format_, questions, answers, ratings=ratings).subset(good)
+    return Checked(puzzles, dict(sorted(improper.items())))

@@ -1,0 +1,147 @@
+"""Adaptive computation time: which rows begin a new puzzle, which halt, what the loss and the metrics of rows are.
+
+Written once for both engines, on the operations that the Python array API gives torch and JAX alike. A row of the
+global batch works at one puzzle for several training steps. When it halts, it takes the puzzle that the batch of the
+next step has in its place; while it is at work, it ignores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from array_api_compat import array_namespace
+
+Arrays = Mapping[str, Any]
+
+PUZZLE = ("question", "answer", "identifier")  # what a row keeps of the example it works at
+STATES = ("answer_state", "latent_state")
+
+
+def first_carry(batch: Arrays, states: Arrays) -> dict[str, Any]:
+    """The carry of rows that have not begun: all halted, so that they take the first puzzle they see.
+
+    Args:
+        batch: the example of each row.
+        states: zeros of the shape and type of the states, (rows, places, width).
+    """
+    xp = array_namespace(batch["question"])
+    count = xp.zeros_like(batch["identifier"])
+    return {
+        **{name: xp.zeros_like(batch[name]) for name in PUZZLE},
+        **states,
+        "halted": xp.ones_like(batch["identifier"], dtype=xp.bool),
+        "steps": count,
+        "learnt": count,
+    }
+
+
+def begin(carry: Arrays, batch: Arrays, starts: Arrays) -> dict[str, Any]:
+    """What rows work at in this step: those that have halted begin the example of the batch.
+
+    Args:
+        carry: of the rows.
+        batch: the example of each row.
+        starts: first value of each state, (width,).
+    """
+    xp = array_namespace(batch["question"])
+    halted = carry["halted"]
+    rows: dict[str, Any] = {}
+    for name in PUZZLE:
+        rows[name] = xp.where(_like(halted, batch[name]), batch[name], carry[name])
+    for name in STATES:
+        state = carry[name]
+        rows[name] = xp.where(_like(halted, state), xp.astype(starts[name], state.dtype), state)
+    rows["steps"] = xp.where(halted, xp.zeros_like(carry["steps"]), carry["steps"])
+    rows["learnt"] = carry["learnt"]
+    return rows
+
+
+def halt(rows: Arrays, q: Any, batch: Arrays, exploration: Any, halt_steps: int, competing: bool) -> dict[str, Any]:
+    """`steps`, `halted` and `learnt` of rows after a supervision step.
+
+    Args:
+        rows: from `begin`.
+        q: values of halting and of going on, (rows, 2).
+        batch: its `explore` and `patience`: uniform draws, and drawn steps from 2 to `halt_steps`.
+        exploration: share of rows that do not halt before their drawn step.
+        halt_steps: steps after which every row halts.
+        competing: whether halting has to exceed the value of going on, instead of zero.
+    """
+    xp = array_namespace(q)
+    steps = rows["steps"] + 1
+    wants = wants_to_halt(q, competing)
+    least = xp.where(batch["explore"] < exploration, batch["patience"], xp.zeros_like(batch["patience"]))
+    halted = (steps >= halt_steps) | (wants & (steps >= least))
+    return {"steps": steps, "halted": halted, "learnt": rows["learnt"] + xp.astype(halted, rows["learnt"].dtype)}
+
+
+def wants_to_halt(q: Any, competing: bool) -> Any:
+    """Whether the model would halt, (rows,)."""
+    return q[:, 0] > (q[:, 1] if competing else 0)
+
+
+def cross_entropies(logits: Any, answers: Any, stable: bool) -> Any:
+    """The cross-entropy of each row, in nats, (rows,): the mean over its cells that count.
+
+    Stablemax (Prieto et al., 2025) has `s(x) = x + 1` for x ≥ 0 and `1 / (1 - x)` below in place of the exponential:
+    `-log(s(x_y) / Σ s(x))`. Taking the logarithm apart and `log1p` lose nothing near zero, so that it can be computed
+    in fp32 where there is no fp64.
+
+    Args:
+        logits: (rows, cells, tokens), in the precision to compute in.
+        answers: tokens, (rows, cells); 0 does not count.
+        stable: stablemax, else softmax.
+    """
+    xp = array_namespace(logits)
+    zero = xp.zeros_like(logits)
+    if stable:
+        low, high = xp.where(logits < 0, logits, zero), xp.where(logits < 0, zero, logits)
+        logs = xp.where(logits < 0, -xp.log1p(-low), xp.log1p(high))
+        total = xp.log(xp.sum(xp.where(logits < 0, 1 / (1 - low), high + 1), axis=-1))
+    else:
+        highest = xp.max(logits, axis=-1, keepdims=True)
+        logs = logits - highest
+        total = xp.log(xp.sum(xp.exp(logs), axis=-1))
+    tokens = xp.cumulative_sum(xp.ones_like(logits[:1, :1]), axis=-1) - 1  # 0, 1, 2, …; there are few, so no gather
+    own = xp.sum(xp.where(xp.astype(answers, logits.dtype)[..., None] == tokens, logs, zero), axis=-1)
+    counted = xp.astype(answers > 0, logits.dtype)
+    return xp.sum((total - own) * counted, axis=-1) / _at_least_one(xp.sum(counted, axis=-1))
+
+
+def halting_losses(q: Any, targets: Any) -> Any:
+    """Binary cross-entropy of logits (rows,) with targets from 0 to 1, (rows,)."""
+    xp = array_namespace(q)
+    return xp.logaddexp(q, xp.zeros_like(q)) - q * xp.astype(targets, q.dtype)
+
+
+def going_on(q_next: Any, last: Any) -> Any:
+    """What going on is worth, from 0 to 1, (rows,): the better of both values one step later; the last step must halt."""
+    xp = array_namespace(q_next)
+    best = xp.where(last, q_next[:, 0], xp.maximum(q_next[:, 0], q_next[:, 1]))
+    return 1 / (1 + xp.exp(-best))
+
+
+def right(predicted: Any, answers: Any) -> tuple[Any, Any]:
+    """The share of cells that are right, and whether all are, both (rows,) as numbers.
+
+    Args:
+        predicted: tokens, (rows, cells).
+        answers: tokens, (rows, cells); 0 does not count.
+    """
+    xp = array_namespace(predicted)
+    counted = answers > 0
+    hits = counted & (xp.astype(predicted, answers.dtype) == answers)
+    number = xp.astype(xp.sum(xp.astype(counted, xp.int32), axis=-1), xp.float32)
+    found = xp.astype(xp.sum(xp.astype(hits, xp.int32), axis=-1), xp.float32)
+    return found / _at_least_one(number), xp.astype((found == number) & (number > 0), xp.float32)
+
+
+def _at_least_one(number: Any) -> Any:
+    xp = array_namespace(number)
+    return xp.where(number > 0, number, xp.ones_like(number))
+
+
+def _like(halted: Any, value: Any) -> Any:
+    """A mask of rows with as many axes as the value."""
+    return halted[(...,) + (None,) * (value.ndim - 1)]
