@@ -145,7 +145,7 @@ def _modules_with_slow_tests(config: pytest.Config) -> list[str]:
     """As far as their texts say, for the process that lists what is left out collects no tests."""
     given = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
     files = [file for path in given for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
-    return sorted(str(file.relative_to(config.rootpath)) for file in files if "slow" in file.read_text())
+    return sorted(str(file.relative_to(config.rootpath)) for file in files if "mark.slow" in file.read_text())
 
 
 def _module(test: str) -> str:

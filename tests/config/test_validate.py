@@ -183,7 +183,7 @@ def test_an_unknown_key_in_a_list_item_is_told_beside_the_key_that_is_missing_fo
 
 def test_an_unknown_key_far_from_all_others_is_told_with_the_keys_there_are():
     assert mistakes("ema.zzz=1") == [
-        "unknown key 'ema.zzz' (override 'ema.zzz=1'), valid here: decay, every, start, warmup"
+        "unknown key 'ema.zzz' (override 'ema.zzz=1'), valid here: decay, every, exclude, start, warmup"
     ]
 
 
