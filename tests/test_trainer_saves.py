@@ -112,12 +112,12 @@ def test_the_first_save_finds_the_memory_of_its_copies(
     """It is asked for after the first step, if saves beside the steps are to come, and is enough."""
     asked: list[int] = []
 
-    def block(size: int, pinned: bool) -> torch.Tensor:
+    def memory(size: int) -> Any:
         asked.append(size)
-        return _block(size, pinned)
+        return _memory(size)
 
-    _block = staging._block
-    monkeypatch.setattr(staging, "_block", block)
+    _memory = staging._memory
+    monkeypatch.setattr(staging, "_memory", memory)
     copied: list[list[int]] = []
     copy = staging.Staging.copy
 

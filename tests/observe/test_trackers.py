@@ -206,6 +206,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "run"
     train(folder, tracker, 3)
     before = (folder / "trackers.json").read_text()
+    time.sleep(1)  # TensorBoard orders its files by the second in which they were begun
     train(folder, tracker, None)
     assert (folder / "trackers.json").read_text() == before
     return folder, tracker
