@@ -183,7 +183,7 @@ class TestAJobIsRefused:
         (done,) = run(pair[:1], here, "layout.world_size=2", "launch.start_timeout=2")
         assert done.returncode == 5
         assert fault(done).startswith("of 2 nodes, node 1 did not come to 10.99.0.1:29400 within 2 s")
-        assert not (here / "runs").exists()
+        assert not list((here / "runs").glob("*")), "neither a run nor the token is left"
 
     def test_where_the_rendezvous_is_nobody_s(self, pair: tuple[Host, Host], here: Path):
         words = ("layout.world_size=2", "launch.start_timeout=2", "launch.rendezvous=10.99.0.7:29400")
@@ -213,12 +213,21 @@ class TestAJobIsRefused:
         assert [one.returncode for one in done] == [2, 2]
         assert "differ in the code: small.py has changed" in fault(done[0])
 
-    def test_where_the_folder_is_not_shared(self, pair: tuple[Host, Host], here: Path):
+    def test_where_the_folder_is_not_shared(self, pair: tuple[Host, Host], here: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("UNISONO_TOKEN", "a" * 64)
         (here / "runs").mkdir()
         done = run(pair, here, "layout.world_size=2", before=("", f"mount -t tmpfs none {here}/runs"))
         assert [one.returncode for one in done] == [2, 2]
         told = f"{here}/runs/a, which node 0 has made for this run, is not here: run.dir must lie on a file system"
         assert [told in fault(one) for one in done] == [True, True]
+
+    def test_where_the_token_of_node_0_is_in_a_folder_that_is_not_shared(self, pair: tuple[Host, Host], here: Path):
+        (here / "runs").mkdir()
+        words = ("layout.world_size=2", "launch.start_timeout=4")
+        first, second = run(pair, here, *words, before=("", f"mount -t tmpfs none {here}/runs"))
+        assert (first.returncode, second.returncode) == (5, 5)
+        assert "node 1 did not come" in fault(first)
+        assert "run.dir must lie on a file system that all nodes share, under the same path" in fault(second)
 
     def test_where_data_differ(self, pair: tuple[Host, Host], here: Path):
         more = jobs.SMALL.replace("self.config.rows)", "len(Path('rows').read_text()))")

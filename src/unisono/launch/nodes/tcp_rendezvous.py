@@ -365,7 +365,7 @@ def _joined(
     _, address = network.resolve(host, port)
     at = written(host, port)
     who = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid()}
-    why = "nobody is there"
+    why, unseen = "nobody is there", ""
     while True:
         line = None
         try:
@@ -377,9 +377,9 @@ def _joined(
             if token is not None:
                 line.introduce(who, token, theirs, until)
                 break
-            why = (
-                f"it asks for a token that node 0 leaves in {secret.parent} for this user alone, and this node sees none there. "
-                "run.dir must lie on a file system that all nodes share, under the same path"
+            unseen = (  # and stays the reason when node 0 has given up waiting
+                f"it asks for a token that node 0 leaves in {secret.parent} for this user alone, and this node sees none "
+                "there. run.dir must lie on a file system that all nodes share, under the same path"
             )
         except TokenError as error:
             why = f"{error} ({TOKEN}); it may not be node 0"
@@ -400,7 +400,7 @@ def _joined(
         if time.monotonic() >= deadline:
             raise DeadlineError(
                 f"node {rank} could not meet node 0 at {at} within {start_timeout:g} s "
-                f"(launch.start_timeout): {why}. Is node 0 started, is this its address, and does "
+                f"(launch.start_timeout): {unseen or why}. Is node 0 started, is this its address, and does "
                 "a firewall let the port pass?"
             )
         time.sleep(0.1)
