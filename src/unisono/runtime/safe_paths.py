@@ -9,7 +9,6 @@ nobody can exchange between the check and the use. The folder itself is the call
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -110,12 +109,6 @@ def parse_json(content: bytes | str) -> Any:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def sha256_inside(folder: Path | str, name: object) -> str:
-    """The hash of a file inside a folder, as by `open_inside`."""
-    with open_inside(folder, name) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def copy_inside(folder: Path | str, name: object, target: Path) -> None:

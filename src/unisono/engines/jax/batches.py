@@ -171,14 +171,3 @@ def signature(batch: Pass) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Name, shape and dtype of every array, which decide what is compiled."""
     leaves = jax.tree_util.tree_leaves_with_path(batch.arrays)
     return tuple((keystr(path, simple=True, separator="."), leaf.shape, str(leaf.dtype)) for path, leaf in leaves)
-
-
-def one_row(one: Pass, row: int) -> Pass:
-    """A padded micro-batch in which only one row is real, and all others repeat it."""
-    return Pass(
-        jax.tree.map(lambda array: np.repeat(array[row : row + 1], len(one.valid), axis=0), one.arrays),
-        one.number,
-        np.arange(len(one.valid)) == row,
-        one.counts,
-        one.work,
-    )

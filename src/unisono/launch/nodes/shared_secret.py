@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -57,17 +56,6 @@ def find(path: Path) -> dict[str, Any] | None:
                 found = safe_paths.parse_json(safe_paths.bounded(file, str(path), _LARGEST))
                 return found if isinstance(found, dict) else None
     return None
-
-
-def wait_for(path: Path, fits: Any, deadline: float, every: float = 0.1) -> dict[str, Any] | None:
-    """What the file says once it fits; None if it does not until the deadline."""
-    while True:
-        found = find(path)
-        if found is not None and fits(found):
-            return found
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(every)
 
 
 def _is_private(status: os.stat_result) -> bool:

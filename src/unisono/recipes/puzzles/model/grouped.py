@@ -64,16 +64,6 @@ def counted_once(format_: Format, prefix: int) -> NDArray[np.bool_]:
     return np.concatenate([np.ones((len(cells), prefix), dtype=bool), by_row, by_column, by_box], axis=1)
 
 
-def dense_mask(format_: Format, prefix: int) -> NDArray[np.bool_]:
-    """The same neighbours as a mask over all pairs, (places, places): what dense attention would need."""
-    mask = np.ones((prefix + format_.length,) * 2, dtype=bool)
-    inside = np.zeros((format_.length,) * 2, dtype=bool)
-    for cut in _CUTS:
-        np.put_along_axis(inside, _members(format_, cut), True, axis=1)
-    mask[prefix:, prefix:] = inside
-    return mask
-
-
 _CUTS = ("row", "column", "box")
 
 
