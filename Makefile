@@ -9,7 +9,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 BUDGET ?= $(shell echo $$((2700 * $(WORKERS))))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all quick slow lint types measure native wheel fuzz clean
+.PHONY: demo test test-all quick slow lint types measure native wheel fuzz fuzz-readers clean
 
 # Train the embedded example on two processes for about a minute, evaluate it, and say where the run lies.
 demo: $(READY)
@@ -50,6 +50,10 @@ wheel: $(READY)
 # 20,000 mutated recordings of each format through the native core, under AddressSanitizer and UBSan.
 fuzz: $(READY)
 	$(BIN)/python -m tests.audio.fuzz --count 20000
+
+# 20,000 mutations of every kind of file and message that somebody else may write, through what reads them.
+fuzz-readers: $(READY)
+	$(BIN)/python -m tests.security.fuzz --count 20000
 
 $(READY): pyproject.toml constraints.txt setup.py
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Unisono needs Python 3.11 or newer: make PYTHON=python3.11")'

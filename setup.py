@@ -1,7 +1,7 @@
 """The native core of `unisono.audio`: built where a C++ compiler is, left out where none is.
 
-Everything else about the package is in pyproject.toml. The kernels are compiled once for each instruction set and chosen at
-run time, so one wheel serves every CPU of an architecture.
+Everything else about the package is in pyproject.toml. The kernels are compiled once for each instruction set and
+chosen at run time, so one wheel serves every CPU of an architecture.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.audio [--loaders] [--stages] [--workers] [--rounds 3] [--seconds 6] [--write]
 
-Every loader runs in a process of its own, in turn, round after round, so that what else a machine does meets all alike. A
-window in which others used more than a tenth of the cores is marked, and left out of the medians where enough others are
-left. CPU is that of the process and its children; memory the sum of their proportional set sizes (PSS).
+Every loader runs in a process of its own, in turn, round after round, so that what else a machine does meets all alike.
+A window in which others used more than a tenth of the cores is marked, and left out of the medians where enough others
+are left. CPU is that of the process and its children; memory the sum of their proportional set sizes (PSS).
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
                 said += f"; {clock:.0f} % of decoding alone by the clock, {cpu:.0f} % by CPU time"
             lines.append(f"* {said}.")
     lines.append(
-        "\n† fewer than two windows in which others used less than a tenth of the cores; CPU time is the figure to trust."
+        "\n† fewer than two windows in which others used less than a tenth of the cores; CPU time is the figure to "
+        "trust."
     )
     return "\n".join(lines) + "\n"
 

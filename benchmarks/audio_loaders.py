@@ -1,13 +1,15 @@
 """Loaders of one set of recordings, each as its library's guide would have it, for `benchmarks.audio`.
 
-Clips are 5 s mono: synthetic ones, and real ones (ESC-10) where `../shared/data` is. They lie in an Arrow file, in Parquet
-with an `Audio` column, in a WebDataset archive and in a folder. A batch is 32 times (512, 128) float32 and labels: Kaldi's
-filter bank at 32 kHz, padded and normalised. Peers without a filter bank of their own get one with cached tables in torch and
-soxr's resampler, which is twice as fast as torchaudio's. All have two workers. What is not installed is left out:
+Clips are 5 s mono: synthetic ones, and real ones (ESC-10) where `../shared/data` is. They lie in an Arrow file, in
+Parquet with an `Audio` column, in a WebDataset archive and in a folder. A batch is 32 times (512, 128) float32 and
+labels: Kaldi's filter bank at 32 kHz, padded and normalised. Peers without a filter bank of their own get one with
+cached tables in torch and soxr's resampler, which is twice as fast as torchaudio's. All have two workers. What is not
+installed is left out:
 
     apt-get install ffmpeg; pip install soxr torchcodec==0.13.0
     pip install --target PEERS --no-deps grain array_record absl-py etils dm-tree importlib_resources portpicker zipp \
-        ml_collections webdataset braceexpand lhotse intervaltree cytoolz toolz lilcom audioread tabulate spdl spdl-core spdl-io
+        ml_collections webdataset braceexpand lhotse intervaltree cytoolz toolz lilcom audioread tabulate spdl \
+        spdl-core spdl-io
     PYTHONPATH=PEERS:src python -m benchmarks.audio
 """
 
@@ -93,15 +95,15 @@ def generate(folder: Path, kind: str) -> None:
 
 def _loader(folder: Path, kind: str, worker_kind: str, backend: str, workers: int = WORKERS) -> Batches:
     from benchmarks.audio_task import Recordings
-    from unisono.config.batch_split import Split
+    from unisono.config.batch_split import BatchSplit
     from unisono.data.loading.loader import Loader
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
 
     task = Recordings(str(folder / kind / "rows.arrow"), backend)
     source = task.data()
-    plan = StreamPlan.of(Order(len(source), 0), BATCH, 100_000, None)
-    split = Split.of(BATCH, 1, BATCH)
+    plan = StreamPlan.create(Order(len(source), 0), BATCH, 100_000, None)
+    split = BatchSplit.create(BATCH, 1, BATCH)
     loader = Loader(task, source, plan, split, 0, workers=workers, worker_kind=worker_kind, prefetch=2 * workers)
     for (batch,) in loader.steps():
         yield batch.arrays["features"]

@@ -45,10 +45,10 @@ from tests import processes
 from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
-from unisono.engines.state import Shard
+from unisono.engines.state import ArrayShard
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 PROCESSES, ROWS, PART = 2, 4, 8 << 20
 BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so many after
@@ -58,8 +58,8 @@ BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so man
 class Trainer:
     """What is trained and saved."""
 
-    place: Place
-    group: Group
+    place: ProcessInfo
+    group: Communicator
     folder: Path
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -111,7 +111,7 @@ class Unisono(Contender):
         self.saver = Saver(trainer.folder, trainer.group, Settings(background=self.background))
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[ArrayShard]:
         return sharded_tensors.shards(self.trainer.tensors, self.trainer.place)
 
     def ready(self) -> None:
@@ -123,11 +123,11 @@ class Unisono(Contender):
 
     def over(self) -> bool:
         self.saver.check()
-        return self.saver._flight is None
+        return self.saver._pending is None
 
     def load(self, made: int) -> None:
-        reader = commit.open_(self.path(made), self.trainer.group).reader()
-        sharded_tensors.make_optimizer_state(self.trainer.optimizer, self.trainer.model, reader)
+        reader = commit.open_checkpoint(self.path(made), self.trainer.group).reader()
+        sharded_tensors.init_optimizer_state(self.trainer.optimizer, self.trainer.model, reader)
         sharded_tensors.load(self.trainer.tensors, reader)
 
 
@@ -267,7 +267,9 @@ CONTENDERS: dict[str, type[Contender]] = {
 }
 
 
-def contend(place: Place, group: Group, name: str, folder: Path, width: int, layers: int) -> dict[str, Any]:
+def contend(
+    place: ProcessInfo, group: Communicator, name: str, folder: Path, width: int, layers: int
+) -> dict[str, Any]:
     """One process of one contender in one round: train, save twice, load."""
     environment = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.rank}
     os.environ.update({key: str(value) for key, value in environment.items()})
@@ -323,7 +325,7 @@ def tensors_of(trainer: Trainer) -> list[Tensor]:
     return [*trainer.model.parameters(), *(value for value in moments if isinstance(value, Tensor))]
 
 
-def raw(place: Place, group: Group, folder: Path, size: int) -> dict[str, float]:
+def raw(place: ProcessInfo, group: Communicator, folder: Path, size: int) -> dict[str, float]:
     """Write, flush and read as many bytes as the state has, each process its half."""
     content = memoryview(torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy())
     file = folder / f"raw-{place.rank}"

@@ -30,15 +30,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks import page
 from tests import processes
 from tests.runs import configuration
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import plan_of
-from unisono.engines.protocol import Job
+from unisono.data.order.planning import build_plan
+from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import fsdp_communication
 from unisono.runtime.collective_log import COMPARISON
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, SampleContext, Task
 
 CALLS, DEPTH, STEPS = 100, 15, 3
@@ -73,13 +73,16 @@ def deep(depth: int, act: Callable[[], Any]) -> Any:
     return act() if depth == 0 else deep(depth - 1, act)
 
 
-def noted(place: Place, rounds: int) -> dict[str, list[float]]:
+def noted(place: ProcessInfo, rounds: int) -> dict[str, list[float]]:
     """Microseconds by which a collective that is noted takes longer, by its kind and round."""
     groups = [dist.new_group([rank]) for rank in range(place.world_size)]
     own, tensor, out = groups[place.rank], torch.ones(4), torch.ones(4)
     rows, weight = torch.ones(ROWS // 2, WIDTH), torch.ones(WIDTH, WIDTH)
     desync = CollectiveComparison(place, 60.0, wanted=True)
-    ours = fsdp_communication.Gather("FSDP unit 3", desync.note), fsdp_communication.Scatter("FSDP unit 3", desync.note)
+    ours = (
+        fsdp_communication.LoggedAllGather("FSDP unit 3", desync.note),
+        fsdp_communication.LoggedReduceScatter("FSDP unit 3", desync.note),
+    )
     torchs = DefaultAllGather(), DefaultReduceScatter()
 
     def block(kind: str, gather: Any, scatter: Any) -> float:
@@ -126,7 +129,7 @@ class Timed(CollectiveComparison):
         self.times[-1] += time.perf_counter() - began
 
 
-def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, Any]:
+def steps(place: ProcessInfo, group: Communicator, strategy: str, rounds: int) -> dict[str, Any]:
     """Collectives of a step, seconds of each comparison, and milliseconds of steps with and without it, by round."""
     task = Deep()
     config = configuration(
@@ -135,10 +138,10 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
         optim={"kind": "sgd", "lr": 1e-4},
         launch={"desync": False},  # it is observed by a comparison of our own
     )
-    split = Split.of(ROWS, place.world_size, ROWS // 2)
+    split = BatchSplit.create(ROWS, place.world_size, ROWS // 2)
     source = task.data()
-    loader = Loader(task, source, plan_of(task, source, config, place.world_size), split, place.rank)
-    engine = TorchEngine(Job(task, config, place, group, split))
+    loader = Loader(task, source, build_plan(task, source, config, place.world_size), split, place.rank)
+    engine = TorchEngine(EngineJob(task, config, place, group, split))
     batches = next(iter(loader.steps()))
     engine.setup(batches, {"lr": 1e-4})
     number = 0
@@ -188,7 +191,7 @@ def steps(place: Place, group: Group, strategy: str, rounds: int) -> dict[str, A
     return {"counts": counts, "compared": compared, "times": found}
 
 
-def measure(place: Place, group: Group, rounds: int) -> dict[str, Any]:
+def measure(place: ProcessInfo, group: Communicator, rounds: int) -> dict[str, Any]:
     os.environ.pop("UNISONO_PULSE", None)
     return {
         "noted": noted(place, rounds),

@@ -44,7 +44,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.torch import sharded_tensors
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 
 WIDTH, LAYERS, SEED, PATIENCE = 512, 4, 7, 60.0
 FINE, RAISED, WRONG, HUNG, KILLED = "fine", "raised", "wrong", "hung", "killed"
@@ -100,19 +100,19 @@ class Unisono(Contender):
     """As a run saves, beside the steps."""
 
     def ready(self) -> None:
-        self.saver = Saver(self.folder, Alone(), Settings(background=True))
+        self.saver = Saver(self.folder, SingleProcess(), Settings(background=True))
 
     def save(self, step: int) -> None:
-        self.saver.save(step, sharded_tensors.shards(self.named, Place()), {"step": step})
+        self.saver.save(step, sharded_tensors.shards(self.named, ProcessInfo()), {"step": step})
 
     def finish(self) -> None:
         self.saver.finish()
 
     def load(self, step: int) -> None:
-        sharded_tensors.load(self.named, commit.open_(self.path(step)).reader())
+        sharded_tensors.load(self.named, commit.open_checkpoint(self.path(step)).reader())
 
     def newest(self) -> int:
-        return max((int(path.name[5:]) for path in commit.find(self.folder)), default=0)
+        return max((int(path.name[5:]) for path in commit.find_checkpoints(self.folder)), default=0)
 
 
 class Dcp(Contender):

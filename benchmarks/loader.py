@@ -63,16 +63,16 @@ def cpu() -> float:
 def ledger_cost(folder: Path) -> tuple[float, float]:
     """Seconds of CPU that the ledger takes: of a row, in a worker, and of a step, in the loop."""
     from unisono.data.ledger import Ledger
-    from unisono.data.loading.batch_builder import Maker, Request
+    from unisono.data.loading.batch_builder import BatchBuilder, Request
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
 
-    plan = StreamPlan.of(Order(loaders.ROWS, loaders.SEED), loaders.BATCH, 200, None)
+    plan = StreamPlan.create(Order(loaders.ROWS, loaders.SEED), loaders.BATCH, 200, None)
     every = range(loaders.BATCH)
-    asked = [Request(0, every, plan.taken(step, every)) for step in range(plan.steps)]
+    asked = [Request(0, every, plan.samples(step, every)) for step in range(plan.steps)]
     best = {}
     for contents in (False, True, False, True, False, True):
-        maker = Maker(loaders.Peer_light(), loaders.Rows(folder), loaders.SEED, "train", contents=contents)
+        maker = BatchBuilder(loaders.Peer_light(), loaders.Rows(folder), loaders.SEED, "train", contents=contents)
         began = time.process_time()
         made = [maker.make(request) for request in asked]
         best[contents] = min(best.get(contents, 1e9), (time.process_time() - began) / plan.steps / loaders.BATCH)
@@ -115,8 +115,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        name, folder, work = arguments.one
+    if arguments.single_device:
+        name, folder, work = arguments.single_device
         print("RESULT", json.dumps(measure(name, Path(folder), work)), flush=True)
         os._exit(0)  # some of them do not end by themselves
     found: dict[str, dict[str, list[dict[str, float]]]] = {work: {} for work in loaders.WORK}

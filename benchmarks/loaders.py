@@ -150,14 +150,16 @@ def __getattr__(name: str) -> Any:
 def unisono(kind: str, folder: Path, work: str, skip: int = 0, epochs: float = 1.0) -> Batches:
     """Our loader, with everything the ledger needs."""
     import benchmarks.loaders as here
-    from unisono.config.batch_split import Split
+    from unisono.config.batch_split import BatchSplit
     from unisono.data.loading.loader import Loader
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
 
     task, source = getattr(here, f"Peer_{work}")(), Rows(folder)
-    plan = StreamPlan.of(Order(ROWS, SEED), BATCH, None, epochs)
-    loader = Loader(task, source, plan, Split.of(BATCH, 1, BATCH), 0, workers=WORKERS, worker_kind=kind, contents=True)
+    plan = StreamPlan.create(Order(ROWS, SEED), BATCH, None, epochs)
+    loader = Loader(
+        task, source, plan, BatchSplit.create(BATCH, 1, BATCH), 0, workers=WORKERS, worker_kind=kind, contents=True
+    )
     try:
         for (micro,) in loader.steps(skip):
             yield micro.arrays

@@ -31,7 +31,7 @@ from sklearn.neighbors import KNeighborsClassifier
 import unisono
 from unisono.recipes.microbiome import losses, scoring
 from unisono.recipes.microbiome.predict import Predictor, predict_samples, scores
-from unisono.recipes.microbiome.settings import MicrobiomeConfig, Model, Study, Weights
+from unisono.recipes.microbiome.settings import LossWeights, MicrobiomeConfig, ModelSettings, Study
 from unisono.recipes.microbiome.study.library import Library
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.task import Context, Loss
@@ -60,7 +60,7 @@ class Local(Microbiome):
             numbers = batch["sample"][rows]
             truth = self._truth(numbers.device)[numbers[:, None], numbers]
             own = outputs["embedding"][rows]
-            total = total + losses.pairs(own, own, truth, 0)[0]
+            total = total + losses.pair_loss(own, own, truth, 0)[0]
         return Loss({"distance": total}, self._weights)  # type: ignore[dict-item]
 
 
@@ -79,9 +79,9 @@ def study(data: Path, fold: int, **more: Any) -> Study:
     )  # fmt: skip
 
 
-def small(encoder: str, **more: Any) -> Model:
+def small(encoder: str, **more: Any) -> ModelSettings:
     """`model=tiny`, without computing anything again."""
-    return Model(
+    return ModelSettings(
         features=32,
         heads=2,
         sequence_layers=1,
@@ -115,7 +115,7 @@ def target(asked: argparse.Namespace, seed: int, folder: Path) -> dict[str, floa
             known = pretrained(asked, fold, folder)
             models["fine-tuned"] = small(asked.encoder, from_run=known), 2e-3
             models["fine-tuned head"] = small(asked.encoder, from_run=known, freeze=True), 2e-2
-        config = MicrobiomeConfig(weights=Weights(target=1.0))
+        config = MicrobiomeConfig(weights=LossWeights(target=1.0))
         for name, (model, lr) in models.items():
             task = Microbiome(config, model=model, data=study(asked.data, fold, target=asked.target))
             trained = train(task, asked.steps, seed, folder, f"{name.replace(' ', '-')}-{seed}-{fold}", lr)
@@ -128,10 +128,10 @@ def target(asked: argparse.Namespace, seed: int, folder: Path) -> dict[str, floa
             area = roc_auc_score(values[own.numbers], own.target.mean[:, 1])
             made.setdefault(f"{name}, training", []).append(np.array([area]))
         truth.append(np.asarray(values[numbers], dtype=np.float64))
-        seen = {"random forest": scoring.shares(library), "number of reads": scoring.depths(library)}
+        seen = {"random forest": scoring.read_shares(library), "number of reads": scoring.read_depths(library)}
         seen["random forest of all reads"] = library.counts.toarray() / seen["number of reads"]
         for name, features in seen.items():
-            made.setdefault(name, []).append(scoring.forest(library, features, numbers, seed)[:, 1])
+            made.setdefault(name, []).append(scoring.predict_with_forest(library, features, numbers, seed)[:, 1])
         for name, probabilities in others(library, numbers).items():
             made.setdefault(name, []).append(probabilities)
     return {
@@ -146,7 +146,7 @@ def pretrained(asked: argparse.Namespace, fold: int, folder: Path) -> Path:
     """The folder of a run that has learnt the distances of the fold's training samples; made once."""
     name = f"{asked.encoder}-{fold}-{asked.pretrain}"
     if not (folder / name).is_dir():
-        config = MicrobiomeConfig(weights=Weights(distance=1.0))
+        config = MicrobiomeConfig(weights=LossWeights(distance=1.0))
         task = Microbiome(config, model=small(asked.encoder), data=study(asked.data, fold, target=asked.target))
         train(task, asked.pretrain, 0, folder, name)
     return folder / name
@@ -156,7 +156,7 @@ def others(library: Library, numbers: NDArray[np.int64]) -> dict[str, Array]:
     """What simple models predict of samples, (n,) probabilities of the second class each."""
     assert library.target is not None
     training, values = library.training().rows, library.target.values
-    logs = np.log1p(1000 * scoring.shares(library))
+    logs = np.log1p(1000 * scoring.read_shares(library))
     linear = LogisticRegression(max_iter=2000).fit(logs[training], values[training])
     apart = library.distances()
     near = KNeighborsClassifier(15, metric="precomputed").fit(apart[np.ix_(training, training)], values[training])

@@ -106,16 +106,16 @@ def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     from unisono.config.resolved_run import ResolvedRun
     from unisono.launch import layout, run_directory
     from unisono.launch.processes import rank_process
-    from unisono.runtime.communicator import Place
+    from unisono.runtime.communicator import ProcessInfo
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training
 
-    place = Place(rank, world, rank, world, "benchmark")
+    place = ProcessInfo(rank, world, rank, world, "benchmark")
     config, _ = load_config("language", recipe(world, folder, rounds + 5))
-    config = layout.concrete(config, place)
-    group = rank_process.join(config, place)
+    config = layout.resolve_layout(config, place)
+    group = rank_process.join_processes(config, place)
     task = build_task(config)
-    run = ResolvedRun(config, run_directory.path_of(config), None)
+    run = ResolvedRun(config, run_directory.run_path(config), None)
     if rank == 0:
         run.directory.mkdir(parents=True)
     group.barrier("the folder")

@@ -70,8 +70,12 @@ def ours(method: str, chunk: int | None = None) -> Contender:
 
     def decide(lengths: Lengths, capacity: int) -> packing.Pieces:
         if method == "online":
-            return packing.online(lengths, capacity, settings.open_bins)
-        return packing.offline(lengths, capacity) if method == "offline" else packing.concatenate(lengths, capacity)
+            return packing.pack_online(lengths, capacity, settings.open_bins)
+        return (
+            packing.pack_offline(lengths, capacity)
+            if method == "offline"
+            else packing.pack_concatenated(lengths, capacity)
+        )
 
     def pack(lengths: Lengths, capacity: int) -> Packed:
         began = time.process_time()

@@ -5,9 +5,9 @@
 
 Only the loss is measured, from the embeddings that a model has returned to their gradients: a contrast (InfoNCE with
 the same temperature everywhere) and a regression of distances, whose pairs are written as a broadcast difference. Ours
-is the engine's own code (`unisono.engines.torch.numerics.cross_sample`). Memory is the growth of the peak resident size of a
-process; time is the median over repetitions of the slowest process, after a barrier, one thread each, over gloo. The
-gradient is held against that of the same loss on one process over the whole batch, under DDP's convention: what
+is the engine's own code (`unisono.engines.torch.numerics.cross_sample`). Memory is the growth of the peak resident size
+of a process; time is the median over repetitions of the slowest process, after a barrier, one thread each, over gloo.
+The gradient is held against that of the same loss on one process over the whole batch, under DDP's convention: what
 reaches a parameter is the mean over processes. pytorch-metric-learning's contrast is of both views with both, which is
 four times the pairs. A library that is not installed is left out, and named.
 """
@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from benchmarks import page
 from tests import processes
 from tests.runs import configuration
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import Job
-from unisono.engines.torch.numerics.cross_sample import CrossSample
+from unisono.engines.protocol import EngineJob
+from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.random_state import RandomState
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, Task
 
 TEMPERATURE = 0.07
@@ -94,9 +94,11 @@ class Crossed(Task):
 # the ways -------------------------------------------------------------------------------------------------------------
 
 
-def ours(loss: Rows, place: Place, group: Group, passes: int) -> Way:
-    job = Job(Crossed(loss), configuration(), place, group, Split.of(passes * place.world_size, place.world_size, 1))
-    across = CrossSample(job, RandomState(0, torch.device("cpu")), lambda _, context: ({}, context))
+def ours(loss: Rows, place: ProcessInfo, group: Communicator, passes: int) -> Way:
+    job = EngineJob(
+        Crossed(loss), configuration(), place, group, BatchSplit.create(passes * place.world_size, place.world_size, 1)
+    )
+    across = TorchCrossSampleLoss(job, RandomState(0, torch.device("cpu")), lambda _, context: ({}, context))
 
     def way(a: Tensor, b: Tensor) -> None:
         size = len(a) // passes
@@ -172,7 +174,7 @@ def sentence_transformers() -> Way:
     return way
 
 
-def ways(name: str, place: Place, group: Group) -> dict[str, Way]:
+def ways(name: str, place: ProcessInfo, group: Communicator) -> dict[str, Way]:
     loss = LOSSES[name]
     found = {
         "Unisono": ours(loss, place, group, 1),
@@ -200,7 +202,7 @@ def embeddings(rows: int, features: int) -> Pair:
     return torch.randn(rows, features, generator=made), torch.randn(rows, features, generator=made)
 
 
-def measure(place: Place, group: Group, repeats: int, most: int) -> list[list[Any]]:
+def measure(place: ProcessInfo, group: Communicator, repeats: int, most: int) -> list[list[Any]]:
     """Of this process: loss, rows, way, seconds, bytes, squared error of the gradient and squared gradient."""
     warnings.simplefilter("ignore")
     found: list[list[Any]] = []

@@ -64,13 +64,13 @@ def ours(path: Path, tokenizer: Path, out: Path, workers: int, kind: str) -> flo
     import tokenizers  # noqa: F401 - as the peer has it loaded before its time begins
 
     from unisono.data.prepare.preparation import prepare
-    from unisono.recipes.language.settings import Files
+    from unisono.recipes.language.settings import CorpusFiles
     from unisono.recipes.language.texts import Texts
-    from unisono.recipes.language.tokenizer import tokenizer_from
-    from unisono.recipes.language.tokens import Ahead
+    from unisono.recipes.language.tokenizer import load_tokenizer
+    from unisono.recipes.language.tokens import TokenisePreparation
 
     began = time.perf_counter()
-    preparation = Ahead(Texts.of(Files(path=str(path))), tokenizer_from(tokenizer))
+    preparation = TokenisePreparation(Texts.of(CorpusFiles(path=str(path))), load_tokenizer(tokenizer))
     prepare(preparation, out, workers=workers, kind=kind, shard_mb=2)  # type: ignore[arg-type]
     return time.perf_counter() - began
 

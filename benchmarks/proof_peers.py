@@ -40,9 +40,9 @@ from unisono.proof import comparison
 from unisono.proof.cases import Case
 from unisono.proof.prove import FLOOR
 from unisono.proof.recording import case_recorder
-from unisono.proof.recording.trace import Trace, folder_of
+from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 TORCHTITAN = "0.3.0"  # the release whose rule this is
 
@@ -181,7 +181,7 @@ def trained_otherwise(name: str, root: Path) -> bool:
     if len(mine.facts.steps) != len(clean.facts.steps):
         return True
     last = len(clean.facts.steps) - 1
-    apart = comparison.distances(mine.tensors("parameters", last), clean.tensors("parameters", last))
+    apart = comparison.relative_distances(mine.tensors("parameters", last), clean.tensors("parameters", last))
     return bool(losses_differ(losses(mine), losses(clean))) or any(d > FLOOR["fp64"] for d in apart.values())
 
 
@@ -242,7 +242,7 @@ def resumes(roots: Mapping[str, Path]) -> dict[str, Told]:
 # runs -------------------------------------------------------------------------------------------------------------
 
 
-def run(place: Place, group: Group, names: list[str], root: Path, mode: str) -> None:
+def run(place: ProcessInfo, group: Communicator, names: list[str], root: Path, mode: str) -> None:
     """Record the runs of one mode, as the zoo does."""
     how = MODES[mode]
     proof = zoo.PROOF.model_copy(update={"steps": how.steps})
@@ -253,7 +253,7 @@ def run(place: Place, group: Group, names: list[str], root: Path, mode: str) -> 
         single = Case(name, 1, {"micro_batch": 2}, how.precision)
         case = zoo.case_of(name, fault, how.precision) if place.world_size > 1 else single
         with without_guards(), fault.made():
-            case_recorder.record(TASKS[fault.task](), zoo.configured(case), place, group, case, proof, root)
+            case_recorder.record_case(TASKS[fault.task](), zoo.configured(case), place, group, case, proof, root)
 
 
 @contextmanager
@@ -282,7 +282,7 @@ def recorded(root: Path) -> dict[str, Path]:
 
 
 def trace(root: Path, name: str) -> Trace:
-    return Trace(folder_of(root, name))
+    return Trace(trace_folder(root, name))
 
 
 # the table --------------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from torch import nn
 
 from tests.proofs.zoo import faults, zoo
 from tests.proofs.zoo.faults import TASKS, Fault
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.optim import optimizers
-from unisono.proof.recording.trace import Trace, folder_of
+from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.task import Context
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def resumed(name: str, roots: Mapping[str, Path]) -> Told:
     """The resume check of one run."""
     from trainparity import check_resume
 
-    folders = {mode: str(folder_of(root, name)) for mode, root in roots.items()}
+    folders = {mode: str(trace_folder(root, name)) for mode, root in roots.items()}
     phases = {
         "baseline_a": folders["whole"],
         "baseline_b": folders["whole-again"],
@@ -134,7 +134,9 @@ class Accumulation:
         model = named_once(self.task.build().double().to(device))
         self.made = self.fault.made()  # kept: it ends with the process
         self.made.__enter__()
-        return TrainingState(model, optimizers.build(zoo.configured(zoo.case_of("", self.fault)).optim, model))
+        return TrainingState(
+            model, optimizers.build_optimizer(zoo.configured(zoo.case_of("", self.fault)).optim, model)
+        )
 
     def batch(self, device: str) -> Any:
         return {name: value.to(device) for name, value in self.rows.items()}
@@ -209,7 +211,7 @@ def rows_of(fault: Fault) -> dict[str, torch.Tensor]:
     source = task.data()
     size = zoo.PROOF.global_batch
     order = Order(len(source), zoo.configured(zoo.case_of("", fault)).run.seed)
-    loader = Loader(task, source, StreamPlan(order, size, size), Split.of(size, 1, size), 0)
+    loader = Loader(task, source, StreamPlan(order, size, size), BatchSplit.create(size, 1, size), 0)
     try:
         arrays = next(loader.steps())[0].arrays
     finally:

@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks import page
 from unisono.config.schema import data as settings
-from unisono.data.order.blocks import Blocks
-from unisono.data.order.lanes import ONE, Lanes
-from unisono.data.order.mixture import Joined, Mixture
+from unisono.data.order.blocks import BlockOrder
+from unisono.data.order.lanes import SINGLE_LANE, Lanes
+from unisono.data.order.mixture import Joined, MixtureOrder
 from unisono.data.order.order import Order
 
 BATCH = 256
@@ -41,8 +41,10 @@ def orders() -> dict[str, Callable[[Any], Any]]:
     lanes, block = Lanes(64, BATCH // 64), np.full(100_000, 1000)
     return {
         "one source of 10¹³ rows": Order(LARGE, 0),
-        "mixture of three sources, blocks of 1000": Mixture.of(asked, sources, streams, 0, BATCH, ONE),
-        "100,000 blocks of 1000 rows, 64 lanes, window 8": Blocks(block, 0, 8, lanes),
+        "mixture of three sources, blocks of 1000": MixtureOrder.from_config(
+            asked, sources, streams, 0, BATCH, SINGLE_LANE
+        ),
+        "100,000 blocks of 1000 rows, 64 lanes, window 8": BlockOrder(block, 0, 8, lanes),
     }
 
 

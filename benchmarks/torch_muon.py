@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests import processes
 from unisono.optim.muon import Muon
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 SHAPES = ((64, 64), (256, 64), (64, 256), (63, 64), (65, 128), (1, 64))
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def updated(place: Place, group: Group, name: str, shape: tuple[int, int]) -> np.ndarray | str:
+def updated(place: ProcessInfo, group: Communicator, name: str, shape: tuple[int, int]) -> np.ndarray | str:
     """The change of a matrix in three updates; sharded where there are several processes."""
     rng = np.random.default_rng(0)
     mesh = init_device_mesh("cpu", (place.world_size,)) if place.world_size > 1 else None
@@ -50,7 +50,7 @@ def updated(place: Place, group: Group, name: str, shape: tuple[int, int]) -> np
     return (value.full_tensor() if mesh else value).numpy() - start
 
 
-def every(place: Place, group: Group) -> dict[tuple[str, tuple[int, int]], np.ndarray | str]:
+def every(place: ProcessInfo, group: Communicator) -> dict[tuple[str, tuple[int, int]], np.ndarray | str]:
     return {(name, shape): updated(place, group, name, shape) for name in OPTIMIZERS for shape in SHAPES}
 
 

@@ -28,12 +28,12 @@ import torch
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import store_lock, upload
-from unisono.checkpoint.remote.object_store import Store
+from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload import Uploads
-from unisono.checkpoint.remote.upload_process import Upload
+from unisono.checkpoint.remote.upload_process import CheckpointUploader
 from unisono.config.schema.run import RunConfig
-from unisono.engines.state import Shard
-from unisono.runtime.communicator import Alone
+from unisono.engines.state import ArrayShard
+from unisono.runtime.communicator import SingleProcess
 
 BUCKET = "checkpoints"
 SERVE = """
@@ -75,10 +75,10 @@ def by_process(config: RunConfig, folder: Path, path: Path, matrices: torch.Tens
         return uploads.uploaded is not None
 
     began = time.perf_counter()
-    uploads.finished(path)
+    uploads.enqueue(path)
     handed = time.perf_counter() - began
     taken = steps_until(done, matrices, 1)
-    while uploads.waits():
+    while uploads.wait():
         pass
     uploads.finish()
     return taken, handed
@@ -86,15 +86,15 @@ def by_process(config: RunConfig, folder: Path, path: Path, matrices: torch.Tens
 
 def by_thread(config: RunConfig, folder: Path, path: Path, matrices: torch.Tensor) -> list[float]:
     """Steps beside the same upload in a thread of this process."""
-    sender, files = Upload(place(config), folder, None, Retention(2)), commit.read(path).files
+    sender, files = CheckpointUploader(place(config), folder, None, Retention(2)), commit.read_manifest(path).files
     thread = threading.Thread(target=sender.commit, args=(path, path.name, files))
     thread.start()
     return steps_until(lambda: not thread.is_alive(), matrices, 1)
 
 
-def place(config: RunConfig) -> Store:
+def place(config: RunConfig) -> ObjectStore:
     """Where a run's checkpoints go."""
-    store = upload.store_of(config)
+    store = upload.open_store(config)
     assert store is not None
     return store
 
@@ -124,8 +124,8 @@ def main() -> None:
         s3fs.S3FileSystem().mkdir(BUCKET)
         with tempfile.TemporaryDirectory() as directory:
             data = torch.randn(given.megabytes << 18)
-            shards = [Shard("w", (len(data),), (0,), data)]
-            path = commit.save(Path(directory) / "checkpoints", 1, shards, {}, Alone(), 2)
+            shards = [ArrayShard("w", (len(data),), (0,), data)]
+            path = commit.save_checkpoint(Path(directory) / "checkpoints", 1, shards, {}, SingleProcess(), 2)
             for number in range(given.rounds):
                 for kind, url in (("S3", f"s3://{BUCKET}"), ("folder", f"file://{directory}/store")):
                     (folder := Path(directory) / f"run {number} {kind}").mkdir()

@@ -1,4 +1,4 @@
-"""What the tests cost, and which of the slow ones a run takes where they need more time than it has; a plugin of pytest.
+"""A plugin of pytest: what the tests cost, and which of the slow ones a run takes within its budget.
 
     pytest --measure=tests/seconds.json     write down what each module costs: its tests marked slow, and its others
     pytest -m slow --budget=5400            as many modules with slow tests as 5400 s of a worker hold

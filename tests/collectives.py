@@ -17,9 +17,9 @@ from tests import runs
 from tests.runs import configuration
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import process_group
-from unisono.launch.processes.rank_process import guarded
+from unisono.launch.processes.rank_process import run_and_exit
 from unisono.runtime import collective_log
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Context, Loss, Task
 
@@ -29,7 +29,7 @@ STEP = 2  # in which rank 1 does what is wrong; the run makes four
 class Talking(Task):
     """Least squares, and sums over ranks that a user might want to see."""
 
-    def __init__(self, place: Place, wrong: str) -> None:
+    def __init__(self, place: ProcessInfo, wrong: str) -> None:
         super().__init__()
         self.rank, self.wrong = place.rank, wrong
         self.seen: list[float] = []
@@ -149,7 +149,13 @@ class Outcome:
 
 
 def train(
-    place: Place, group: Group, folder: Path, wrong: str, strategy: str = "ddp", number: int = 0, **layout: Any
+    place: ProcessInfo,
+    group: Communicator,
+    folder: Path,
+    wrong: str,
+    strategy: str = "ddp",
+    number: int = 0,
+    **layout: Any,
 ) -> Outcome:
     """Train, and tell what came of it."""
     task, outcome = Talking(place, wrong), Outcome()
@@ -185,12 +191,12 @@ def process(rank: int, port: int, folder: Path, wrong: str) -> None:
     for stream in (1, 2):
         os.dup2(printed, stream)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ[collective_log.FOLDER] = str(folder)
+    os.environ[collective_log.RING_DIR_VARIABLE] = str(folder)
     torch.set_num_threads(1)
-    place = Place(rank, 2, rank, 2, "test")
+    place = ProcessInfo(rank, 2, rank, 2, "test")
 
     def work() -> None:
         group = process_group.start(place, torch.device("cpu"), timeout=20, start_timeout=60)
         runs.train(folder, config_of(), Talking(place, wrong), place, group)
 
-    guarded(work, place)
+    run_and_exit(work, place)

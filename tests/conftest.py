@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def real_processes() -> Iterator[None]:
 def nothing_left_behind() -> Iterator[None]:
     """A test that changes what belongs to the whole process fails itself, not the test that comes after it."""
     before = torch.get_default_dtype(), torch.get_num_threads(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if "jax" in sys.modules:  # an import of scikit-bio switches JAX to 64 bits
+        sys.modules["jax"].config.update("jax_enable_x64", False)
     yield
     after = torch.get_default_dtype(), torch.get_num_threads(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.set_default_dtype(before[0])

@@ -5,7 +5,8 @@ Once a test run has called `install`, what is started as `python -m unisono…`,
 else about it is as it would be: its parent, its command line and environment in `/proc`, its streams, folder, session
 and import path. Two things are not: more has been imported, and the hash seed of strings is the same in all. What a
 command starts, as a launcher its ranks, is forked too: from a copy of the command that was made before it began. In
-`real`, processes are started as ever; so is one whose environment asks for what only a new process can do, as `PYTHONHASHSEED` does.
+`real`, processes are started as ever; so is one whose environment asks for what only a new process can do, as
+`PYTHONHASHSEED` does.
 
 A fork would miss the threads of what it was forked from, and find their locks locked: the server computes nothing and
 has no threads. Linux alone lets a process inherit the orphans of its children; elsewhere all processes are real ones.
@@ -205,7 +206,8 @@ def _begin_server() -> socket.socket:
     ours, its = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fork_server", str(its.fileno()), "." * _ROOM], cwd=ROOT, pass_fds=[its.fileno()],
-        env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1"), "UNISONO_TESTS_ROOM": "." * _ROOM}, stdin=subprocess.DEVNULL,
+        env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1"), "UNISONO_TESTS_ROOM": "." * _ROOM},
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
     its.close()
     atexit.register(lambda: (ours.close(), process.wait()))

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from tests.runs import Trace, configuration
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import plan_of
+from unisono.data.order.planning import build_plan
 from unisono.engines.jax.engine import JaxEngine, create
-from unisono.engines.protocol import Job
+from unisono.engines.protocol import EngineJob
 from unisono.evaluation.held_out import HeldOut
-from unisono.optim.schedules import Scalars
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.optim.schedules import ScheduledScalars
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
 
 __all__ = ["Trace", "configuration", "trace"]
@@ -40,17 +40,17 @@ def parameters(engine: JaxEngine) -> dict[str, np.ndarray]:
     return {name: whole(array) for name, array in engine.train_state.parameters.items()}
 
 
-def trace(task: Task, config: RunConfig, place: Place | None = None, group: Group | None = None) -> Trace:
+def trace(task: Task, config: RunConfig, place: ProcessInfo | None = None, group: Communicator | None = None) -> Trace:
     """Train and evaluate a task; all processes return the same trace."""
-    place, group = place or Place(), group or Alone()
+    place, group = place or ProcessInfo(), group or SingleProcess()
     source = task.data()
-    plan = plan_of(task, source, config, place.world_size)
+    plan = build_plan(task, source, config, place.world_size)
     devices = config.layout.devices
     assert isinstance(devices, int)
-    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch, devices)
+    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch, devices)
     loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
-    scalars = Scalars(config, plan.steps)
-    engine = create(Job(task, config, place, group, split))
+    scalars = ScheduledScalars(config, plan.steps)
+    engine = create(EngineJob(task, config, place, group, split))
     result = Trace()
     try:
         engine.setup(next(iter(loader.steps())), scalars(0))
@@ -84,12 +84,12 @@ def trace(task: Task, config: RunConfig, place: Place | None = None, group: Grou
 
 def raw_gradients(engine: JaxEngine, batches: Any, scalars: Any) -> dict[str, np.ndarray]:
     """The gradient of the global batch as the step would use it, before it is clipped."""
-    from unisono.engines.jax.batches import Names
+    from unisono.engines.jax.batches import ColumnNames
     from unisono.engines.jax.step import Step
 
-    batch, names = engine.batches.of(batches), Names.of(batches[0])
+    batch, names = engine.batches.of(batches), ColumnNames.of(batches[0])
     forward = engine.programs.forward(True, scalars, names)
-    rows = engine._rows_of(batches, "a test")
+    rows = engine._count_rows(batches, "a test")
     defer = engine._config.layout.defer_reduction
     step = Step(forward, engine.programs.optimizer, batch.number.shape[0], defer, rows)
     inputs = engine.programs.inputs(0, scalars, False, {})

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 
 ROOT = Path(__file__).parents[1]
 _OTHERS = 1.0  # seconds that the other ranks have, after one has failed, to say how they fail
@@ -63,7 +63,7 @@ def run(function: Callable[..., Any], world_size: int, *arguments: Any, timeout:
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the same function in this process, as the only one."""
-    return function(Place(), Alone(), *arguments)
+    return function(ProcessInfo(), SingleProcess(), *arguments)
 
 
 def _start(named: str, rank: int, world_size: int, folder: Path, meeting: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -107,7 +107,7 @@ def main(named: str, rank: int, world_size: int, folder: Path) -> NoReturn:
     die_with_parent()
     faulthandler.enable()
     torch.set_num_threads(1)
-    place = Place(rank, world_size, rank, world_size, "test")
+    place = ProcessInfo(rank, world_size, rank, world_size, "test")
     module, _, name = named.partition(":")
     try:
         sys.path[:], given = pickle.loads((folder / "call").read_bytes())

@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from unisono.callback import Callback
 from unisono.checkpoint.core import provenance, resume_point
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import facts_of, plan_of, source_of
+from unisono.data.order.planning import build_plan, build_source, source_facts
 from unisono.engines.observers import ModelView, Observer
-from unisono.engines.protocol import Job
+from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
-from unisono.optim.schedules import Scalars
-from unisono.runtime.communicator import Communicator, Group, Place, ProcessInfo, SingleProcess
+from unisono.optim.schedules import ScheduledScalars
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
 from unisono.training import loop
 from unisono.training.loop import Result
-from unisono.training.parts import Parts
+from unisono.training.parts import TrainingParts
 
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"kind": "adamw", "lr": 1e-2}
@@ -99,9 +99,9 @@ class FirstGradients(Observer):
             self.raw = {name: whole(p.grad) for name, p in parameters if p.grad is not None}
 
 
-def engine_of(task: Task, config: RunConfig, place: Place, group: Group, split: Split) -> TorchEngine:
+def engine_of(task: Task, config: RunConfig, place: ProcessInfo, group: Communicator, split: BatchSplit) -> TorchEngine:
     """An engine, not set up."""
-    return TorchEngine(Job(task, config, place, group, split))
+    return TorchEngine(EngineJob(task, config, place, group, split))
 
 
 def parameters(engine: TorchEngine) -> dict[str, np.ndarray]:
@@ -119,13 +119,13 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
 
 
-def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
+def trace(place: ProcessInfo, group: Communicator, task: Task, config: RunConfig) -> Trace:
     """Train and evaluate a task; all ranks return the same trace."""
     source = task.data()
-    plan = plan_of(task, source, config, place.world_size)
-    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
+    plan = build_plan(task, source, config, place.world_size)
+    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
-    scalars = Scalars(config, plan.steps)
+    scalars = ScheduledScalars(config, plan.steps)
     engine = engine_of(task, config, place, group, split)
     result = Trace()
     try:
@@ -159,7 +159,7 @@ def trace(place: Place, group: Group, task: Task, config: RunConfig) -> Trace:
     return result
 
 
-def traces(place: Place, group: Group, cases: list[tuple[Task, RunConfig]]) -> list[Trace]:
+def traces(place: ProcessInfo, group: Communicator, cases: list[tuple[Task, RunConfig]]) -> list[Trace]:
     """Several runs in the same processes, one after the other."""
     return [trace(place, group, task, config) for task, config in cases]
 
@@ -181,11 +181,11 @@ def distance(mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> d
 def resolved(task: Task, config: RunConfig, folder: Path, process: ProcessInfo | None = None) -> ResolvedRun:
     """A run in this folder, with whatever checkpoint is there; the layout is taken as it is."""
     world = (process or ProcessInfo()).world_size
-    source = source_of(task, config, world)
-    plan = plan_of(task, source, config, world)
+    source = build_source(task, config, world)
+    plan = build_plan(task, source, config, world)
     newest = resume_point.newest_readable(folder / "checkpoints")
-    here = provenance.of(config, facts_of(source))
-    return ResolvedRun(config, folder, resume_point.decide(folder, config, here, newest, plan.steps))
+    here = provenance.describe_run(config, source_facts(source))
+    return ResolvedRun(config, folder, resume_point.decide_resume_point(folder, config, here, newest, plan.steps))
 
 
 def train(
@@ -204,7 +204,7 @@ def train(
 
 def evaluate(folder: Path, config: RunConfig, task: Task) -> dict[str, float]:
     """Evaluate the newest checkpoint of this folder, on one process."""
-    run = ResolvedRun(config, folder, resume_point.everything(folder))
+    run = ResolvedRun(config, folder, resume_point.list_all(folder))
     return loop.evaluate(task, run, ProcessInfo(), SingleProcess())
 
 
@@ -215,10 +215,10 @@ def training(
     return loop.Training(task, resolved(task, config, folder, process), process, communicator)
 
 
-def parts(task: Task, config: RunConfig, folder: Path) -> Parts:
+def parts(task: Task, config: RunConfig, folder: Path) -> TrainingParts:
     """What one process computes with, set up from the newest checkpoint of this folder, which is only read."""
-    run = ResolvedRun(config, folder, resume_point.everything(folder))
-    made = Parts(task, run, ProcessInfo(), SingleProcess(), writing=False)
+    run = ResolvedRun(config, folder, resume_point.list_all(folder))
+    made = TrainingParts(task, run, ProcessInfo(), SingleProcess(), writing=False)
     try:
         made.setup(made.resume())
     except BaseException:

@@ -112,7 +112,7 @@ def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
 def test_a_verb_that_is_spelt_wrongly_is_refused_with_the_nearest(unisono: Command):
     code, _, error = unisono("trian", "language")
     assert code == 2
-    assert "'trian' is no verb of language, did you mean 'train'?" in error
+    assert "language has no verb 'trian', did you mean 'train'?" in error
 
 
 # config and check ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_train_leaves_a_run_with_its_events_its_configuration_and_a_checkpoint(u
     code, *_ = unisono("train", SPIRALS, *SHORT, "run.name=a")
     assert code == 0
     assert [event["step"] for event in jobs.events(Path("runs/a"))] == [1, 2, 3, 3]
-    assert [path.name for path in commit.find(Path("runs/a/checkpoints"))] == ["step-00000003"]
+    assert [path.name for path in commit.find_checkpoints(Path("runs/a/checkpoints"))] == ["step-00000003"]
     assert Path("runs/a/config.yaml").is_file()
 
 
@@ -207,7 +207,7 @@ def test_a_run_without_a_checkpoint_cannot_be_evaluated(unisono: Command):
 def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(unisono: Command):
     unisono("train", LINEAR, *SHORT, "run.name=a")
     code, _, told = unisono("evaluate", "runs/a")
-    assert (code, told) == (2, "unisono: error: runs/a: the task holds no rows out\n")
+    assert (code, told) == (2, "unisono: error: runs/a: the task has no held-out rows\n")
 
 
 # exit codes ---------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_an_error_ends_in_one_line_and_its_own_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(train, "start", fail)
+    monkeypatch.setattr(train, "start_run", fail)
     assert unisono("train", LINEAR) == (code, "", "unisono: error: no\n")
 
 
@@ -238,7 +238,7 @@ def test_an_interruption_ends_in_130_without_a_traceback(unisono: Command, monke
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "start", fail)
+    monkeypatch.setattr(train, "start_run", fail)
     code, _, told = unisono("train", LINEAR)
     assert (code, told) == (130, "\nunisono: interrupted\n")
 
@@ -247,7 +247,7 @@ def test_a_fault_of_our_own_keeps_its_traceback(unisono: Command, monkeypatch: p
     def fail(*_: object, **__: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(train, "start", fail)
+    monkeypatch.setattr(train, "start_run", fail)
     with pytest.raises(KeyError, match="ours"):
         unisono("train", LINEAR)
 
@@ -306,7 +306,7 @@ def test_a_directory_that_holds_another_run_is_refused(unisono: Command, monkeyp
     assert told.splitlines()[:3] == [
         "unisono: error: runs/a already holds another run:",
         "  optim.lr: 0.0003 there, 0.5 here",
-        "Choose another run.name, or go on with these changes by run.allow_change=[optim.lr]",
+        "Choose another run.name, or resume with these changes: run.allow_change=[optim.lr]",
     ]
     assert "  optim.lr is from override 'optim.lr=0.5'" in told
 

@@ -83,13 +83,13 @@ def test_shares_are_merged_to_the_whole(data: Command, here: Path, workers: str)
         code, told, _ = data("prepare", "language", *CORPUS, *words)
         assert code == 0
         assert told.splitlines() == [
-            f"shares: share {number}/2 is there, {number} of 3 shards",
-            "when all shares have ended: unisono data merge shares",
+            f"shares: part {number}/2 is done, {number} of 3 shards",
+            "when all parts are done: unisono data merge shares",
         ]
         if number == 2:
             code, _, told = data("merge", "shares")
             assert code == 2
-            assert told.startswith("unisono: error: shares: 1 of 3 shards are missing (0); make them by")
+            assert told.startswith("unisono: error: shares: 1 of 3 shards are missing (0); make them with")
     code, told, _ = data("merge", "shares")
     assert code == 0
     assert told.startswith("shares: 120 rows, ")
@@ -143,7 +143,8 @@ def _gone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"), [(_damaged, "is damaged (its bytes are not those"), (_gone, "is missing, which the manifest")]
+    ("spoil", "told"),
+    [(_damaged, "is damaged (its bytes are not those"), (_gone, "is listed in the manifest but missing")],
 )
 def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_helps(
     data: Command, here: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], told: str
@@ -165,13 +166,13 @@ def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_he
         (("prepare", "language", *CORPUS, "out=x", "shard=3/2"), "shard=3/2: write shard=i/n with i from 1 to n"),
         (("prepare", "language", *CORPUS, "out=x", "workers=none"), "workers: "),
         (("prepare", "language", *CORPUS, "out=x", "data.pth=y"), "unknown key 'data.pth'"),
-        (("prepare", "language", "data=prepared", "data.path=x"), "data=prepared was prepared before"),
+        (("prepare", "language", "data=prepared", "data.path=x"), "data=prepared is already prepared"),
         (
             ("prepare", f"{tasks.__file__}:LinearTask"),
             "nothing can be prepared for LinearTask: it does not define preparation()",
         ),
-        (("merge", "corpus"), "corpus has no plan.json: nothing was prepared there"),
-        (("reshard", "corpus"), "shards is needed: shards=…; out is needed: out=…"),
+        (("merge", "corpus"), "corpus has no plan.json, so nothing was prepared there"),
+        (("reshard", "corpus"), "shards is missing: add shards=…; out is missing: add out=…"),
         (("reshard", "corpus", "shards=2", "out=x"), "corpus holds no prepared data (no manifest.json)"),
         (("reshard", "corpus", "shards=2", "out=x", "shard=3"), "unknown word 'shard=3', did you mean 'shards'?"),
     ],
@@ -218,7 +219,7 @@ def test_preview_asks_for_the_position_and_the_layout(data: Command, monkeypatch
     asked: list[tuple[int, int, int]] = []
     module = ModuleType("unisono.data.preview")
     module.preview = lambda task, config, *numbers: asked.append(numbers) or ["a", "b"]  # type: ignore[attr-defined]
-    module.lines = lambda shown: [f"row {one}" for one in shown]  # type: ignore[attr-defined]
+    module.format_table = lambda shown: [f"row {one}" for one in shown]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unisono.data.preview", module)
     monkeypatch.setattr(package, "preview", module, raising=False)
     task = f"{tasks.__file__}:LinearTask"

@@ -1,4 +1,4 @@
-"""`unisono new` writes a package that is a recipe: it can be installed, is found, trains, predicts and proves itself."""
+"""`unisono new` writes a package that is a recipe: installed, it is found, trains, predicts and proves itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from unisono.runtime.errors import ConfigError
 
 
 def test_a_new_recipe_has_its_name_everywhere_and_nothing_of_the_skeleton(tmp_path: Path) -> None:
-    folder = new.create("bird_calls", tmp_path)
+    folder = new.create_recipe("bird_calls", tmp_path)
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {
-        "pyproject.toml", "README.md", "src/bird_calls/__init__.py", "src/bird_calls/task.py", "src/bird_calls/verbs.py",
+        "pyproject.toml", "README.md", "src/bird_calls/__init__.py", "src/bird_calls/task.py",
+        "src/bird_calls/verbs.py",
         "src/bird_calls/config/bird_calls.yaml", "tests/test_bird_calls.py",
     }  # fmt: skip
     texts = "\n".join((folder / name).read_text() for name in files)
@@ -30,7 +31,7 @@ def test_a_new_recipe_has_its_name_everywhere_and_nothing_of_the_skeleton(tmp_pa
 @pytest.mark.parametrize("name", ["Birds", "2birds", "bird-calls", "class", ""])
 def test_a_name_that_no_package_can_have_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be the name of a package"):
-        new.create(name, tmp_path)
+        new.create_recipe(name, tmp_path)
 
 
 def test_nothing_is_overwritten_and_no_recipe_is_shadowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,15 +39,15 @@ def test_nothing_is_overwritten_and_no_recipe_is_shadowed(tmp_path: Path, capsys
     assert "unisono train birds" in capsys.readouterr().out
     (tmp_path / "birds" / "README.md").write_text("mine")
     assert main.main(["new", "birds", "--dir", str(tmp_path)]) == 2
-    assert "birds exists already, and nothing is overwritten" in capsys.readouterr().err
+    assert "birds already exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "birds" / "README.md").read_text() == "mine"
     assert main.main(["new", "language", "--dir", str(tmp_path)]) == 2
-    assert "there is a recipe called 'language' already" in capsys.readouterr().err
+    assert "a recipe called 'language' already exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_new_recipe_is_installed_found_and_proves_itself(tmp_path: Path) -> None:
-    folder, site = new.create("birds", tmp_path), tmp_path / "site"
+    folder, site = new.create_recipe("birds", tmp_path), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", site, folder], check=True, timeout=300, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site)}

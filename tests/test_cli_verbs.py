@@ -15,10 +15,14 @@ import pytest
 
 import unisono as face
 from tests.tasks import TransformerTask
-from unisono.cli import main
+from unisono.cli import main, verbs
 from unisono.config import recipes
+from unisono.config.compose import ComposedConfig, compose
 from unisono.config.recipes import Recipe
+from unisono.launch.layout import resolve_layout
+from unisono.launch.task_objects import with_engine
 from unisono.runtime.errors import ConfigError
+from unisono.task_config import build_task, find_task, resolve_engine, validate_config
 
 SPIRALS = f"{Path(__file__).parents[1]}/examples/spirals.py:Spirals"
 SMALL = {"layout.world_size": 1, "layout.device": "cpu", "layout.threads": 1, "observe.progress": False}
@@ -110,14 +114,14 @@ def test_a_verb_about_a_run_is_given_it_opened(mine: str, tmp_path: Path, comman
     code, _, error = command("size", folder, "task.row=9")
     assert (code, "unknown key 'task.row'" in error and "did you mean 'task.rows'" in error) == (2, True)
     code, _, error = command("size", mine)
-    assert (code, "size is about a run" in error) == (2, True)
+    assert (code, "size needs the folder of a run" in error) == (2, True)
 
 
 def test_a_verb_that_nobody_has_is_refused_with_the_nearest(mine: str, command: Callable[..., Told]) -> None:
-    assert "'echoo' is no verb of" in command("echoo", mine, "x")[2]
+    assert "has no verb 'echoo'" in command("echoo", mine, "x")[2]
     assert "did you mean 'echo'?" in command("echoo", mine, "x")[2]
     assert "unknown verb 'generat', did you mean 'generate'?" in command("generat")[2]
-    assert "unisono generate needs to know of what" in command("generate")[2]
+    assert "unisono generate needs a run" in command("generate")[2]
     assert "nowhere is neither a run (no nowhere/config.yaml) nor a task" in command("generate", "nowhere", "x")[2]
 
 
@@ -127,7 +131,7 @@ def test_a_verb_that_nobody_has_is_refused_with_the_nearest(mine: str, command: 
 def test_help_lists_recipes_and_their_verbs_and_imports_no_task() -> None:
     code = """
 import sys
-from unisono.cli import main
+from unisono.cli import main, verbs
 main.main([])
 print(sorted({"torch", "numpy", "pydantic", "hydra", "transformers"} & set(sys.modules)))
 """
@@ -150,7 +154,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
         name: SimpleNamespace(value=f"{name}:RECIPE", module="tests.tasks", load=lambda recipe=recipe: load(recipe))
         for name, recipe in found.items()
     }
-    recipes.find.cache_clear()
+    recipes.find_recipe.cache_clear()
     monkeypatch.setattr(recipes, "_entry_points", lambda: entries)
 
 
@@ -162,29 +166,81 @@ def test_a_recipe_that_cannot_be_imported_is_listed_and_stops_nobody_else(
     told = command()[1]
     assert "count      good         count" in told
     assert "broken       cannot be imported" in told
-    assert recipes.name_of("tests.tasks:LinearTask") == "good"
+    assert recipes.find_recipe_name("tests.tasks:LinearTask") == "good"
     with pytest.raises(ConfigError, match=r"recipe 'broken' \(broken:RECIPE\) cannot be imported: no such library"):
-        recipes.find("broken")
-    recipes.find.cache_clear()
+        recipes.find_recipe("broken")
+    recipes.find_recipe.cache_clear()
 
 
 def test_what_an_entry_point_names_has_to_be_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     _registered(monkeypatch, odd=3)
     with pytest.raises(ConfigError, match=r"recipe 'odd': odd:RECIPE is a int, not a unisono\.Recipe"):
-        recipes.find("odd")
+        recipes.find_recipe("odd")
     with pytest.raises(ConfigError, match="unknown recipe 'od', did you mean 'odd'"):
-        recipes.find("od")
+        recipes.find_recipe("od")
     _registered(monkeypatch)
-    with pytest.raises(ConfigError, match=r"older than its source\. Install it again \(pip install -e \.\)"):
-        recipes.find("language")
-    recipes.find.cache_clear()
+    with pytest.raises(ConfigError, match=r"older than its source\. Reinstall it \(pip install -e \.\)"):
+        recipes.find_recipe("language")
+    recipes.find_recipe.cache_clear()
 
 
-def test_a_recipe_has_a_task_for_each_engine_and_refuses_others() -> None:
-    recipe = Recipe(tasks={"torch": "a:B", "jax": "a:C"})
-    assert (recipe.task(), recipe.task("torch"), recipe.task("jax")) == ("a:B", "a:B", "a:C")
-    with pytest.raises(ConfigError, match=r"layout\.engine=jaxx: .* did you mean 'jax'"):
-        recipe.task("jaxx")
+def test_a_recipe_has_a_task_for_each_engine_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    both = Recipe(tasks={"torch": "tests.tasks:LinearTask", "jax": "tests.jax_tasks:UnevenTask"})
+    one = Recipe(tasks={"jax": "tests.jax_tasks:UnevenTask"})
+    _registered(monkeypatch, both=both, one=one)
+    assert [find_task("both", engine).engine for engine in ("auto", "torch", "jax")] == ["torch", "torch", "jax"]
+    assert find_task("one").engine == find_task("one", "jax").engine == "jax"
+    with pytest.raises(
+        ConfigError, match=r"layout\.engine=torch: the recipe 'one' has no task for it; use layout\.engine=jax"
+    ):
+        find_task("one", "torch")
+    with pytest.raises(ConfigError, match="at least one task"):
+        Recipe(tasks={})
+    recipes.find_recipe.cache_clear()
+
+
+def test_the_layout_of_a_run_chooses_the_task_of_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    tasks = {"torch": "tests.tasks:LinearTask", "jax": "tests.jax_tasks:UnevenTask"}
+    _registered(monkeypatch, both=Recipe(tasks=tasks), one=Recipe(tasks={"jax": tasks["jax"]}))
+
+    def engine(recipe: str, **layout: str) -> str:
+        composed = compose(tasks["torch"], ["layout.device=cpu", *(f"layout.{key}={layout[key]}" for key in layout)])
+        config = validate_config(ComposedConfig({**composed.values, "recipe": recipe}, {}))
+        made = resolve_layout(config, None)
+        assert build_task(made).engine == resolve_engine(config) == made.layout.engine
+        return made.layout.engine
+
+    assert [engine("both"), engine("both", engine="jax"), engine("one")] == ["torch", "jax", "jax"]
+    with pytest.raises(ConfigError, match="the recipe 'one' has no task for it"):
+        engine("one", engine="torch")
+    with pytest.raises(ConfigError, match=r"layout\.engine=jax, but tests.tasks:LinearTask is written for torch"):
+        engine(tasks["torch"], engine="jax")
+    composed = ComposedConfig({"recipe": "both", "layout": {"strategy": "single"}}, {})
+    assert with_engine(composed, find_task(tasks["jax"])).values["layout"] == {"strategy": "single", "engine": "jax"}
+    with pytest.raises(ConfigError, match=r"layout\.engine=jax, but LinearTask is written in torch"):
+        with_engine(ComposedConfig({"recipe": "both", "layout": {"engine": "jax"}}, {}), find_task(tasks["torch"]))
+    recipes.find_recipe.cache_clear()
+
+
+def test_a_recipe_s_own_export_is_the_one_for_its_runs_unless_a_form_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = Recipe(tasks={"torch": "tests.tasks:LinearTask"}, verbs={"export": ("builtins:len", "export")})
+    none = Recipe(tasks={"torch": "tests.tasks:TransformerTask"})
+    _registered(monkeypatch, own=own, none=none)
+    for name, reference in (("own", "own"), ("task", "tests.tasks:LinearTask"), ("none", "none"), ("file", "x.py:X")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"recipe: {reference}\n")
+    found = [verbs.replaces_core(["export", str(tmp_path / name), "out=x"]) for name in ("own", "task", "none", "file")]
+    assert found == [True, True, False, False]
+    assert not verbs.replaces_core(["export", str(tmp_path / "own"), "to=safetensors"])
+    assert not verbs.replaces_core(["evaluate", str(tmp_path / "own")])
+    assert not verbs.replaces_core(["export", str(tmp_path / "nowhere")])
+    (tmp_path / "own" / "config.yaml").write_text("recipe: [")
+    assert not verbs.replaces_core(["export", str(tmp_path / "own")])
+    recipes.find_recipe.cache_clear()
 
 
 # predict, which every task has ----------------------------------------------------------------------------------------
@@ -245,7 +301,7 @@ def test_another_table_format_and_rows_that_are_not_there_are_refused(
 
     settings = {**SMALL, "train.steps": 1, "train.global_batch": 8, "run.dir": str(tmp_path), "run.name": "linear"}
     folder = face.train(f"{tasks.__file__}:LinearTask", settings).folder
-    assert "rows=held_out: LinearTask has no such rows; choose rows=training" in command("predict", folder)[2]
+    assert "rows=held_out: LinearTask has no such rows; use rows=training" in command("predict", folder)[2]
     assert command("predict", folder, "rows=training")[0] == 0
     assert list(rows_of(folder / "predictions.csv")[0]) == ["row", "output", "y"]
 

@@ -69,7 +69,7 @@ def test_without_a_close_name_all_names_are_listed_in_order():
 
 
 def test_where_no_name_is_valid_the_sentence_says_so():
-    assert nearest("zzz", []) == "valid here: nothing"
+    assert nearest("zzz", []) == "and there is none to choose from"
 
 
 @given(st.lists(st.text("abcdef_", min_size=1, max_size=8), min_size=1, max_size=5))

@@ -1,4 +1,4 @@
-"""The example of a recipe outside of the package: found by its entry point, trained, predicted, listened with, and proved."""
+"""The example of a recipe outside of the package: found by its entry point, trained, predicted and proved."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def installed() -> Iterator[None]:
 
         entry = SimpleNamespace(value="esc10:RECIPE", module="esc10", load=lambda: esc10.RECIPE)
         known = dict(recipes._entry_points())
-        recipes.find.cache_clear()
+        recipes.find_recipe.cache_clear()
         patch.setattr(recipes, "_entry_points", lambda: {**known, "esc10": entry})
         yield
-    recipes.find.cache_clear()
+    recipes.find_recipe.cache_clear()
     sys.modules.pop("esc10", None)
 
 

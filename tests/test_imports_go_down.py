@@ -34,7 +34,7 @@ MODULES = {
 
 
 def imported(module: str, source: str, package: bool = False) -> Iterator[str]:
-    """Every module that a source imports, at any depth; `from unisono.data import order` is `unisono.data.order.order`."""
+    """Every module that a source imports, at any depth; `from unisono.data import order` counts as a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -80,7 +80,8 @@ def test_every_room_of_the_house_has_a_floor():
         ("unisono.config.schema.run", "import unisono.engines.torch.engine", ["unisono.engines.torch.engine"]),
         ("unisono.runtime.errors", "if TYPE_CHECKING:\n    from unisono.task import Task", ["unisono.task"]),
         ("unisono.runtime.errors", "from ..task import Task", ["unisono.task"]),
-        ("unisono.engines.torch.engine", "from ...launch.processes import rank_process", ["unisono.launch.processes.rank_process"]),
+        ("unisono.engines.torch.engine", "from ...launch.processes import rank_process",
+        ["unisono.launch.processes.rank_process"]),
         ("unisono.optim.schedules", "import unisono", ["unisono"]),
         ("unisono.task", "from unisono.recipes.language import task", ["unisono.recipes.language.task"]),
         ("unisono.recipes.language.task", "from unisono.engines.torch import engine", ["unisono.engines.torch.engine"]),

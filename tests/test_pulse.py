@@ -17,26 +17,26 @@ from unisono.runtime import heartbeat
 @pytest.fixture
 def told(tmp_path: Path) -> Iterator[Path]:
     heartbeat.start(tmp_path, 3)
-    yield heartbeat.file_of(tmp_path, 3)
+    yield heartbeat.heartbeat_path(tmp_path, 3)
     heartbeat.stop()
 
 
-def read(path: Path) -> heartbeat.Record:
-    record = heartbeat.read(path)
+def read(path: Path) -> heartbeat.HeartbeatRecord:
+    record = heartbeat.read_record(path)
     assert record is not None
     return record
 
 
 def test_without_a_start_nothing_is_told_and_nothing_fails():
     heartbeat.stop()
-    with heartbeat.phase("compute"), heartbeat.unchanged():
-        heartbeat.step(3, 0.1)
-        heartbeat.waits("nobody")
-    assert not heartbeat.active()
+    with heartbeat.phase("compute"), heartbeat.restore_phase():
+        heartbeat.record_step(3, 0.1)
+        heartbeat.mark_waiting("nobody")
+    assert not heartbeat.is_active()
 
 
 def test_a_phase_is_told_with_what_is_around_it_and_then_the_one_around_it_again(told: Path):
-    heartbeat.step(4)
+    heartbeat.record_step(4)
     with heartbeat.phase("compute"):
         assert (read(told).phase, read(told).step) == ("compute", 5)
         with heartbeat.phase("wait", "the gradients of step 5"):
@@ -49,17 +49,17 @@ def test_a_phase_is_told_with_what_is_around_it_and_then_the_one_around_it_again
 
 @pytest.mark.parametrize(("phase", "step"), [("data", 5), ("compute", 5), ("save", 4), ("evaluate", 4), ("record", 4)])
 def test_what_is_saved_and_evaluated_belongs_to_the_step_before(told: Path, phase: str, step: int):
-    heartbeat.step(4)
+    heartbeat.record_step(4)
     with heartbeat.phase("record"), heartbeat.phase(phase):
-        assert read(told).step == heartbeat.making() == step
+        assert read(told).step == heartbeat.current_step() == step
         with heartbeat.phase("wait", "x"):
             assert read(told).step == step
 
 
 def test_a_backward_pass_becomes_a_wait_and_what_comes_after_is_none(told: Path):
     with heartbeat.phase("compute", "a new shape"):
-        with heartbeat.unchanged():
-            heartbeat.waits("the gradients of step 1")
+        with heartbeat.restore_phase():
+            heartbeat.mark_waiting("the gradients of step 1")
             assert (read(told).phase, read(told).outer) == ("wait", "compute")
         assert (read(told).phase, read(told).detail) == ("compute", "a new shape")
 
@@ -74,7 +74,7 @@ def test_what_failed_stays_told_with_the_exit_code(told: Path):
 
 def test_durations_and_times_of_phases_add_up(told: Path):
     for made in range(1, 101):
-        heartbeat.step(made, made / 10)
+        heartbeat.record_step(made, made / 10)
     with heartbeat.phase("data"):
         time.sleep(0.02)
         with heartbeat.phase("wait", "x"):
@@ -109,7 +109,7 @@ def write(directory: Path, seconds: float) -> None:
     while time.monotonic() < end:
         number += 1
         with heartbeat.phase("wait", str(number) * 20):
-            heartbeat.step(number, float(number))
+            heartbeat.record_step(number, float(number))
 
 
 def test_a_record_is_never_torn(tmp_path: Path):
@@ -117,7 +117,7 @@ def test_a_record_is_never_torn(tmp_path: Path):
     process.start()
     seen = set()
     while process.is_alive():
-        record = heartbeat.read(heartbeat.file_of(tmp_path, 0))
+        record = heartbeat.read_record(heartbeat.heartbeat_path(tmp_path, 0))
         if record is not None and record.phase == "wait":
             number = record.detail[: len(record.detail) // 20]
             assert record.detail == number * 20
@@ -130,16 +130,16 @@ def test_a_record_is_never_torn(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
 def test_what_is_no_record_is_none(tmp_path: Path, content: bytes):
-    assert heartbeat.read(tmp_path / "none") is None
+    assert heartbeat.read_record(tmp_path / "none") is None
     (tmp_path / "some").write_bytes(content)
-    assert heartbeat.read(tmp_path / "some") is None
+    assert heartbeat.read_record(tmp_path / "some") is None
 
 
 def test_a_file_that_was_changed_is_no_record(told: Path):
     content = bytearray(told.read_bytes())
     content[60] ^= 1
     told.with_name("other").write_bytes(content)
-    assert heartbeat.read(told.with_name("other")) is None
+    assert heartbeat.read_record(told.with_name("other")) is None
 
 
 def test_an_update_is_cheap(told: Path):

@@ -23,9 +23,9 @@ from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
-from unisono.observe.run_record import Record
-from unisono.optim.schedules import Scalars
-from unisono.runtime.communicator import Alone
+from unisono.observe.run_record import RunRecord
+from unisono.optim.schedules import ScheduledScalars
+from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.task import Context, Loss, SampleContext, Task
 from unisono.training.loop import Result
@@ -46,16 +46,16 @@ def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str
 
 def steps(folder: Path) -> list[int]:
     """The steps that stand in the run's events, in order."""
-    return [event["step"] for event in events.read(folder / "events.jsonl") if not event.get("eval")]
+    return [event["step"] for event in events.read_events(folder / "events.jsonl") if not event.get("eval")]
 
 
 def evaluations(folder: Path) -> list[int]:
     """The steps after which the run's events say it was evaluated, in order."""
-    return [event["step"] for event in events.read(folder / "events.jsonl") if event.get("eval")]
+    return [event["step"] for event in events.read_events(folder / "events.jsonl") if event.get("eval")]
 
 
 def checkpoints(folder: Path) -> list[int]:
-    return [commit.read(path).step for path in commit.find(folder / "checkpoints")]
+    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
 
 
 # a whole run ----------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 def test_a_run_writes_an_event_for_every_step(whole: tuple[Path, Result]) -> None:
     assert steps(whole[0]) == [1, 2, 3, 4, 5]
-    for event in events.read(whole[0] / "events.jsonl"):
+    for event in events.read_events(whole[0] / "events.jsonl"):
         names = {"loss", "loss/next", "loss/length", "accuracy"}
         assert names < event.keys()
         assert event.get("eval") or {"lr", "grad_norm", "tokens_per_second", "data_wait"} < event.keys()
@@ -86,7 +86,7 @@ def test_a_run_is_saved_every_so_many_steps_and_at_the_end(whole: tuple[Path, Re
 
 def test_a_result_tells_folder_steps_last_loss_and_last_evaluation(whole: tuple[Path, Result]) -> None:
     folder, result = whole
-    found = events.read(folder / "events.jsonl")
+    found = events.read_events(folder / "events.jsonl")
     assert (result.folder, result.step) == (folder, 5)
     assert result.loss == next(event["loss"] for event in found if event["step"] == 5)
     assert found[-1]["eval"]
@@ -100,18 +100,18 @@ def test_a_run_keeps_a_log(whole: tuple[Path, Result]) -> None:
 
 
 def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
-    (newest,) = commit.find(whole[0] / "checkpoints")[-1:]
-    checkpoint = commit.read(newest)
+    (newest,) = commit.find_checkpoints(whole[0] / "checkpoints")[-1:]
+    checkpoint = commit.read_manifest(newest)
     kept = checkpoint.state
-    assert kept.keys() == resume_point.KEYS | resume_point.OPTIONAL
+    assert kept.keys() == resume_point.KEYS | resume_point.OPTIONAL_KEYS
     assert [kept[name] for name in ("step", "total", "random", "micro_batch", "plan")] == [5, 5, False, 8, None]
     assert checkpoint.about["config"]["train"]["steps"] == 5
 
 
 def test_a_checkpoint_knows_whether_the_forward_pass_draws_random_numbers(tmp_path: Path) -> None:
     run(tmp_path, config(1), TransformerTask(TransformerTask.Config(dropout=0.1)))
-    (newest,) = commit.find(tmp_path / "checkpoints")
-    assert commit.read(newest).state["random"] is True
+    (newest,) = commit.find_checkpoints(tmp_path / "checkpoints")
+    assert commit.read_manifest(newest).state["random"] is True
 
 
 def test_evaluating_a_run_gives_what_its_own_last_evaluation_gave(whole: tuple[Path, Result]) -> None:
@@ -130,7 +130,7 @@ def test_evaluating_a_run_writes_and_says_nothing(
 def test_training_learns(tmp_path: Path) -> None:
     result = run(tmp_path, config(40, optim={"kind": "sgd", "lr": 0.1}), LinearTask())
     assert result.loss is not None
-    assert result.loss < 0.1 * events.read(tmp_path / "events.jsonl")[0]["loss"]
+    assert result.loss < 0.1 * events.read_events(tmp_path / "events.jsonl")[0]["loss"]
 
 
 def test_a_task_without_held_out_rows_is_not_evaluated(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_run_counted_in_epochs_ends_with_a_short_batch(tmp_path: Path) -> None:
     how = configuration(train={"epochs": 1, "global_batch": 12}, observe={"progress": False})
     assert run(tmp_path, how, CountsRows()).step == 4  # 40 rows
-    assert [event["rows_seen"] for event in events.read(tmp_path / "events.jsonl")] == [12, 12, 12, 4]
+    assert [event["rows_seen"] for event in events.read_events(tmp_path / "events.jsonl")] == [12, 12, 12, 4]
 
 
 class CountsRows(LinearTask):
@@ -234,7 +234,7 @@ def test_a_run_that_is_complete_makes_no_step_and_gives_its_evaluation_again(
     again = run(tmp_path, how)
     assert again == Result(tmp_path, 2, None, first.evaluation)
     assert (tmp_path / "events.jsonl").read_bytes() == before
-    assert "all 2 steps were made before\n" in capsys.readouterr().out
+    assert "nothing to do: all 2 steps are already done\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stop_after", [2, 3])
@@ -267,7 +267,7 @@ def test_a_run_that_was_longer_before_is_told_with_the_updates_it_has(tmp_path: 
     assert steps(tmp_path) == [1, 2, 3]
 
 
-class Elsewhere(Alone):
+class Elsewhere(SingleProcess):
     """A second rank that sees another folder."""
 
     size = 2
@@ -279,7 +279,7 @@ class Elsewhere(Alone):
 def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> None:
     run(tmp_path, config(2))
     with pytest.raises(
-        CheckpointError, match=r"different checkpoints, \['step-00000002', None\]; is it a shared directory"
+        CheckpointError, match=r"different checkpoints, \['step-00000002', None\]; is this a shared directory"
     ):
         runs.train(tmp_path, config(2), TransformerTask(), None, Elsewhere())
 
@@ -289,7 +289,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> Non
 
 def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(tmp_path: Path) -> None:
     run(tmp_path, config(1), LinearTask())
-    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: the task holds no rows out$"):
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: the task has no held-out rows$"):
         evaluate(tmp_path, config(1), LinearTask())
 
 
@@ -371,13 +371,13 @@ def test_a_record_that_cannot_be_closed_keeps_nothing_else_open(
     def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Record, "__exit__", full)
+    monkeypatch.setattr(RunRecord, "__exit__", full)
     with pytest.raises(OSError, match="no space left"):
         run(tmp_path, config(2, train={"precision": "fp64"}))
 
 
 def test_the_steps_of_a_failed_run_are_in_its_events(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be made a sample: OSError: the disk is gone"):
+    with pytest.raises(DataError, match="building the sample failed: OSError: the disk is gone"):
         run(tmp_path, config(5), Unreadable())
     assert steps(tmp_path) == [1, 2, 3]
 
@@ -386,12 +386,14 @@ def test_the_steps_of_a_failed_run_are_in_its_events(tmp_path: Path) -> None:
 
 
 def test_learning_rate_and_clipping_are_always_there() -> None:
-    scalars = Scalars(config(optim={"kind": "sgd", "lr": 0.3, "weight_decay": 0.02}, train={"clip_norm": 2.0}), 5)
+    scalars = ScheduledScalars(
+        config(optim={"kind": "sgd", "lr": 0.3, "weight_decay": 0.02}, train={"clip_norm": 2.0}), 5
+    )
     assert [scalars(step) for step in (0, 4)] == [{"lr": 0.3, "clip_norm": 2.0}] * 2
 
 
 def test_without_clipping_there_is_no_largest_norm() -> None:
-    assert Scalars(config(optim={"kind": "sgd", "lr": 0.3}, train={"clip_norm": None}), 5)(0) == {"lr": 0.3}
+    assert ScheduledScalars(config(optim={"kind": "sgd", "lr": 0.3}, train={"clip_norm": None}), 5)(0) == {"lr": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -404,19 +406,19 @@ def test_a_schedule_scales_the_largest_value(name: str, peak: float) -> None:
         train={"clip_norm": 2.0},
         schedules={name: {"kind": "linear", "warmup": 2, "floor": 0.5, **own}},
     )
-    values = [Scalars(how, 4)(step)[name] for step in range(4)]
+    values = [ScheduledScalars(how, 4)(step)[name] for step in range(4)]
     assert values == pytest.approx([0.5 * peak, peak, peak, 0.75 * peak])
 
 
 def test_scalars_do_not_depend_on_the_steps_before() -> None:
     how = config(schedules={"lr": {"kind": "cosine", "warmup": 2}})
-    forwards, backwards = Scalars(how, 9), Scalars(how, 9)
+    forwards, backwards = ScheduledScalars(how, 9), ScheduledScalars(how, 9)
     assert [forwards(step) for step in range(9)] == [backwards(step) for step in reversed(range(9))][::-1]
 
 
 def test_a_schedule_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^schedules\.lr: warm-up take 6 steps, but the schedule has 5"):
-        Scalars(config(schedules={"lr": {"kind": "linear", "warmup": 6}}), 5)
+        ScheduledScalars(config(schedules={"lr": {"kind": "linear", "warmup": 6}}), 5)
 
 
 class Curious(LinearTask):
@@ -439,7 +441,9 @@ def test_a_task_is_told_its_own_scalars_of_every_step(tmp_path: Path) -> None:
     run(tmp_path, config(4, schedules={"exploration": own}), task)
     trained = {context.step: context.scalars["exploration"] for context in task.told if context.training}
     assert trained == {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
-    recorded = [event["exploration"] for event in events.read(tmp_path / "events.jsonl") if not event.get("eval")]
+    recorded = [
+        event["exploration"] for event in events.read_events(tmp_path / "events.jsonl") if not event.get("eval")
+    ]
     assert recorded == [4.0, 3.0, 2.0, 1.0]
 
 
@@ -453,7 +457,9 @@ def test_an_evaluation_is_told_the_updates_made_and_the_scalars_that_come_next(t
 def test_the_schedule_of_the_learning_rate_is_in_the_events(tmp_path: Path) -> None:
     how = config(4, optim={"kind": "sgd", "lr": 0.4}, schedules={"lr": {"kind": "linear"}})
     run(tmp_path, how, LinearTask())
-    assert [event["lr"] for event in events.read(tmp_path / "events.jsonl")] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert [event["lr"] for event in events.read_events(tmp_path / "events.jsonl")] == pytest.approx(
+        [0.4, 0.3, 0.2, 0.1]
+    )
 
 
 # the order ------------------------------------------------------------------------------------------------------------
@@ -487,10 +493,12 @@ def test_a_run_of_mixed_blocks_goes_on_where_it_was_interrupted(tmp_path: Path) 
     with interrupted(before=6):
         run(tmp_path / "cut", how, Several())
     run(tmp_path / "cut", how, Several())
-    whole, cut = ([e["loss"] for e in events.read(tmp_path / name / "events.jsonl")] for name in ("whole", "cut"))
+    whole, cut = (
+        [e["loss"] for e in events.read_events(tmp_path / name / "events.jsonl")] for name in ("whole", "cut")
+    )
     assert whole == cut
     run(tmp_path / "other", config(8, data={**MIXED, "window": 1}), Several())
-    assert [e["loss"] for e in events.read(tmp_path / "other" / "events.jsonl")] != whole
+    assert [e["loss"] for e in events.read_events(tmp_path / "other" / "events.jsonl")] != whole
 
 
 def test_a_plan_that_is_no_pure_function_is_kept_with_the_checkpoint_and_told_where_to_go_on(
@@ -520,5 +528,5 @@ def test_what_a_guard_finds_is_told_as_a_proof_would_and_points_to_one(
     assert str(caught.value).splitlines()[1:] == [
         "  likely: Parameters do not train",
         "  page: docs/diagnoses.md#parameters-do-not-train",
-        "  `unisono prove 'my task.py:Mine'`, with the settings of this run, shows where it begins",
+        "  to locate it, run `unisono prove 'my task.py:Mine'` with the settings of this run",
     ]

@@ -18,7 +18,7 @@ from tests.tasks import TransformerTask, Words
 from unisono.checkpoint.core import arrays, commit, staging
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import RunConfig
-from unisono.engines.state import Shard
+from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.train_state import TrainState
@@ -37,12 +37,14 @@ def run(folder: Path, how: RunConfig, task: Task | None = None) -> runs.Result:
 
 
 def checkpoints(folder: Path) -> list[int]:
-    return [commit.read(path).step for path in commit.find(folder / "checkpoints")]
+    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
 
 
 def content(path: Path) -> dict[str, torch.Tensor]:
-    reader = commit.open_(path).reader()
-    return {name: saved_tensors.read(reader, name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
+    reader = commit.open_checkpoint(path).reader()
+    return {
+        name: saved_tensors.read_tensor(reader, name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()
+    }
 
 
 @pytest.fixture
@@ -51,8 +53,8 @@ def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check = Saver.check
 
     def patient(saver: Saver) -> None:
-        if saver._flight is not None and saver._flight.thread is not None:
-            saver._flight.thread.join()
+        if saver._pending is not None and saver._pending.thread is not None:
+            saver._pending.thread.join()
         check(saver)
 
     monkeypatch.setattr(Saver, "check", patient)
@@ -60,14 +62,14 @@ def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def full_in(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """The disk is full whenever one of these steps is saved."""
-    write = arrays.write
+    write = arrays.write_shards
 
     def limited(file: Path, shards: Any, note: dict[str, str]) -> Any:
         if int(note["step"]) in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
         return write(file, shards, note)
 
-    monkeypatch.setattr(arrays, "write", limited)
+    monkeypatch.setattr(arrays, "write_shards", limited)
 
 
 def test_what_is_saved_beside_the_steps_is_what_would_be_saved_between_them(
@@ -76,7 +78,7 @@ def test_what_is_saved_beside_the_steps_is_what_would_be_saved_between_them(
     """Though each file is written only when the next step has changed everything."""
     beside, between = tmp_path / "beside", tmp_path / "between"
     run(between, config(4, checkpoint={"every": 1, "keep": 9, "background": False}))
-    write, step = arrays.write, TorchEngine.step
+    write, step = arrays.write_shards, TorchEngine.step
     made = threading.Condition()
     count = [0]
 
@@ -92,12 +94,14 @@ def test_what_is_saved_beside_the_steps_is_what_would_be_saved_between_them(
             assert made.wait_for(lambda: count[0] > int(note["step"]) or count[0] == 4, 30)
         return write(file, shards, note)
 
-    monkeypatch.setattr(arrays, "write", late)
+    monkeypatch.setattr(arrays, "write_shards", late)
     monkeypatch.setattr(TorchEngine, "step", stepping)
     run(beside, config(4, checkpoint={"every": 1, "keep": 9}))
     assert checkpoints(beside) == checkpoints(between) == [1, 2, 3, 4]
     before: dict[str, torch.Tensor] = {}
-    for mine, theirs in zip(commit.find(beside / "checkpoints"), commit.find(between / "checkpoints"), strict=True):
+    for mine, theirs in zip(
+        commit.find_checkpoints(beside / "checkpoints"), commit.find_checkpoints(between / "checkpoints"), strict=True
+    ):
         one, other = content(mine), content(theirs)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -116,13 +120,13 @@ def test_the_first_save_finds_the_memory_of_its_copies(
         asked.append(size)
         return _memory(size)
 
-    _memory = staging._memory
-    monkeypatch.setattr(staging, "_memory", memory)
+    _memory = staging._allocate
+    monkeypatch.setattr(staging, "_allocate", memory)
     copied: list[list[int]] = []
     copy = staging.Staging.copy
 
-    def watched(self: staging.Staging, shards: Sequence[Shard]) -> list[Shard]:
-        self.prepared()
+    def watched(self: staging.Staging, shards: Sequence[ArrayShard]) -> list[ArrayShard]:
+        self.wait_until_prepared()
         copied.append(list(asked))
         return copy(self, shards)
 
@@ -141,13 +145,13 @@ def test_a_save_that_fails_ends_the_run_after_the_next_step(
 ) -> None:
     full_in(monkeypatch, 4)
     with pytest.raises(
-        SaveError, match=r"checkpoint of step 4 .*newest is of step 2.*no space left: needs .* free at"
+        SaveError, match=r"checkpoint of step 4 .*newest is from step 2.*no space left: needs .* free at"
     ) as e:
         run(tmp_path, config(6, checkpoint={"every": 2}))
     assert e.value.exit_code == 7
     assert checkpoints(tmp_path) == [2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
-    assert max(event["step"] for event in events.read(tmp_path / "events.jsonl")) == 4
+    assert max(event["step"] for event in events.read_events(tmp_path / "events.jsonl")) == 4
 
 
 def test_the_last_save_is_waited_for_and_its_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +168,14 @@ def test_a_run_that_goes_on_without_a_checkpoint_says_so_in_every_line(
     full_in(monkeypatch, 4, 6)
     assert run(tmp_path, config(10, checkpoint={"every": 2, "on_failure": "continue", "keep": 9})).step == 10
     assert checkpoints(tmp_path) == [2, 8, 10]
-    assert commit.read(commit.find(tmp_path / "checkpoints")[1]).parent == "step-00000002"
+    assert commit.read_manifest(commit.find_checkpoints(tmp_path / "checkpoints")[1]).parent == "step-00000002"
     lines = capsys.readouterr().out.splitlines()
     unsaved = [line.split("/")[0] for line in lines if line.endswith("unsaved since step 2")]
     assert unsaved == ["step  5", "step  6", "step  7", "step  8"]
     assert sum("was not written" in line for line in lines) == 2
-    told = {e["step"]: e.get("unsaved_since") for e in events.read(tmp_path / "events.jsonl") if not e.get("eval")}
+    told = {
+        e["step"]: e.get("unsaved_since") for e in events.read_events(tmp_path / "events.jsonl") if not e.get("eval")
+    }
     assert told == {step: 2 if 5 <= step <= 8 else None for step in range(1, 11)}
 
 
@@ -193,11 +199,11 @@ def test_a_state_that_is_not_finite_is_never_a_checkpoint(
 def test_the_best_checkpoint_by_a_metric_remains(tmp_path: Path) -> None:
     best = {"every": 1, "keep": 1, "keep_best": {"metric": "accuracy", "mode": "max"}}
     run(tmp_path, config(6, checkpoint=best, eval={"every": 1}))
-    found = {e["step"]: e["accuracy"] for e in events.read(tmp_path / "events.jsonl") if e.get("eval")}
+    found = {e["step"]: e["accuracy"] for e in events.read_events(tmp_path / "events.jsonl") if e.get("eval")}
     largest = max(found, key=lambda step: (found[step], step))
     assert checkpoints(tmp_path) == sorted({largest, 6})
-    for path in commit.find(tmp_path / "checkpoints"):
-        checkpoint = commit.read(path)
+    for path in commit.find_checkpoints(tmp_path / "checkpoints"):
+        checkpoint = commit.read_manifest(path)
         assert checkpoint.metric is not None
         assert checkpoint.metric["accuracy"] == found[checkpoint.step]
 
@@ -210,8 +216,14 @@ class NothingHeldOut(TransformerTask):
 @pytest.mark.parametrize(
     ("task", "told"),
     [
-        (TransformerTask, r"checkpoint.keep_best.metric=accuarcy: no evaluation .* did you mean 'accuracy'\?"),
-        (NothingHeldOut, r"checkpoint.keep_best.metric=accuarcy: no evaluation .* valid here: nothing"),
+        (
+            TransformerTask,
+            r"checkpoint.keep_best.metric=accuarcy: this task's .* no such metric.* did you mean 'accuracy'\?",
+        ),
+        (
+            NothingHeldOut,
+            r"checkpoint.keep_best.metric=accuarcy: this task's .* no such metric.* and there is none to choose from",
+        ),
     ],
 )
 def test_a_metric_that_does_not_exist_is_refused_before_the_first_step(
@@ -228,7 +240,7 @@ def test_looking_for_the_names_of_metrics_changes_no_bit(tmp_path: Path) -> None
     task = TransformerTask.Config(dropout=0.1)
     run(tmp_path / "a", config(6, **with_names), TransformerTask(task))
     run(tmp_path / "b", config(6, **plain), TransformerTask(task))
-    one, other = (content(commit.find(tmp_path / name / "checkpoints")[-1]) for name in "ab")
+    one, other = (content(commit.find_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in "ab")
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -251,7 +263,7 @@ def test_nothing_is_saved_of_data_that_change(tmp_path: Path, which: str, told_a
 
     rows = Watched(27)
     setattr(Changing, which, lambda _: rows)
-    with pytest.raises(DataError, match=r"^a\.jsonl has changed\. What was made .* is not saved$"):
+    with pytest.raises(DataError, match=r"^a\.jsonl has changed\. Training .* was not saved$"):
         run(tmp_path, config(checkpoint={"every": 2}), Changing())
     assert checkpoints(tmp_path) == [2]
-    assert events.steps(events.read(tmp_path / "events.jsonl"))[-1]["step"] == 4
+    assert events.step_events(events.read_events(tmp_path / "events.jsonl"))[-1]["step"] == 4

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
         nearest,
     )
     from unisono.runtime.extras import import_extra
+    from unisono.runtime.files import atomic_file as whole_file
     from unisono.runtime.files import cache_dir, file_hash, write_whole
-    from unisono.runtime.files import of_pickles as pickle_hint
-    from unisono.runtime.files import whole as whole_file
+    from unisono.runtime.files import pickle_hint as pickle_hint
     from unisono.runtime.rng import generator, key
     from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
     from unisono.training.callbacks.early_stopping import EarlyStopping
@@ -73,7 +73,7 @@ _HOME = {
     "Settings": "config.schema.base",
     "Source": "task",
     "Task": "task",
-    # what some tasks have besides
+    # what only some tasks have
     "CrossSample": "protocols",
     "Packable": "protocols",
     "Predictive": "protocols",
@@ -139,9 +139,9 @@ _HOME = {
     "import_extra": "runtime.extras",
     "key": "runtime.rng",
     "nearest": "runtime.errors",
-    "pickle_hint": "runtime.files:of_pickles",
+    "pickle_hint": "runtime.files:pickle_hint",
     "safe_paths": "runtime.safe_paths:",
-    "whole_file": "runtime.files:whole",
+    "whole_file": "runtime.files:atomic_file",
     "write_whole": "runtime.files",
 }
 

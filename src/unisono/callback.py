@@ -51,8 +51,8 @@ class Evaluate:
     reason: str = ""
 
 
-Wish = Stop | Save | Evaluate
-Asked = Wish | Sequence[Wish] | None  # what a method of a callback may return
+CallbackRequest = Stop | Save | Evaluate
+CallbackResult = CallbackRequest | Sequence[CallbackRequest] | None  # what a method of a callback may return
 
 
 @dataclass(frozen=True)
@@ -109,27 +109,27 @@ class Callback:
             ConfigError: saying what to change.
         """
 
-    def on_start(self, run: RunInfo) -> Asked:
+    def on_start(self, run: RunInfo) -> CallbackResult:
         """Before the first step of this start, after `load_state`."""
 
-    def on_step(self, step: int, values: Mapping[str, float]) -> Asked:
+    def on_step(self, step: int, values: Mapping[str, float]) -> CallbackResult:
         """After an update, the `step`-th from 1, with its loss, metrics, gradient norm and scheduled scalars."""
 
-    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Asked:
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> CallbackResult:
         """After an evaluation, `step` updates made, with loss and metrics on the held-out rows."""
 
-    def on_save(self, step: int, checkpoint: Path) -> Asked:
+    def on_save(self, step: int, checkpoint: Path) -> CallbackResult:
         """Once the checkpoint of a step is whole on the disk; that may be some steps later."""
 
     def on_end(self, step: int, reason: str) -> None:
         """At the end of this start, `step` updates made.
 
-        The reason is `finished`, `stopped`, `preempted`, `interrupted` or `failed`. With the last two other processes may be
-        gone, so nothing may be exchanged with them.
+        The reason is `finished`, `stopped`, `preempted`, `interrupted` or `failed`. With the last two, other processes
+        may be gone, so nothing may be exchanged with them.
         """
 
     def state(self) -> Any:
-        """What a resumed run needs to be told by `load_state`, as JSON, the same on every process; None for nothing."""
+        """What `load_state` needs in a resumed run, as JSON, the same on every process; None for nothing."""
 
     def load_state(self, state: Any) -> None:
         """Take over what `state` returned when the checkpoint was written from which the run resumes."""

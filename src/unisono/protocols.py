@@ -1,7 +1,7 @@
 """What only some tasks have: samples that share a row, losses across samples, totals, a carry, rows made ahead.
 
-A task has one of these by defining its methods; it need not inherit from the protocol. The rest of the house asks by the
-functions below, and nowhere else.
+A task has one of these by defining its methods; it need not inherit from the protocol. The rest of Unisono asks through
+the functions below, and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.task import Batch, Context, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-Crossing = Literal["rows", "whole"]
+CrossSampleMode = Literal["rows", "whole"]
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class CrossSample(Protocol):
             micro-batches, a step begins with a pass without gradients.
     """
 
-    cross_sample: Crossing | None
+    cross_sample: CrossSampleMode | None
 
     def shared(self, batch: Batch) -> dict[str, Any]:
         """Arrays of these rows that a loss needs of all rows, e.g. their numbers; may be left out.
@@ -107,7 +107,7 @@ class Predictive(Protocol):
         """
 
 
-def packable(task: Task) -> Packable:
+def require_packable(task: Task) -> Packable:
     """The task, as one whose samples can share a row.
 
     Raises:
@@ -122,7 +122,7 @@ def packable(task: Task) -> Packable:
     )
 
 
-def capacity(task: Task) -> int | None:
+def packed_capacity(task: Task) -> int | None:
     """Units that a packed row of the task holds where `data.packing.length` is null; None where it does not say."""
     found: int | None = getattr(task, "capacity", None)
     return found
@@ -137,28 +137,31 @@ def needs_totals(task: Task) -> bool:
     asked = getattr(task, "needs_totals", None)
     defined = isinstance(task, Totals)
     if asked and not defined:
-        raise ConfigError(f"{type(task).__name__} has needs_totals = True, so it must define totals()")
+        raise ConfigError(
+            f"{type(task).__name__} has needs_totals = True but does not define totals(); define it, or set "
+            "needs_totals = False"
+        )
     return defined and asked is not False
 
 
-def totals(task: Task, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
+def compute_totals(task: Task, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
     """What these rows contribute to the task's totals; nothing where it needs none."""
     return task.totals(outputs, batch, context) if needs_totals(task) and isinstance(task, Totals) else {}
 
 
-def cross_sample(task: Task) -> Crossing | None:
+def cross_sample_mode(task: Task) -> CrossSampleMode | None:
     """How the task's loss looks across the rows of the global batch; None where it does not.
 
     Raises:
         ConfigError: for a value that is none of them.
     """
-    found: Crossing | None = getattr(task, "cross_sample", None)
+    found: CrossSampleMode | None = getattr(task, "cross_sample", None)
     if found not in (None, "rows", "whole"):
         raise ConfigError(f"{type(task).__name__}.cross_sample is {found!r}; it can be None, 'rows' or 'whole'")
     return found
 
 
-def shared(task: Task, batch: Batch) -> dict[str, Any]:
+def shared_arrays(task: Task, batch: Batch) -> dict[str, Any]:
     """What a loss across samples needs of all rows, besides their outputs."""
     made: Mapping[str, Any] = task.shared(batch) if hasattr(task, "shared") else {}
     return dict(made)
@@ -169,7 +172,7 @@ def initial_carry(task: Task, batch: Batch) -> dict[str, Any] | None:
     return task.initial_carry(batch) if isinstance(task, Recurrent) else None
 
 
-def preparations(task: Task) -> dict[str, tuple[Any, Path]]:
+def find_preparations(task: Task) -> dict[str, tuple[Any, Path]]:
     """What can be made ahead of a task's rows, by source; errors as `Prepared.preparation` raises them.
 
     Raises:

@@ -49,7 +49,7 @@ class EmptyConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class SampleContext:
-    """What a task may know when it makes a sample.
+    """What a task is given to build a sample.
 
     Attributes:
         rng: the generator for all random draws. In training it is keyed by seed, epoch and row, so a draw is the same
@@ -84,7 +84,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Context:
-    """What a task may know besides its batch.
+    """What a task is given beside its batch.
 
     Attributes:
         step: updates made before this one, from 0.
@@ -131,9 +131,11 @@ class Loss:
     def __post_init__(self) -> None:
         reserved = (EVENT_NAMES | {"lr"}).intersection(self.metrics)
         if reserved:
-            raise ConfigError(f"a metric cannot be called {sorted(reserved)}: events use the name; choose another")
+            raise ConfigError(
+                f"a metric cannot be called {', '.join(sorted(reserved))}: events use that name; choose another"
+            )
         if any(hasattr(weight, "requires_grad") for weight in self.weights.values()):
-            raise ConfigError("weights of a loss are numbers, not tensors: what is to be learnt belongs into the sums")
+            raise ConfigError("weights of a loss must be numbers, not tensors; put what is to be learnt into the sums")
 
 
 class Task(ABC):
@@ -156,7 +158,8 @@ class Task(ABC):
     Data: Any = DataGroup
 
     static_scalars: Sequence[str] = ()
-    """In JAX: scheduled scalars that are Python numbers, e.g. a depth; each new value compiles the step again."""
+    """In JAX: scheduled scalars that are whole Python numbers, e.g. a depth, rounded from the schedule; each new value
+    compiles the step again. Those that nothing schedules are not there."""
 
     frozen: Sequence[str] = ()
     """In JAX: patterns over names of parameters that are not trained, e.g. `("encoder.*",)`."""
@@ -201,8 +204,8 @@ class Task(ABC):
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Samples to a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
 
-        The default stacks dicts of equally shaped arrays. One that finds samples it cannot use, as a decoder does that makes
-        a whole batch in one call, raises `BadSamplesError` with the reason of each.
+        The default stacks dicts of equally shaped arrays. If it finds samples that it cannot use, as a decoder of
+        whole batches may, it raises `BadSamplesError` with the reason of each.
         """
         if not isinstance(samples[0], Mapping):
             raise DataError(
@@ -302,16 +305,16 @@ class Task(ABC):
         """Take over what `save_assets` wrote, so that `build` makes the run's model without the run's data."""
 
 
-def set_up(task: Task) -> None:
+def run_setup(task: Task) -> None:
     """Have a task's `setup` called, unless this process has done so for this very object."""
     if vars(task).get("_set_up_by") != os.getpid():
-        before = vars(task).keys() - made_by_setup(task)
+        before = vars(task).keys() - setup_attributes(task)
         task.setup()
         vars(task)["_made_by_setup"] = vars(task).keys() - before
         vars(task)["_set_up_by"] = os.getpid()
 
 
-def made_by_setup(task: Task) -> set[str]:
+def setup_attributes(task: Task) -> set[str]:
     """The attributes of a task that its `setup` makes, so that they are no state of the object's own."""
     return {"_set_up_by", "_made_by_setup", *vars(task).get("_made_by_setup", ())}
 
@@ -325,6 +328,7 @@ def _refuse_old_sample(cls: type[Task]) -> None:
     for parameter in parameters[2:3]:
         if parameter.name in _OLD_NAMES or "Generator" in str(parameter.annotation):
             raise ConfigError(
-                f"{cls.__qualname__}.sample(self, record, {parameter.name}) has the signature of an older version. Write "
-                "sample(self, record, context): draw from context.rng, and augment only under `if context.training:`"
+                f"{cls.__qualname__}.sample(self, record, {parameter.name}) has the signature of an older version. "
+                "Write sample(self, record, context): draw from context.rng, and augment only under "
+                "`if context.training:`"
             )

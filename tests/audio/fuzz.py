@@ -2,8 +2,8 @@
 
     python -m tests.audio.fuzz --count 20000
 
-The codecs of miniaudio are compiled anew from its source distribution, so that the sanitizers see them; libsndfile is the
-library that the package soundfile brings, of which they see what it allocates.
+The codecs of miniaudio are compiled anew from its source distribution, so that the sanitizers see them; libsndfile is
+the library that the package soundfile brings, of which they see what it allocates.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def _wav(
     width = channels * bits // 8
     head = struct.pack("<HHIIHH", 1, channels, rate & 0xFFFFFFFF, rate * width & 0xFFFFFFFF, width & 0xFFFF, bits)
     size = len(data) if size is None else size
-    return b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack(
+    return b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + struct.pack("<I",
+    16) + head + b"data" + struct.pack(
         "<I", size
     ) + data  # fmt: skip
 
@@ -169,7 +170,8 @@ def test_recordings_come_from_bytes_paths_urls_and_ranges_of_them(tmp_path: Path
         file.write(b"before" + data + b"after")
     expected = audio.decode(data).samples
     for source in (path, str(path), path.as_uri().replace("%20", " "), bytearray(data), memoryview(data),
-                   audio.ByteRange("memory://store/tar", 6, 6 + len(data)), audio.ByteRange(str(path), 0, len(data))):  # fmt: skip
+                   audio.ByteRange("memory://store/tar", 6, 6 + len(data)),
+                   audio.ByteRange(str(path), 0, len(data))):  # fmt: skip
         assert (audio.decode(source).samples == expected).all()
     for source, reason in (
         (tmp_path / "none.wav", "cannot be opened: No such file"),

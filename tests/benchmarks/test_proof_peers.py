@@ -8,6 +8,7 @@ from benchmarks import page
 from benchmarks import proof_peers as peers
 from benchmarks.proof_peers import Check
 from benchmarks.proof_peers_cases import Told
+from tests.proofs.zoo import disguised, study
 from tests.proofs.zoo.faults import FAULTS
 
 
@@ -66,8 +67,12 @@ def test_the_table_has_all_faults_and_says_where_a_tool_is_not_there() -> None:
 
 def test_the_table_of_the_docs_has_exactly_the_faults_of_the_zoo() -> None:
     made = page.found("proof_peers", "docs/proof.md")
-    tasks, kind = ("averaged", "pairs", "contrast", "whole"), "Held-out rows are augmented"  # later, as the page says
-    compared = [name for name, fault in FAULTS.items() if fault.task not in tasks and fault.named != kind]
+    # These came later, as the page says.
+    tasks, kind = ("averaged", "pairs", "contrast", "whole", "remembering", "drawing"), "Held-out rows are augmented"
+    modules = (study.__name__, disguised.__name__)
+    later = {name for name, fault in FAULTS.items() if fault.task in tasks or fault.named == kind}
+    later |= {name for name, fault in FAULTS.items() if fault.made.__module__ in modules}
+    compared = [name for name in FAULTS if name not in later]
     assert names_in(made) == compared, "faults were added: run `python -m benchmarks.proof_peers --write`"
 
 

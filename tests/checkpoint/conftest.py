@@ -1,12 +1,15 @@
-"""One S3 server for all tests of this folder, and the environment that leads to it."""
+"""What tests of this folder share: a checkpoint of two ranks, one S3 server, and the environment that leads to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.checkpoint import stores
+from tests.checkpoint.saved import STATE, Threads, shards
+from unisono.checkpoint.core import commit
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,14 @@ def environment(server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Itera
     s3fs.S3FileSystem.clear_instance_cache()  # they remember the endpoint of the environment
     yield
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def of_two(tmp_path: Path) -> Path:
+    """A checkpoint of step 4, written by two ranks."""
+    group = Threads(2)
+    first, second = group.run(
+        lambda: commit.save_checkpoint(tmp_path / "two", 4, shards(4, group.rank, 2), STATE, group, keep=2)
+    )
+    assert first == second
+    return Path(first)

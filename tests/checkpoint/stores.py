@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.checkpoint.remote.object_store import Store
-from unisono.data.sources.storage import Where, options
+from unisono.checkpoint.remote.object_store import ObjectStore
+from unisono.data.sources.storage import RemoteOptions, options
 
 BUCKET = "checkpoints"
 
@@ -49,8 +49,8 @@ class Server:
 
         return s3fs.S3FileSystem(**self.options, skip_instance_cache=True, use_listings_cache=False)
 
-    def store(self, name: str, deadline: float = 60.0) -> Store:
-        return Store(f"s3://{BUCKET}/{name}", Where(options(self.options), deadline))
+    def store(self, name: str, deadline: float = 60.0) -> ObjectStore:
+        return ObjectStore(f"s3://{BUCKET}/{name}", RemoteOptions(options(self.options), deadline))
 
     def parts(self) -> list[Any]:
         """Uploads in parts that were neither finished nor aborted."""

@@ -11,7 +11,7 @@ from tests import processes
 from tests.runs import configuration
 from unisono.checkpoint.core import provenance
 from unisono.config import environment
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, RunError
 
 # between processes --------------------------------------------------------------------------------------------------
@@ -49,9 +49,9 @@ def given(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_processes_that_were_given_the_same_agree_with_one_message() -> None:
     group = Told(given(), given(), given())
-    provenance.agree(group, given())
+    provenance.check_agreement(group, given())
     assert group.asked == 1
-    provenance.agree(Alone(), given())
+    provenance.check_agreement(SingleProcess(), given())
 
 
 @pytest.mark.parametrize(
@@ -68,24 +68,24 @@ def test_processes_that_were_given_the_same_agree_with_one_message() -> None:
 )
 def test_what_ranks_differ_in_is_named_with_both_values(changes: dict[str, dict[str, Any]], told: str) -> None:
     with pytest.raises(RunError) as caught:
-        provenance.agree(Told(given(), given(), given(**changes)), given())
+        provenance.check_agreement(Told(given(), given(), given(**changes)), given())
     assert str(caught.value).startswith(f"rank 0 on host0 and rank 2 on host2 differ in {told}. Start all ranks with ")
 
 
 def test_every_part_that_differs_and_all_ranks_are_named() -> None:
     other = given(configuration={"optim.lr": 0.2}, code={"c.py": "1"})
     with pytest.raises(RunError) as caught:
-        provenance.agree(Told(given(), other, given(), other), given(), "node")
+        provenance.check_agreement(Told(given(), other, given(), other), given(), "node")
     assert "node 0 on host0 and node 1 on host1 differ in the configuration (node 3 too): " in str(caught.value)
     assert "differ in the code (node 3 too): c.py is new" in str(caught.value)
 
 
-def disagree(place: Place, group: Group) -> str:
+def disagree(place: ProcessInfo, group: Communicator) -> str:
     config = configuration()
     try:
-        provenance.agree(group, provenance.given(config))
+        provenance.check_agreement(group, provenance.shared_inputs(config))
         agreed = True
-        provenance.agree(group, {"the data": {"rows": 7 + place.rank}})
+        provenance.check_agreement(group, {"the data": {"rows": 7 + place.rank}})
     except RunError as error:
         return f"{agreed} {error}"
     return "no difference"
@@ -117,11 +117,11 @@ def test_variables_that_change_numbers_or_communication_are_looked_at_and_secret
         "HOME": "/home/me",
         "RANK": "3",
     }
-    assert list(environment.variables(variables)) == sorted(list(variables)[:5])
+    assert list(environment.relevant_variables(variables)) == sorted(list(variables)[:5])
 
 
 def test_what_a_run_is_made_of_comes_back_from_json_as_it_was() -> None:
-    told = provenance.of(configuration(), {"rows": 27, "shown": object()}, Place())
+    told = provenance.describe_run(configuration(), {"rows": 27, "shown": object()}, ProcessInfo())
     assert told["data"] == {"rows": 27}
     assert told["layout"] == told["config"]["layout"]
     assert {"unisono/training/loop.py", "unisono/config/schema/run.py"} <= told["code"].keys()
@@ -132,13 +132,13 @@ def test_what_a_run_is_made_of_comes_back_from_json_as_it_was() -> None:
 # with a checkpoint --------------------------------------------------------------------------------------------------
 
 
-def differences(there: dict[str, Any], **groups: Any) -> provenance.Difference:
+def differences(there: dict[str, Any], **groups: Any) -> provenance.ProvenanceDifference:
     here = configuration(**groups)
-    return provenance.compare(there, provenance.of(here, {"rows": 27}, Place()), here, random=False)
+    return provenance.compare(there, provenance.describe_run(here, {"rows": 27}, ProcessInfo()), here, random=False)
 
 
 def test_a_key_that_did_not_exist_then_is_no_change_where_it_has_its_default() -> None:
-    there = provenance.of(configuration(), {"rows": 27}, Place())
+    there = provenance.describe_run(configuration(), {"rows": 27}, ProcessInfo())
     del there["config"]["checkpoint"]["final"]
     del there["config"]["data"]["window"]
     assert differences(there).lines() == []
@@ -146,21 +146,21 @@ def test_a_key_that_did_not_exist_then_is_no_change_where_it_has_its_default() -
 
 
 def test_what_belongs_to_a_start_is_no_change() -> None:
-    there = provenance.of(
-        configuration(run={"name": "a", "resume": "must", "allow_change": ["optim.lr"]}), None, Place()
+    there = provenance.describe_run(
+        configuration(run={"name": "a", "resume": "must", "allow_change": ["optim.lr"]}), None, ProcessInfo()
     )
     assert differences(there, run={"name": "b"}).lines() == []
 
 
 def test_what_is_not_known_is_not_compared() -> None:
-    there = provenance.of(configuration())
+    there = provenance.describe_run(configuration())
     assert there["environment"] is None
     assert there["machine"] is None
-    assert differences(there) == provenance.Difference()
+    assert differences(there) == provenance.ProvenanceDifference()
 
 
 def test_many_entries_are_cut_short() -> None:
-    there = provenance.of(configuration(), None, Place())
+    there = provenance.describe_run(configuration(), None, ProcessInfo())
     there["code"] = {**there["code"], **{f"gone{number}.py": "0" for number in range(20)}}
     lines = differences(there).lines()
     assert len(lines) == 9
@@ -175,7 +175,7 @@ def test_many_entries_are_cut_short() -> None:
 def test_a_name_in_allow_change_that_is_no_key_is_refused_with_the_nearest(name: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         provenance.check_names(configuration(run={"name": "a", "allow_change": ["run.seed", name]}))
-    assert str(caught.value).startswith(f"run.allow_change names '{name}', which is no key; ")
+    assert str(caught.value).startswith(f"run.allow_change: there is no key '{name}'; ")
     assert told in str(caught.value)
 
 

@@ -22,8 +22,8 @@ from unisono.checkpoint.core import commit, manifest
 from unisono.checkpoint.exchange import export, hf_shards
 from unisono.cli import main
 from unisono.config.schema.export_verb import Export
-from unisono.engines.state import Shard
-from unisono.runtime.communicator import Alone
+from unisono.engines.state import ArrayShard
+from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, RunError
 
 
@@ -43,8 +43,10 @@ def made(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     for name, value in tensors.items():
         half = value.shape[0] // 2 if value.dim() else 0
         parts = [(0, value[:half]), (half, value[half:])] if half else [(0, value)]
-        shards += [Shard(name, tuple(value.shape), (o, *(0,) * (value.dim() - 1))[: value.dim()], p) for o, p in parts]
-    commit.save(folder / "checkpoints", 3, shards, {"step": 3, "random": False}, Alone(), 1)
+        shards += [
+            ArrayShard(name, tuple(value.shape), (o, *(0,) * (value.dim() - 1))[: value.dim()], p) for o, p in parts
+        ]
+    commit.save_checkpoint(folder / "checkpoints", 3, shards, {"step": 3, "random": False}, SingleProcess(), 1)
     return folder
 
 
@@ -69,7 +71,7 @@ def test_any_run_is_exported_as_plain_safetensors(run: Path, tmp_path: Path) -> 
 def test_a_task_without_a_hugging_face_form_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["export", str(run)]) == 2
     told = capsys.readouterr().err
-    assert "its task has no Hugging Face form" in told
+    assert "the task has no Hugging Face format" in told
     assert "to=safetensors" in told
     assert not (run / "exports").exists()
 
@@ -92,7 +94,7 @@ def test_only_the_model_is_read_of_a_commit_and_the_average_in_its_place(tmp_pat
 def test_a_commit_that_holds_the_model_alone_is_enough(tmp_path: Path) -> None:
     run = made(tmp_path / "run", {name: value for name, value in TENSORS.items() if name.startswith("model/")})
     assert export.export(run, Export(to="safetensors")).tensors == 3
-    with pytest.raises(RunError, match="keeps no moving average"):
+    with pytest.raises(RunError, match="has no moving average"):
         export.export(run, Export(to="safetensors", ema=True))
 
 
@@ -109,7 +111,7 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path: Path) -> None
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run, out = made(tmp_path / "run", TENSORS), tmp_path / "out"
     out.mkdir()
-    with pytest.raises(RunError, match="is there already, and nothing is overwritten"):
+    with pytest.raises(RunError, match="already exists and is not overwritten"):
         export.export(run, Export(to="safetensors", out=out))
     out.rmdir()
 
@@ -117,7 +119,10 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         out.mkdir()
         (out / "precious").write_text("x")
 
-    with mock.patch.object(export, "_write", meanwhile), pytest.raises(RunError, match="has come into being meanwhile"):
+    with (
+        mock.patch.object(export, "_write", meanwhile),
+        pytest.raises(RunError, match="was created by someone else meanwhile"),
+    ):
         export.export(run, Export(to="safetensors", out=out))
     assert [path.name for path in out.iterdir()] == ["precious"]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
@@ -127,13 +132,13 @@ def test_a_disk_that_is_or_becomes_full_leaves_nothing(tmp_path: Path) -> None:
     run, out = made(tmp_path / "run", TENSORS), tmp_path / "out"
     with (
         mock.patch.object(export.shutil, "disk_usage", lambda path: SimpleNamespace(free=50)),
-        pytest.raises(RunError, match=r"would take 0.0 MB, and .* has 0.0 MB left"),
+        pytest.raises(RunError, match=r"needs 0.0 MB, but .* has 0.0 MB left"),
     ):
         export.export(run, Export(to="safetensors", out=out))
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         mock.patch.object(hf_shards, "write", side_effect=full),
-        pytest.raises(RunError, match="cannot be written: No space left on device; nothing is left of it"),
+        pytest.raises(RunError, match="cannot be written: No space left on device; the partial export was removed"),
     ):
         export.export(run, Export(to="safetensors", out=out))
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
@@ -154,7 +159,7 @@ def test_a_damaged_commit_is_refused(tmp_path: Path) -> None:
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     """What lies there is what the manifest promises, to the last bit, so that only the name tells."""
     run, name = made(tmp_path / "run", TENSORS), name.format(tmp_path)
-    path = export.newest(run)
+    path = export.find_checkpoint(run)
     content = json.loads((path / manifest.NAME).read_text())
     del content["sha256"]
     ((own, file),) = content["files"].items()
@@ -163,9 +168,9 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: 
     content["files"] = {name: file}
     for array in content["arrays"].values():
         array["pieces"] = [{**piece, "file": name} for piece in array["pieces"]]
-    (path / manifest.NAME).write_bytes(manifest.dumps(content))
+    (path / manifest.NAME).write_bytes(manifest.encode(content))
     assert (path / name).read_bytes()
-    with pytest.raises(CheckpointError, match=r"cannot be the name of a file of it|link is a link"):
+    with pytest.raises(CheckpointError, match=r"is not a valid file name|link is a link"):
         export.export(run, Export(to="safetensors", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -186,7 +191,7 @@ def test_what_goes_wrong_in_a_process_ends_the_export_and_leaves_nothing(tmp_pat
 
     with (
         mock.patch.object(export.multiprocessing.get_context("spawn").Process, "start", killed),
-        pytest.raises(RunError, match="was ended by signal 9; nothing is left of the export"),
+        pytest.raises(RunError, match="was killed by signal 9; the partial export was removed"),
     ):
         export.export(run, words)
     assert not list(tmp_path.glob("folder*"))

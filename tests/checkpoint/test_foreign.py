@@ -80,7 +80,7 @@ def test_a_pickle_that_would_run_something_runs_nothing(
     assert imported(file, tmp_path / "out.safetensors") == 2
     told = capsys.readouterr().err
     assert (
-        "weights.pt is refused: to be read it asks for posix.system, which is neither a tensor nor plain data" in told
+        "weights.pt was refused: reading it would need posix.system, which is neither a tensor nor plain data" in told
     )
     assert "weights_only" not in told
     assert not mark.exists()
@@ -93,7 +93,7 @@ def test_a_plain_pickle_with_eval_runs_nothing(tmp_path: Path, capsys: pytest.Ca
     assert imported(tmp_path / "weights.bin", tmp_path / "out.safetensors") == 2
     told = capsys.readouterr().err
     assert (
-        "weights.bin is refused: it is no file of torch.save, or a pickle of more than tensors and plain data" in told
+        "weights.bin was refused: it is not a torch.save file, or a pickle of more than tensors and plain data" in told
     )
     assert not mark.exists()
     assert {path.name for path in tmp_path.iterdir()} == {"weights.bin"}
@@ -117,7 +117,7 @@ def test_a_folder_of_pickles_becomes_one_for_transformers(tmp_path: Path, capsys
     capsys.readouterr()
     (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"x": "../elsewhere.bin"}}))
     assert imported(source, tmp_path / "again") == 2
-    assert "names the file '../elsewhere.bin', which lies elsewhere" in capsys.readouterr().err
+    assert "names the file '../elsewhere.bin', which lies outside" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_folder_of_pickles_becomes_one_for_transformers(tmp_path: Path, capsys
         ({"model": {"w": torch.ones(1)}}, "modle", r"has no 'modle' for key=modle; there are model \(1 tensors\)"),
         ([torch.ones(1)], None, "there is list"),
         ({"a": {"b": 1}}, "a/b/c", "has no 'c' for key=a/b/c; there is int"),
-        ({1: torch.ones(1)}, None, "has a tensor under 1, which is no name"),
+        ({1: torch.ones(1)}, None, "has a tensor under 1, which is not a valid name"),
     ],
 )
 def test_what_holds_no_weights_is_described(content: Any, key: str | None, told: str) -> None:
@@ -142,7 +142,7 @@ def test_what_holds_no_weights_is_described(content: Any, key: str | None, told:
 def test_tensors_that_safetensors_cannot_hold_or_that_would_fill_the_disk_are_refused() -> None:
     pickle_process._check(WEIGHTS, 10_000)
     for tensor in (torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex128), torch.empty(3, device="meta")):
-        with pytest.raises(_RefusedError, match="which safetensors files do not have"):
+        with pytest.raises(_RefusedError, match="which safetensors files do not support"):
             pickle_process._check({"a": tensor}, 10_000)
     with pytest.raises(_RefusedError, match="more than four times its own size"):
         pickle_process._check({"a": torch.zeros(1).expand(1 << 40)}, 10_000)
@@ -150,16 +150,18 @@ def test_tensors_that_safetensors_cannot_hold_or_that_would_fill_the_disk_are_re
 
 CONNECT = """
 import socket, sys
-from unisono.checkpoint.exchange.pickle_process import cut_off, shut_in
+from unisono.checkpoint.exchange.pickle_process import leave_network, limit_resources
 if sys.argv[2] == "kernel":
-    assert cut_off()
-if sys.argv[2] == "python":
-    shut_in(__file__ if "__file__" in globals() else sys.executable, 1 << 20)
+    assert leave_network()
+if sys.argv[2] == "filter":
+    limit_resources(__file__ if "__file__" in globals() else sys.executable, 1 << 20)
 socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5)
 """
 
 
-@pytest.mark.parametrize(("way", "told"), [("none", ""), ("kernel", "unreachable"), ("python", "no network here")])
+@pytest.mark.parametrize(
+    ("way", "told"), [("none", ""), ("kernel", "unreachable"), ("filter", "Operation not permitted")]
+)
 def test_the_process_that_reads_has_no_network(way: str, told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         command = [sys.executable, "-c", CONNECT, str(server.getsockname()[1]), way]
@@ -181,7 +183,7 @@ def test_nothing_is_overwritten_and_a_missing_source_is_named(
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     (tmp_path / "there.safetensors").write_text("precious")
     assert imported(tmp_path / "a.safetensors", tmp_path / "there.safetensors") == 2
-    assert "is there already, and nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "there.safetensors").read_text() == "precious"
     assert imported(tmp_path / "b.pt", tmp_path / "out.safetensors") == 2
     assert "b.pt does not exist" in capsys.readouterr().err
@@ -191,14 +193,14 @@ def test_nothing_is_overwritten_and_a_missing_source_is_named(
 
 def test_whoever_else_meets_a_pickle_names_the_command(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from unisono.recipes.language.model import check
+    from unisono.recipes.language.model import check_model
     from unisono.recipes.language.settings import Pretrained
     from unisono.runtime.errors import ConfigError
 
     (tmp_path / "config.json").write_text("{}")
     torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
     for path, out in ((tmp_path, "DIR"), (tmp_path / "pytorch_model.bin", "pytorch_model.safetensors")):
-        with pytest.raises(ConfigError, match=f"pickle by its name.*`unisono import {path} out={out}`"):
-            check(Pretrained(kind="pretrained", path=path), 10)
+        with pytest.raises(ConfigError, match=f"looks like a pickle.*`unisono import {path} out={out}`"):
+            check_model(Pretrained(kind="pretrained", path=path), 10)
     with pytest.raises(RunError, match=r"is not a run.*`unisono import "):
         unisono.load_weights(tmp_path / "pytorch_model.bin", torch.nn.Linear(1, 1))

@@ -18,14 +18,14 @@ from unittest import mock
 import pytest
 
 from tests.checkpoint import stores
-from tests.checkpoint.test_commit import is_of, load, save
+from tests.checkpoint.saved import is_of, load, save
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, manifest
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import restore, store_lock
-from unisono.checkpoint.remote.object_store import Store
+from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.restore import Restore
-from unisono.checkpoint.remote.upload_process import Upload
+from unisono.checkpoint.remote.upload_process import CheckpointUploader
 from unisono.cli import main
 from unisono.runtime.errors import CheckpointError, DataError
 
@@ -36,30 +36,30 @@ pytest.importorskip("moto.server")
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process of these tests lives on elsewhere, so none is waited for."""
-    monkeypatch.setattr(store_lock, "PATIENCE", 0.02)
+    monkeypatch.setattr(store_lock, "HEARTBEAT_TIMEOUT", 0.02)
 
 
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
     """A run elsewhere, whose checkpoints of steps 4, 6 and 8 are in the store."""
     folder = tmp_path / "there"
+    (folder / "assets").mkdir(parents=True)
+    (folder / "assets" / "vocabulary").write_text("a b c")
     for step in (4, 6, 8):
         save(folder / "checkpoints", step)
-    (folder / "assets").mkdir()
-    (folder / "assets" / "vocabulary").write_text("a b c")
     (folder / "config.yaml").write_text("recipe: test\n")
     (folder / "fingerprint.json").write_text("{}")
-    store = Store(f"file://{tmp_path}/store/run")
+    store = ObjectStore(f"file://{tmp_path}/store/run")
     store_lock.claim(store, folder)
-    sender = Upload(store, folder, None, Retention(9))
-    for path in commit.find(folder / "checkpoints"):
-        sender.commit(path, path.name, commit.read(path).files)
+    sender = CheckpointUploader(store, folder, None, Retention(9))
+    for path in commit.find_checkpoints(folder / "checkpoints"):
+        sender.commit(path, path.name, commit.read_manifest(path).files)
     return folder
 
 
 @pytest.fixture
-def store(there: Path) -> Store:
-    return Store(f"file://{there.parent}/store/run")
+def store(there: Path) -> ObjectStore:
+    return ObjectStore(f"file://{there.parent}/store/run")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path / "here"
 
 
-def begun(store: Store, here: Path, exact: bool = False) -> Restore:
+def begun(store: ObjectStore, here: Path, exact: bool = False) -> Restore:
     found = Restore(store, here, exact)
     here.mkdir(exist_ok=True)
     found.begin(False, nullcontext)
@@ -75,10 +75,10 @@ def begun(store: Store, here: Path, exact: bool = False) -> Restore:
 
 
 def steps(folder: Path) -> list[int]:
-    return [commit.read(path).step for path in commit.find(folder / "checkpoints")]
+    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
 
 
-def damage(store: Store, step: int, fault: str, name: str = "rank-00000.safetensors") -> None:
+def damage(store: ObjectStore, step: int, fault: str, name: str = "rank-00000.safetensors") -> None:
     at = f"checkpoints/step-{step:08d}/{name}"
     content = bytearray(store.get(at) or b"")
     content[-1] ^= 1
@@ -87,28 +87,28 @@ def damage(store: Store, step: int, fault: str, name: str = "rank-00000.safetens
         store.put(at, bytes(content[:-1] if fault == "shorter" else content))
 
 
-def test_the_newest_checkpoint_comes_with_what_describes_the_run(store: Store, here: Path, there: Path) -> None:
+def test_the_newest_checkpoint_comes_with_what_describes_the_run(store: ObjectStore, here: Path, there: Path) -> None:
     found = begun(store, here)
     assert (here / "config.yaml").read_text() == "recipe: test\n"
     assert (here / "assets" / "vocabulary").read_text() == "a b c"
-    assert [commit.read(path).step for path in restore.begun(here)] == [8]
+    assert [commit.read_manifest(path).step for path in restore.find_partial(here)] == [8]
     assert steps(here) == [], "its files are not there yet, so it has no name"
     found.finish()
-    assert is_of(commit.find(here / "checkpoints")[-1], 8)
-    assert restore.begun(here) == []
-    assert store_lock.kept(here)["run"] == store_lock.kept(there)["run"]
+    assert is_of(commit.find_checkpoints(here / "checkpoints")[-1], 8)
+    assert restore.find_partial(here) == []
+    assert store_lock.read_local(here)["run"] == store_lock.read_local(there)["run"]
     (line,) = [json.loads(line) for line in (here / "events.jsonl").read_text().splitlines() if line]
     assert (line["step"], line["restored"], line["passed_over"]) == (8, "step-00000008", {})
 
 
-def test_a_folder_that_is_as_far_as_the_store_is_left_alone(store: Store, there: Path) -> None:
+def test_a_folder_that_is_as_far_as_the_store_is_left_alone(store: ObjectStore, there: Path) -> None:
     before = sorted(path.name for path in there.rglob("*"))
-    with mock.patch.object(Store, "fetch", side_effect=AssertionError):
+    with mock.patch.object(ObjectStore, "fetch", side_effect=AssertionError):
         begun(store, there).finish()
     assert sorted(path.name for path in there.rglob("*")) == before
 
 
-def test_a_folder_that_is_behind_the_store_gets_the_newer_one(store: Store, there: Path) -> None:
+def test_a_folder_that_is_behind_the_store_gets_the_newer_one(store: ObjectStore, there: Path) -> None:
     shutil.rmtree(there / "checkpoints" / "step-00000008")
     begun(store, there).finish()
     assert steps(there) == [4, 6, 8]
@@ -117,22 +117,22 @@ def test_a_folder_that_is_behind_the_store_gets_the_newer_one(store: Store, ther
 @pytest.mark.parametrize("fault", ["missing", "shorter", "a bit"])
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    store: Store, here: Path, capfd: pytest.CaptureFixture[str], fault: str, name: str
+    store: ObjectStore, here: Path, capfd: pytest.CaptureFixture[str], fault: str, name: str
 ) -> None:
     damage(store, 8, fault, name)
     begun(store, here).finish()
     assert steps(here) == [6]
-    assert is_of(commit.find(here / "checkpoints")[-1], 6)
+    assert is_of(commit.find_checkpoints(here / "checkpoints")[-1], 6)
     told = capfd.readouterr().err
     if (name, fault) == ("manifest.json", "missing"):
         assert told == "", "a checkpoint without a manifest is none"
         return
-    assert "WARNING: step-00000008 is passed over: " in told
+    assert "WARNING: step-00000008 was skipped: " in told
     assert f"checkpoints/step-00000008/{name}" in told
     assert json.loads((here / "events.jsonl").read_text())["passed_over"].keys() == {"step-00000008"}
 
 
-def test_a_manifest_with_the_files_of_another_step_is_passed_over(store: Store, here: Path) -> None:
+def test_a_manifest_with_the_files_of_another_step_is_passed_over(store: ObjectStore, here: Path) -> None:
     at = "checkpoints/step-0000000{}/rank-00000.safetensors"
     content = store.get(at.format(6)) or b""
     assert len(content) == store.size(at.format(8)), "or its size would tell"
@@ -141,16 +141,16 @@ def test_a_manifest_with_the_files_of_another_step_is_passed_over(store: Store, 
     assert steps(here) == [6]
 
 
-def test_a_manifest_under_the_name_of_another_step_is_passed_over(store: Store, here: Path) -> None:
+def test_a_manifest_under_the_name_of_another_step_is_passed_over(store: ObjectStore, here: Path) -> None:
     for name in ("rank-00000.safetensors", "manifest.json"):
         store.put(f"checkpoints/step-00000008/{name}", store.get(f"checkpoints/step-00000006/{name}") or b"")
     begun(store, here).finish()
     assert steps(here) == [6]
 
 
-def test_exact_passes_over_nothing(store: Store, here: Path) -> None:
+def test_exact_passes_over_nothing(store: ObjectStore, here: Path) -> None:
     damage(store, 8, "shorter")
-    with pytest.raises(CheckpointError, match=r"step-00000008/rank.* and \d+ were written.*run\.resume=exact"):
+    with pytest.raises(CheckpointError, match=r"step-00000008/rank.* has \d+ bytes instead of \d+.*run\.resume=exact"):
         begun(store, here, exact=True)
     damage(store, 8, "a bit")
     with pytest.raises(CheckpointError, match=r"run\.resume=exact"):
@@ -158,11 +158,11 @@ def test_exact_passes_over_nothing(store: Store, here: Path) -> None:
     assert steps(here) == []
 
 
-def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: Store, here: Path) -> None:
+def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: ObjectStore, here: Path) -> None:
     for step in (4, 6, 8):
         damage(store, step, "a bit")
     found = begun(store, here)
-    with pytest.raises(CheckpointError, match=r"has checkpoints, and none is whole: step-00000008.*step-00000004"):
+    with pytest.raises(CheckpointError, match=r"has checkpoints, but none is intact: step-00000008.*step-00000004"):
         found.finish()
     assert steps(here) == []
 
@@ -179,26 +179,26 @@ def flip(file: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
-def test_what_is_damaged_here_is_brought_again_and_nothing_is_lost(store: Store, there: Path, name: str) -> None:
+def test_what_is_damaged_here_is_brought_again_and_nothing_is_lost(store: ObjectStore, there: Path, name: str) -> None:
     damaged = flip(there / NEWEST / name)
-    kept, why = restore.again(store, there / NEWEST)
+    kept, why = restore.refetch(store, there / NEWEST)
     assert (kept, why) == (there / "checkpoints" / "damaged-step-00000008", "")
     assert kept is not None and (kept / name).read_bytes() == damaged
     assert is_of(there / NEWEST, 8)
-    assert restore.begun(there) == []
+    assert restore.find_partial(there) == []
 
 
-def test_only_what_is_damaged_here_is_fetched(store: Store, there: Path) -> None:
+def test_only_what_is_damaged_here_is_fetched(store: ObjectStore, there: Path) -> None:
     (there / NEWEST / "manifest.json").unlink()
-    with mock.patch.object(Store, "read", side_effect=AssertionError("it was read again")):
-        kept, _ = restore.again(store, there / NEWEST)
+    with mock.patch.object(ObjectStore, "read", side_effect=AssertionError("it was read again")):
+        kept, _ = restore.refetch(store, there / NEWEST)
     assert kept is not None
     assert is_of(there / NEWEST, 8)
     flip(there / NEWEST / "rank-00000.safetensors")
     assert (kept / "rank-00000.safetensors").read_bytes() == store.get(f"{NEWEST}/rank-00000.safetensors")
 
 
-def test_a_folder_without_a_manifest_makes_room_for_the_checkpoint(store: Store, there: Path) -> None:
+def test_a_folder_without_a_manifest_makes_room_for_the_checkpoint(store: ObjectStore, there: Path) -> None:
     (there / NEWEST / "manifest.json").unlink()
     begun(store, there).finish()
     assert is_of(there / NEWEST, 8)
@@ -211,14 +211,14 @@ def test_a_folder_without_a_manifest_makes_room_for_the_checkpoint(store: Store,
         ("absent", "has no checkpoint step-00000008"),
         ("damaged there too", "is damaged: its content is not what was written"),
         ("shorter there", "is damaged: it has"),
-        ("another past", "is of another past of this run"),
+        ("another history", "belongs to another history of this run"),
         ("silent", "no answer for 60 s"),
     ],
 )
 def test_a_store_that_cannot_help_says_why_and_leaves_the_folder(
-    store: Store, there: Path, case: str, told: str, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, there: Path, case: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case == "another past":
+    if case == "another history":
         shutil.rmtree(there / NEWEST)
         state = {"step": 8, "random": True}
         save(there / "checkpoints", 8, state=state)
@@ -229,59 +229,59 @@ def test_a_store_that_cannot_help_says_why_and_leaves_the_folder(
     elif case in ("damaged there too", "shorter there"):
         damage(store, 8, "shorter" if case == "shorter there" else "flipped")
     elif case == "silent":
-        monkeypatch.setattr(Store, "get", mock.Mock(side_effect=DataError(f"{store.url}: no answer for 60 s")))
-    kept, why = restore.again(store, there / NEWEST)
+        monkeypatch.setattr(ObjectStore, "get", mock.Mock(side_effect=DataError(f"{store.url}: no answer for 60 s")))
+    kept, why = restore.refetch(store, there / NEWEST)
     assert kept is None
     assert told in why
     assert {path: path.read_bytes() for path in sorted(there.rglob("*")) if path.is_file()} == before
 
 
 @pytest.mark.parametrize("late", ["the list", "the index", "the index says more"])
-def test_neither_a_late_list_nor_a_late_index_decides(store: Store, here: Path, late: str) -> None:
+def test_neither_a_late_list_nor_a_late_index_decides(store: ObjectStore, here: Path, late: str) -> None:
     if late == "the index":
         store.put("checkpoints.json", b'{"step-00000004": null}')
     if late == "the index says more":
         store.put("checkpoints.json", b'{"step-00000004": 7, "step-00000099": null, "../../elsewhere": null}')
-    with mock.patch.object(Store, "names", return_value=[]) if late == "the list" else nullcontext():
+    with mock.patch.object(ObjectStore, "names", return_value=[]) if late == "the list" else nullcontext():
         begun(store, here).finish()
     assert steps(here) == [8]
 
 
-def test_what_was_brought_before_an_interruption_is_not_brought_again(store: Store, here: Path) -> None:
+def test_what_was_brought_before_an_interruption_is_not_brought_again(store: ObjectStore, here: Path) -> None:
     found = begun(store, here)
-    assert found.begun is not None
-    original = Store.fetch
+    assert found.partial is not None
+    original = ObjectStore.fetch
 
-    def interrupted(store: Store, name: str, file: Path, size: int, sha256: str) -> None:
+    def interrupted(store: ObjectStore, name: str, file: Path, size: int, sha256: str) -> None:
         original(store, name, file, size, sha256)
         raise DataError(f"{store.at(name)}: no answer for 60 s")
 
-    with mock.patch.object(Store, "fetch", interrupted), pytest.raises(DataError, match="no answer"):
+    with mock.patch.object(ObjectStore, "fetch", interrupted), pytest.raises(DataError, match="no answer"):
         found.finish()
-    assert (steps(here), found.passed) == ([], {}), "a store that does not answer damages nothing"
+    assert (steps(here), found.skipped) == ([], {}), "a store that does not answer damages nothing"
     again = begun(store, here)
-    with mock.patch.object(Store, "read", side_effect=AssertionError("it was read again")):
+    with mock.patch.object(ObjectStore, "read", side_effect=AssertionError("it was read again")):
         again.finish()
     assert steps(here) == [8]
 
 
-def test_a_description_that_leads_out_of_the_folder_is_refused(store: Store, here: Path) -> None:
+def test_a_description_that_leads_out_of_the_folder_is_refused(store: ObjectStore, here: Path) -> None:
     described = json.loads(store.get("run.json") or b"")
     store.put("run.json", json.dumps({"../outside": described["config.yaml"]}).encode())
-    with pytest.raises(DataError, match="lies outside of a run's folder"):
+    with pytest.raises(DataError, match="lies outside a run's folder"):
         begun(store, here)
     assert not (here.parent / "outside").exists()
 
 
-def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: Store, here: Path) -> None:
+def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: ObjectStore, here: Path) -> None:
     at = "checkpoints/step-00000008/manifest.json"
     content = json.loads(store.get(at) or b"")
     content["files"] = {"../../outside": next(iter(content["files"].values()))}
     content.pop("sha256")
-    store.put(at, manifest.dumps({**content, "sha256": manifest.digest(content)}))
+    store.put(at, manifest.encode({**content, "sha256": manifest.digest(content)}))
     found = begun(store, here)
     found.finish()
-    assert (steps(here), list(found.passed)) == ([6], ["step-00000008"])
+    assert (steps(here), list(found.skipped)) == ([6], ["step-00000008"])
     assert not list(here.parent.rglob("outside"))
 
 
@@ -293,15 +293,15 @@ def test_whenever_an_upload_is_killed_the_newest_whole_checkpoint_is_found_and_t
     there: Path, tmp_path: Path
 ) -> None:
     """Before every single write and removal of an upload that replaces one checkpoint by another."""
-    paths = commit.find(there / "checkpoints")[:2]
+    paths = commit.find_checkpoints(there / "checkpoints")[:2]
     found: list[int] = []
     for instant in range(100):
-        store = Store(f"memory://killed-{instant}")
-        sender = Upload(store, there, None, Retention(1))
-        sender.commit(paths[0], paths[0].name, commit.read(paths[0]).files)
+        store = ObjectStore(f"memory://killed-{instant}")
+        sender = CheckpointUploader(store, there, None, Retention(1))
+        sender.commit(paths[0], paths[0].name, commit.read_manifest(paths[0]).files)
         (there / "config.yaml").write_text(f"recipe: test  # {instant}\n")  # described anew
         calls = iter(range(1000))
-        originals = {name: getattr(Store, name) for name in ("put", "send", "remove")}
+        originals = {name: getattr(ObjectStore, name) for name in ("put", "send", "remove")}
 
         def killed(name: str, instant: int = instant, calls: Any = calls, originals: Any = originals) -> Any:
             def act(*arguments: Any) -> Any:
@@ -314,21 +314,21 @@ def test_whenever_an_upload_is_killed_the_newest_whole_checkpoint_is_found_and_t
         whole = True
         with ExitStack() as patched:
             for name in originals:
-                patched.enter_context(mock.patch.object(Store, name, killed(name)))
+                patched.enter_context(mock.patch.object(ObjectStore, name, killed(name)))
             try:
-                sender.commit(paths[1], paths[1].name, commit.read(paths[1]).files)
+                sender.commit(paths[1], paths[1].name, commit.read_manifest(paths[1]).files)
             except KilledError:
                 whole = False
         store_lock.claim(store, there)
-        (there / store_lock.KEPT).unlink()
+        (there / store_lock.LOCAL_FILE).unlink()
         here = tmp_path / f"here {instant}"
         begun(store, here).finish()
         found += steps(here)
-        assert is_of(commit.find(here / "checkpoints")[-1], found[-1])
+        assert is_of(commit.find_checkpoints(here / "checkpoints")[-1], found[-1])
         assert (here / "config.yaml").read_text().startswith("recipe: test")
-        again = Upload(store, there, None, Retention(1))
-        again.commit(paths[1], paths[1].name, commit.read(paths[1]).files)
-        restored = restore.newest(store, tmp_path / f"again {instant}")
+        again = CheckpointUploader(store, there, None, Retention(1))
+        again.commit(paths[1], paths[1].name, commit.read_manifest(paths[1]).files)
+        restored = restore.find_newest(store, tmp_path / f"again {instant}")
         assert restored is not None and restored.step == 6 and store.names("checkpoints") == ["step-00000006"]
         if whole:
             break
@@ -355,8 +355,8 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def final(folder: Path) -> dict[str, str]:
     """A hash of every array of a run's last checkpoint: which rank has written it may differ."""
-    path = commit.find(folder / "runs" / "a" / "checkpoints")[-1]
-    assert commit.open_(path).step == STEPS
+    path = commit.find_checkpoints(folder / "runs" / "a" / "checkpoints")[-1]
+    assert commit.open_checkpoint(path).step == STEPS
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load(path).items()}
 
 
@@ -382,7 +382,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
     assert trained(second, monkeypatch, upload, "run.allow_change=[task.hangs]") == 0
     told = capfd.readouterr().out
     assert f"restored step-00000001 from {store.url}\n" in told and "resuming after step 1\n" in told
-    assert f"step {STEPS} is in {store.url}" in told
+    assert f"uploaded step {STEPS} to {store.url}" in told
     made = [event["step"] for event in jobs.events(second / "runs" / "a") if "loss" in event and not event.get("eval")]
     assert made == list(range(2, STEPS + 1))
     assert final(second) == final(tmp_path / "never stopped")
@@ -437,8 +437,8 @@ def test_a_run_that_has_to_go_waits_for_its_upload_as_long_as_the_deadline_lets_
         process.terminate()
         _, told = process.communicate(timeout=90)
     assert process.returncode == 75, told
-    (saved,) = commit.find(tmp_path / "runs" / "b" / "checkpoints")
-    assert f"preempted after step {commit.read(saved).step} of 3000, which is saved." in told
+    (saved,) = commit.find_checkpoints(tmp_path / "runs" / "b" / "checkpoints")
+    assert f"preempted after step {commit.read_manifest(saved).step} of 3000, which is saved." in told
     assert server.store("runs/b").get(f"checkpoints/{saved.name}/manifest.json") is not None
 
 
@@ -469,5 +469,5 @@ def test_a_finished_run_that_has_to_go_waits_for_its_upload_no_longer_than_the_d
     assert store.get(f"checkpoints/{last}/manifest.json") is None
     assert process.returncode == 75, told
     assert f"preempted after step {STEPS} of {STEPS}, which is saved. Resume with:\n  unisono train " in told
-    assert "did not meet" not in told and "came before all ranks" not in told
+    assert "did not meet" not in told and "passed before all ranks" not in told
     assert seconds < 6 + 4, "the end of the processes included, on a busy machine"

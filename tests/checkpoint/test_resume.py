@@ -19,7 +19,7 @@ from unisono.checkpoint.core.commit import Checkpoint
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, FormatError, RunError
 from unisono.training import loop
 
@@ -70,15 +70,15 @@ def rewrite(path: Path, change: Any) -> None:
     content = json.loads((path / manifest.NAME).read_text())
     del content["sha256"]
     change(content)
-    (path / manifest.NAME).write_bytes(manifest.dumps(content))
+    (path / manifest.NAME).write_bytes(manifest.encode(content))
 
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in events.read(folder / "events.jsonl") if kind in event]
+    return [event for event in events.read_events(folder / "events.jsonl") if kind in event]
 
 
 def steps(folder: Path) -> list[int]:
-    return [event["step"] for event in events.steps(events.read(folder / "events.jsonl"))]
+    return [event["step"] for event in events.step_events(events.read_events(folder / "events.jsonl"))]
 
 
 def names(folder: Path) -> list[str]:
@@ -87,7 +87,7 @@ def names(folder: Path) -> list[str]:
 
 def final(folder: Path) -> dict[str, Any]:
     """Everything that the last checkpoint holds, but for what it says of its starts."""
-    checkpoint: Checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint: Checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     hashes = {name: written["sha256"] for name, written in checkpoint.files.items()}
     kept = {key: value for key, value in checkpoint.state.items() if key not in ("about", "ledger")}
     return {**kept, "consumed": checkpoint.state["ledger"]["consumed"], "files": hashes}
@@ -105,7 +105,7 @@ def test_a_damaged_newest_checkpoint_is_brought_again_from_a_store_that_has_it_w
     run(folder, config(checkpoint=upload))
     content = damage(folder, 4).read_bytes()
     with pytest.raises(CheckpointError):
-        commit.open_(folder / "checkpoints" / "step-00000004")
+        commit.open_checkpoint(folder / "checkpoints" / "step-00000004")
     told_before = len(steps(folder))
     capfd.readouterr()
     run(folder, config(how=how, checkpoint=upload))
@@ -117,7 +117,7 @@ def test_a_damaged_newest_checkpoint_is_brought_again_from_a_store_that_has_it_w
     assert note["step"] == 4
     assert note["brought_again"]["name"] == "step-00000004"
     assert note["brought_again"]["kept_as"] == "damaged-step-00000004"
-    assert "It was fetched again from its store; the damaged one is kept as damaged-step" in capfd.readouterr().out
+    assert "It was fetched again from the store; the damaged copy is kept as damaged-step" in capfd.readouterr().out
     assert not notes(folder, "fallback")
 
 
@@ -135,7 +135,7 @@ def test_what_no_store_has_whole_is_passed_over_with_the_reason(
     assert "has no checkpoint step-00000004." in note["fallback"]["why"]
 
 
-def brought_by_two(place: Place, group: Group, path: Path) -> tuple[str | None, str, float]:
+def brought_by_two(place: ProcessInfo, group: Communicator, path: Path) -> tuple[str | None, str, float]:
     """What two ranks know of a checkpoint whose bringing takes longer than one look."""
 
     def again(asked: Path) -> tuple[Path | None, str]:
@@ -199,7 +199,7 @@ def test_two_damaged_checkpoints_are_passed_over(cut: Path) -> None:
 def test_an_exact_run_falls_back_to_nothing_and_touches_nothing(cut: Path) -> None:
     file = damage(cut, 3)
     before = {name: content for name, content in files(cut).items() if not name.startswith("logs")}
-    with pytest.raises(CheckpointError, match=r"is damaged: the content of .*No other may be taken with "):
+    with pytest.raises(CheckpointError, match=r"is damaged: the content of .*run\.resume=exact accepts no other"):
         run(cut, config(how="exact"))
     assert file.name
     assert {name: content for name, content in files(cut).items() if not name.startswith("logs")} == before
@@ -209,7 +209,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(cut: Path) 
     for step in (1, 2, 3):
         damage(cut, step)
     before = {name: content for name, content in files(cut).items() if not name.startswith("logs")}
-    with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint is whole\. .*step-00000001/rank-00000"):
+    with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint is intact\. .*step-00000001/rank-00000"):
         run(cut, config())
     assert {name: content for name, content in files(cut).items() if not name.startswith("logs")} == before
 
@@ -221,23 +221,23 @@ def test_an_evaluation_takes_no_other_checkpoint_than_the_newest(cut: Path) -> N
     assert "damaged-step-00000003" not in names(cut)
 
 
-def together(place: Place, group: Group, folder: Path) -> list[str]:
+def together(place: ProcessInfo, group: Communicator, folder: Path) -> list[str]:
     """Where one rank alone finds a checkpoint damaged: which one every rank takes."""
     how = config(layout={"world_size": 2, "strategy": "ddp"})
     run = runs.resolved(TransformerTask(), how, folder, place)
     if place.rank == 1:
-        commit.read = _short_sighted
+        commit.read_manifest = _short_sighted
     found = resume.open_newest(run, {}, group)
     assert found.checkpoint is not None
     return [found.checkpoint.path.name, *(one.why for one in found.rejected)]
 
 
-_read = commit.read
+_read = commit.read_manifest
 
 
 def _short_sighted(path: Path) -> Checkpoint:
     if path.name == "step-00000003":
-        raise CheckpointError(f"{path / 'rank-00000.safetensors'} is missing. It holds parts of model/x. Delete it.")
+        raise CheckpointError(f"{path / 'rank-00000.safetensors'} is missing. It held parts of model/x. Delete it.")
     return _read(path)
 
 
@@ -246,7 +246,7 @@ def test_all_ranks_take_the_checkpoint_that_is_whole_for_every_one(cut: Path) ->
     assert first == second
     assert first[0] == "step-00000002"
     assert first[1].startswith("rank 1: ")
-    assert first[1].endswith("rank-00000.safetensors is missing. It holds parts of model/x.")
+    assert first[1].endswith("rank-00000.safetensors is missing. It held parts of model/x.")
 
 
 # other versions -----------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_an_exact_run_goes_on_where_nothing_has_changed(cut: Path, finished: Pat
     ],
 )
 def test_an_exact_run_refuses_another_layout(cut: Path, change: dict[str, Any], told: str) -> None:
-    with pytest.raises(RunError, match=r"cannot be continued exactly") as caught:
+    with pytest.raises(RunError, match=r"cannot be resumed exactly") as caught:
         run(cut, config(how="exact", **change))
     assert told in str(caught.value)
 
@@ -381,11 +381,11 @@ def model_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_last_checkpoint_of_the_model_holds_its_weights_and_their_average_alone(model_only: Path) -> None:
-    older, newest = (commit.read(path) for path in commit.find(model_only / "checkpoints"))
+    older, newest = (commit.read_manifest(path) for path in commit.find_checkpoints(model_only / "checkpoints"))
     assert [one.holds for one in (older, newest)] == ["everything", "model"]
     assert {name.split("/")[0] for name in older.arrays} == {"model", "ema", "optimizer"}
     assert {name.split("/")[0] for name in newest.arrays} == {"model", "ema"}
-    last = events.last_evaluation(events.read(model_only / "events.jsonl"))
+    last = events.last_evaluation(events.read_events(model_only / "events.jsonl"))
     assert runs.evaluate(model_only, config(ema={"decay": 0.9}), TransformerTask()) == {
         "step": 4,
         **last,
@@ -402,7 +402,7 @@ def test_a_checkpoint_of_the_model_is_not_resumed_and_the_one_that_can_be_is_nam
     assert "step-00000004 holds the model only (checkpoint.final=model): it can be loaded (unisono.load" in str(
         caught.value
     )
-    assert "; step-00000003 holds everything: move step-00000004 out of " in str(caught.value)
+    assert "; step-00000003 holds everything: to resume from it, move step-00000004 out of " in str(caught.value)
     shutil.rmtree(folder / "checkpoints" / "step-00000003")
     with pytest.raises(RunError, match=r"no checkpoint in .* can be$"):
         run(folder, longer)
@@ -433,10 +433,10 @@ def test_a_ledger_that_is_gone_is_told_and_an_exact_run_refuses_that(
     cut: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(cut / "ledger")
-    with pytest.raises(CheckpointError, match=r"rank-00000\.jsonl is gone"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.jsonl is missing"):
         run(cut, config(how="exact"))
     run(cut, config())
     assert final(cut) == final(finished)
-    assert "rank-00000.jsonl of the ledger is gone; a new one begins" in capsys.readouterr().out
+    assert "rank-00000.jsonl of the ledger is missing; a new one begins" in capsys.readouterr().out
     run(cut, config())
     assert "is gone" not in capsys.readouterr().out  # the newest checkpoint knows the new one

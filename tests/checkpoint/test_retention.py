@@ -7,42 +7,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runs import configuration
-from unisono.checkpoint.core.retention import Known, Retention
+from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
 
 steps = st.lists(st.integers(1, 60), unique=True, min_size=1, max_size=12)
 
 
-def known(*steps: int) -> list[Known]:
-    return [Known(step) for step in steps]
+def known(*steps: int) -> list[FinishedCheckpoint]:
+    return [FinishedCheckpoint(step) for step in steps]
 
 
 def test_the_newest_remain() -> None:
-    assert Retention(2).going(8, known(8, 2, 6, 4)) == [2, 4]
+    assert Retention(2).find_removable(8, known(8, 2, 6, 4)) == [2, 4]
 
 
 def test_every_nth_remains_too() -> None:
-    assert Retention(1, every=4).going(9, known(2, 4, 6, 8, 9)) == [2, 6]
+    assert Retention(1, every=4).find_removable(9, known(2, 4, 6, 8, 9)) == [2, 6]
 
 
 @pytest.mark.parametrize(("largest", "remains"), [(False, 4), (True, 2)])
 def test_the_best_remains_too(largest: bool, remains: int) -> None:
-    judged = [Known(2, {"a": 3.0}), Known(4, {"a": 1.0}), Known(6, {"a": 2.0}), Known(8, {"a": 2.5})]
-    assert Retention(1, best="a", largest=largest).going(8, judged) == sorted({2, 4, 6} - {remains})
+    judged = [
+        FinishedCheckpoint(2, {"a": 3.0}),
+        FinishedCheckpoint(4, {"a": 1.0}),
+        FinishedCheckpoint(6, {"a": 2.0}),
+        FinishedCheckpoint(8, {"a": 2.5}),
+    ]
+    assert Retention(1, best="a", largest=largest).find_removable(8, judged) == sorted({2, 4, 6} - {remains})
 
 
 def test_of_two_that_are_as_good_one_remains() -> None:
-    judged = [Known(2, {"a": 1.0}), Known(4, {"a": 1.0}), Known(6, None)]
-    assert len(Retention(1, best="a").going(6, judged)) == 1
+    judged = [FinishedCheckpoint(2, {"a": 1.0}), FinishedCheckpoint(4, {"a": 1.0}), FinishedCheckpoint(6, None)]
+    assert len(Retention(1, best="a").find_removable(6, judged)) == 1
 
 
 def test_what_was_not_judged_or_is_not_a_number_is_not_the_best() -> None:
-    judged = [Known(2, {"a": float("nan")}), Known(4, {"b": 0.0}), Known(6, {"a": 9.0}), Known(8, {"a": float("-inf")})]
-    assert Retention(1, best="a").going(9, [*judged, Known(9)]) == [2, 4, 8]
+    judged = [
+        FinishedCheckpoint(2, {"a": float("nan")}),
+        FinishedCheckpoint(4, {"b": 0.0}),
+        FinishedCheckpoint(6, {"a": 9.0}),
+        FinishedCheckpoint(8, {"a": float("-inf")}),
+    ]
+    assert Retention(1, best="a").find_removable(9, [*judged, FinishedCheckpoint(9)]) == [2, 4, 8]
 
 
 @given(there=steps, made=st.integers(1, 60), keep=st.integers(1, 4), every=st.none() | st.integers(1, 9))
 def test_the_one_just_made_and_all_later_ones_remain(there: list[int], made: int, keep: int, every: int | None) -> None:
-    going = Retention(keep, every).going(made, known(*{*there, made}))
+    going = Retention(keep, every).find_removable(made, known(*{*there, made}))
     remaining = {*there, made} - set(going)
     assert made in remaining
     assert {step for step in there if step > made} <= remaining
@@ -60,8 +70,8 @@ def test_it_follows_the_configuration() -> None:
     ("groups", "told"),
     [
         ({"checkpoint": {"keep_best": {}}}, "eval.every is null"),
-        ({"checkpoint": {"keep_best": {}, "every": 5}, "eval": {"every": 2}}, "no multiple of eval.every=2"),
-        ({"checkpoint": {"keep_every": 7, "every": 5}}, "checkpoint.keep_every=7 is no multiple"),
+        ({"checkpoint": {"keep_best": {}, "every": 5}, "eval": {"every": 2}}, "not a multiple of eval.every=2"),
+        ({"checkpoint": {"keep_every": 7, "every": 5}}, "checkpoint.keep_every=7 is not a multiple"),
     ],
 )
 def test_what_would_never_keep_anything_is_refused(groups: dict[str, dict[str, object]], told: str) -> None:

@@ -20,37 +20,37 @@ from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.core import saver as saver_module
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
-from unisono.engines.state import Shard
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.engines.state import ArrayShard
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import NonFiniteError, SaveError, UnisonoError
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 AWAY = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-def state(value: float, rank: int = 0, size: int = 1) -> list[Shard]:
-    return [Shard("model/w", (2 * size,), (2 * rank,), torch.full((2,), value), finite=True)]
+def state(value: float, rank: int = 0, size: int = 1) -> list[ArrayShard]:
+    return [ArrayShard("model/w", (2 * size,), (2 * rank,), torch.full((2,), value), finite=True)]
 
 
 def of(path: Path) -> list[float]:
-    reader = commit.open_(path).reader()
+    reader = commit.open_checkpoint(path).reader()
     return list(reader.read("model/w", (0,), reader.shapes["model/w"]).tolist())
 
 
 def steps(folder: Path) -> list[int]:
-    return [commit.read(path).step for path in commit.find(folder)]
+    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder)]
 
 
 @contextmanager
 def held() -> Iterator[threading.Event]:
     """No file is written until the event is set."""
-    go, write = threading.Event(), arrays.write
+    go, write = threading.Event(), arrays.write_shards
 
     def waiting(*arguments: Any) -> Any:
         assert go.wait(30)
         return write(*arguments)
 
-    with mock.patch.object(arrays, "write", waiting):
+    with mock.patch.object(arrays, "write_shards", waiting):
         try:
             yield go
         finally:
@@ -58,13 +58,13 @@ def held() -> Iterator[threading.Event]:
 
 
 def failing(error: BaseException = FULL) -> Any:
-    return mock.patch.object(arrays, "write", side_effect=error)
+    return mock.patch.object(arrays, "write_shards", side_effect=error)
 
 
 def until_told(saver: Saver, seconds: float = 30.0) -> None:
     """Make steps until the save in flight is over."""
     deadline = time.monotonic() + seconds
-    while saver._flight is not None:
+    while saver._pending is not None:
         assert time.monotonic() < deadline
         saver.check()
         time.sleep(0.001)
@@ -74,19 +74,19 @@ def until_told(saver: Saver, seconds: float = 30.0) -> None:
 
 
 def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
-    saver, shards = Saver(tmp_path, Alone(), Settings()), state(1.0)
+    saver, shards = Saver(tmp_path, SingleProcess(), Settings()), state(1.0)
     with held() as go:
         saver.save(3, shards, {"step": 3})
         shards[0].data.fill_(2.0)
         saver.check()
-        assert commit.find(tmp_path) == []
+        assert commit.find_checkpoints(tmp_path) == []
         go.set()
         saver.finish()
     assert of(tmp_path / "step-00000003") == [1.0, 1.0]
 
 
 def test_a_save_does_not_wait_for_the_disk_but_the_next_waits_for_it(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Alone(), Settings())
+    saver = Saver(tmp_path, SingleProcess(), Settings())
     with held() as go:
         saver.save(3, state(3.0), {})
         threading.Timer(0.2, go.set).start()
@@ -100,24 +100,24 @@ def test_a_save_does_not_wait_for_the_disk_but_the_next_waits_for_it(tmp_path: P
 def test_every_checkpoint_is_told_once_and_knows_the_one_before(tmp_path: Path, background: bool) -> None:
     told: list[Path] = []
     settings = Settings(background=background, keep=5)
-    with Saver(tmp_path, Alone(), settings, first=2, finished=told.append) as saver:
+    with Saver(tmp_path, SingleProcess(), settings, first=2, finished=told.append) as saver:
         saver.save(2, state(2.0), {})  # the run goes on from there
         for step in (4, 6, 6):
             saver.save(step, state(float(step)), {"step": step}, {"code": "a"}, {"loss": 0.5})
-    assert told == [tmp_path / "step-00000004", tmp_path / "step-00000006"] == commit.find(tmp_path)
-    first, second = (commit.open_(path) for path in told)
+    assert told == [tmp_path / "step-00000004", tmp_path / "step-00000006"] == commit.find_checkpoints(tmp_path)
+    first, second = (commit.open_checkpoint(path) for path in told)
     assert (first.parent, second.parent) == ("step-00000002", "step-00000004")
     assert (first.about, first.metric, first.state) == ({"code": "a"}, {"loss": 0.5}, {"step": 4})
 
 
 def test_a_failure_ends_the_run_with_the_next_step(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Alone(), Settings())
+    saver = Saver(tmp_path, SingleProcess(), Settings())
     saver.save(1, state(1.0), {})
     until_told(saver)
     with failing():
         saver.save(2, state(2.0), {})
         with pytest.raises(
-            SaveError, match=r"of step 2 was not written \(the newest is of step 1\).*no space left"
+            SaveError, match=r"of step 2 was not written \(the newest is from step 1\).*no space left"
         ) as caught:
             until_told(saver)
     assert caught.value.exit_code == 7
@@ -126,7 +126,11 @@ def test_a_failure_ends_the_run_with_the_next_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["next save", "finish", "context"])
 def test_a_failure_is_told_by_whatever_comes_next(tmp_path: Path, when: str) -> None:
-    with failing(), pytest.raises(SaveError, match="there is none yet"), Saver(tmp_path, Alone(), Settings()) as saver:
+    with (
+        failing(),
+        pytest.raises(SaveError, match="there is none yet"),
+        Saver(tmp_path, SingleProcess(), Settings()) as saver,
+    ):
         saver.save(2, state(2.0), {})
         if when == "next save":
             saver.save(3, state(3.0), {})
@@ -135,7 +139,7 @@ def test_a_failure_is_told_by_whatever_comes_next(tmp_path: Path, when: str) -> 
 
 
 def test_without_a_background_a_failure_is_told_at_once(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Alone(), Settings(background=False))
+    saver = Saver(tmp_path, SingleProcess(), Settings(background=False))
     with failing(), pytest.raises(SaveError, match="no space left"):
         saver.save(2, state(2.0), {})
     saver.save(2, state(2.0), {})
@@ -145,7 +149,7 @@ def test_without_a_background_a_failure_is_told_at_once(tmp_path: Path) -> None:
 @contextmanager
 def away(times: int, error: OSError = AWAY, *, what: str = "write") -> Iterator[list[int]]:
     """So many writes fail, or flushes of the folder of checkpoints; the pauses between two tries are short."""
-    real = {"write": arrays.write, "sync": commit.sync}[what]
+    real = {"write": arrays.write_shards, "sync": commit.fsync_path}[what]
     made: list[int] = []
 
     def failing(*arguments: Any) -> Any:
@@ -156,8 +160,8 @@ def away(times: int, error: OSError = AWAY, *, what: str = "write") -> Iterator[
             raise error
         return real(*arguments)
 
-    owner = {"write": arrays, "sync": commit}[what]
-    with mock.patch.object(owner, what, failing), mock.patch.object(saver_module, "_FIRST_PAUSE", 0.01):
+    owner, name = {"write": (arrays, "write_shards"), "sync": (commit, "fsync_path")}[what]
+    with mock.patch.object(owner, name, failing), mock.patch.object(saver_module, "_FIRST_PAUSE", 0.01):
         yield made
 
 
@@ -169,7 +173,7 @@ def test_what_may_pass_is_tried_again_from_the_copies(
 ) -> None:
     shards = state(1.0)
     with away(3, OSError(code, os.strerror(code)), what=what) as made:
-        saver = Saver(tmp_path, Alone(), Settings(background=background))
+        saver = Saver(tmp_path, SingleProcess(), Settings(background=background))
         saver.save(3, shards, {"step": 3})
         if background:
             shards[0].data.fill_(2.0)
@@ -177,14 +181,14 @@ def test_what_may_pass_is_tried_again_from_the_copies(
     assert len(made) == 4
     assert of(tmp_path / "step-00000003") == [1.0, 1.0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
-    assert sum("tried again in" in record.message for record in caplog.records) == 3
+    assert sum("Retrying in" in record.message for record in caplog.records) == 3
 
 
 def test_what_does_not_pass_ends_after_the_time_that_is_set_for_it(tmp_path: Path) -> None:
     with away(10**6) as made:
-        saver = Saver(tmp_path, Alone(), Settings(retry_for=0.1))
+        saver = Saver(tmp_path, SingleProcess(), Settings(retry_for=0.1))
         saver.save(3, state(1.0), {})
-        with pytest.raises(SaveError, match=r"tried \d+ times in 0 s \(checkpoint.retry_for\)"):
+        with pytest.raises(SaveError, match=r"\d+ attempts in 0 s \(checkpoint.retry_for\)"):
             saver.finish()
     assert len(made) > 2
     assert not list(tmp_path.iterdir())
@@ -193,7 +197,7 @@ def test_what_does_not_pass_ends_after_the_time_that_is_set_for_it(tmp_path: Pat
 @pytest.mark.parametrize(("settings", "error"), [({"retry_for": 0.0}, AWAY), ({}, FULL)])
 def test_what_is_not_to_be_tried_again_is_not(tmp_path: Path, settings: dict[str, Any], error: OSError) -> None:
     with away(1, error) as made:
-        saver = Saver(tmp_path, Alone(), Settings(**settings))
+        saver = Saver(tmp_path, SingleProcess(), Settings(**settings))
         saver.save(3, state(1.0), {})
         with pytest.raises(SaveError) as caught:
             saver.finish()
@@ -203,12 +207,12 @@ def test_what_is_not_to_be_tried_again_is_not(tmp_path: Path, settings: dict[str
 
 def test_a_run_that_has_to_go_tries_nothing_again(tmp_path: Path) -> None:
     with away(10**6) as made, mock.patch.object(saver_module, "_FIRST_PAUSE", 3600.0):
-        saver = Saver(tmp_path, Alone(), Settings(retry_for=1e6))
+        saver = Saver(tmp_path, SingleProcess(), Settings(retry_for=1e6))
         saver.save(3, state(1.0), {})
         deadline = time.monotonic() + 30
         while not made and time.monotonic() < deadline:
             time.sleep(0.01)
-        saver.hurry()
+        saver.stop_retrying()
         with pytest.raises(SaveError, match="Stale file handle"):
             saver.finish()
     assert len(made) <= 2  # the second if it was in the pause before that, which it does not sit out
@@ -218,7 +222,7 @@ def test_a_run_that_has_to_go_tries_nothing_again(tmp_path: Path) -> None:
 def test_a_run_that_may_go_on_is_told_until_a_later_save_succeeds(tmp_path: Path, background: bool) -> None:
     said: list[str] = []
     settings = Settings(on_failure="continue", background=background)
-    saver = Saver(tmp_path, Alone(), settings, say=said.append)
+    saver = Saver(tmp_path, SingleProcess(), settings, say=said.append)
     saver.save(1, state(1.0), {})
     until_told(saver)
     assert saver.unsaved_since is None
@@ -233,11 +237,11 @@ def test_a_run_that_may_go_on_is_told_until_a_later_save_succeeds(tmp_path: Path
     assert saver.unsaved_since is None
     saver.finish()
     assert steps(tmp_path) == [1, 4]
-    assert commit.read(tmp_path / "step-00000004").parent == "step-00000001"
+    assert commit.read_manifest(tmp_path / "step-00000004").parent == "step-00000001"
 
 
 def test_a_run_that_may_go_on_does_not_end_with_success_unsaved(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Alone(), Settings(on_failure="continue"))
+    saver = Saver(tmp_path, SingleProcess(), Settings(on_failure="continue"))
     with failing():
         saver.save(2, state(2.0), {})
         with pytest.raises(SaveError, match="no space left"):
@@ -246,7 +250,7 @@ def test_a_run_that_may_go_on_does_not_end_with_success_unsaved(tmp_path: Path) 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_state_that_is_not_finite_ends_the_run_whatever_the_policy(tmp_path: Path, background: bool) -> None:
-    saver = Saver(tmp_path, Alone(), Settings(on_failure="continue", background=background))
+    saver = Saver(tmp_path, SingleProcess(), Settings(on_failure="continue", background=background))
     with pytest.raises(NonFiniteError, match="'model/w'"):
         saver.save(2, state(float("nan")), {})
         until_told(saver)
@@ -254,14 +258,14 @@ def test_a_state_that_is_not_finite_ends_the_run_whatever_the_policy(tmp_path: P
 
 
 def test_what_is_a_fault_of_ours_is_loud_too(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Alone(), Settings())
+    saver = Saver(tmp_path, SingleProcess(), Settings())
     with failing(RuntimeError("a bug")), pytest.raises(SaveError, match="RuntimeError: a bug"):
         saver.save(2, state(2.0), {})
         saver.finish()
 
 
 def test_a_run_that_fails_lets_the_save_in_flight_end(tmp_path: Path) -> None:
-    with held() as go, pytest.raises(KeyError), Saver(tmp_path, Alone(), Settings()) as saver:
+    with held() as go, pytest.raises(KeyError), Saver(tmp_path, SingleProcess(), Settings()) as saver:
         saver.save(2, state(2.0), {})
         threading.Timer(0.2, go.set).start()
         raise KeyError
@@ -271,7 +275,7 @@ def test_a_run_that_fails_lets_the_save_in_flight_end(tmp_path: Path) -> None:
 # two processes --------------------------------------------------------------------------------------------------------
 
 
-def _stories(place: Place, group: Group, folder: Path) -> dict[str, Any]:
+def _stories(place: ProcessInfo, group: Communicator, folder: Path) -> dict[str, Any]:
     """What happens to this rank's saves when one of two is slow, or fails."""
     told: dict[str, Any] = {}
 
@@ -281,11 +285,11 @@ def _stories(place: Place, group: Group, folder: Path) -> dict[str, Any]:
         saver.save(1, state(1.0, place.rank, 2), {})
         until_told(saver)
         try:
-            with patch if place.rank == rank else mock.patch.object(arrays, "LARGEST", arrays.LARGEST):
+            with patch if place.rank == rank else mock.patch.object(arrays, "MAX_PIECE_BYTES", arrays.MAX_PIECE_BYTES):
                 saver.save(2, state(value if place.rank == rank else 1.0, place.rank, 2), {})
                 for step in range(3, 10_000):
                     told[f"{name}: step"] = step
-                    if saver._flight is None:
+                    if saver._pending is None:
                         break
                     saver.check()
                     time.sleep(0.002 * (1 + place.rank))
@@ -306,7 +310,7 @@ def _stories(place: Place, group: Group, folder: Path) -> dict[str, Any]:
         saver.save(1, state(float(place.rank), place.rank, 2), {"step": 1})
         told["slow: blocked"] = time.monotonic() - began
         made = 0
-        while saver._flight is not None:
+        while saver._pending is not None:
             saver.check()
             made += 1
             time.sleep(0.01)
@@ -385,14 +389,14 @@ def test_all_ranks_go_on_together_where_they_may(stories: list[dict[str, Any]]) 
         assert "goes on" not in told
         assert told["goes on: step"] == stories[0]["goes on: step"]
         assert told["goes on: unsaved"] == 1
-        assert "the next save that is due tries again" in told["goes on: said"]
+        assert "the next save that is due will try again" in told["goes on: said"]
         assert told["goes on: saved"] == [None, [1, 9]]
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_a_disk_that_does_not_answer_is_told_and_holds_nothing_up(tmp_path: Path, policy: Any) -> None:
     said: list[str] = []
-    saver = Saver(tmp_path, Alone(), Settings(on_failure=policy), say=said.append, deadline=0.2)
+    saver = Saver(tmp_path, SingleProcess(), Settings(on_failure=policy), say=said.append, deadline=0.2)
     saver.save(2, state(2.0), {})
     saver.finish()
     with held() as go:
@@ -400,7 +404,7 @@ def test_a_disk_that_does_not_answer_is_told_and_holds_nothing_up(tmp_path: Path
         saver.check()
         assert saver.unsaved_since is None
         time.sleep(0.25)
-        told = r"step 4 was not written \(the newest is of step 2\): rank 0 has not written its part for 0.2 s "
+        told = r"step 4 was not written \(the newest is from step 2\): rank 0 has not written its part for 0.2 s "
         if policy == "stop":
             with pytest.raises(SaveError, match=told):
                 saver.check()
@@ -409,7 +413,7 @@ def test_a_disk_that_does_not_answer_is_told_and_holds_nothing_up(tmp_path: Path
             saver.check()
             assert saver.unsaved_since == 2
             saver.save(made, state(6.0), {})  # which does not wait for the one in flight
-        assert len(said) == 1 and "does not answer" in said[0]
+        assert len(said) == 1 and "does not respond" in said[0]
         go.set()
         until_told(saver)
     assert saver.unsaved_since is None and steps(tmp_path) == [2, 4]

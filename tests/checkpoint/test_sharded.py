@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from unisono.checkpoint.exchange import hf_shards
-from unisono.checkpoint.exchange.hf_shards import CODES, Entry, Sharded, blocks, planned, write
+from unisono.checkpoint.exchange.hf_shards import CODES, ShardedFiles, TensorEntry, blocks, plan_files, write
 from unisono.runtime.errors import CheckpointError
-from unisono.runtime.files import whole_folder
+from unisono.runtime.files import atomic_folder
 
 SHAPES = [(), (0,), (3,), (2, 0), (5, 3), (1, 1), (4, 3, 2)]
 
@@ -31,9 +31,9 @@ def test_every_dtype_and_shape_comes_back_by_the_librarys_own_reader(
     made = {
         f"{code} {shape}": torch.randint(0, 2, shape).to(dtype) for dtype, code in CODES.items() for shape in SHAPES
     }
-    entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in made.items()]
+    entries = [TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in made.items()]
 
-    def content(entry: Entry) -> Any:
+    def content(entry: TensorEntry) -> Any:
         for offset, shape in blocks(entry.shape, entry.dtype.itemsize, limit):
             yield made[entry.name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
@@ -51,7 +51,7 @@ def test_every_dtype_and_shape_comes_back_by_the_librarys_own_reader(
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     monkeypatch.setattr(hf_shards, "blocks", lambda shape, item, most=limit: blocks(shape, item, most))
-    again = Sharded(tmp_path / "a.safetensors")
+    again = ShardedFiles(tmp_path / "a.safetensors")
     assert len(again.entries) == len(made)
     for entry in again.entries:
         parts = [part.reshape(-1) for part in again.content(entry)]
@@ -71,8 +71,8 @@ def test_blocks_cover_an_array_once_in_the_order_of_memory(shape: list[int], ite
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 40))
 def test_files_are_as_full_as_the_order_of_tensors_allows(sizes: list[int], limit: int) -> None:
-    entries = [Entry(str(n), torch.int8, (size,)) for n, size in enumerate(sizes)]
-    files = planned(entries, limit)
+    entries = [TensorEntry(str(n), torch.int8, (size,)) for n, size in enumerate(sizes)]
+    files = plan_files(entries, limit)
     assert [entry for file in files for entry in file.entries] == entries
     assert all(file.size <= limit or len(file.entries) == 1 for file in files)
     for file, after in itertools.pairwise(files):
@@ -98,27 +98,27 @@ def point(folder: Path, where: Any) -> None:
 
 
 def test_a_folder_is_read_by_its_index_or_without_one(folder: Path) -> None:
-    assert {entry.name for entry in Sharded(folder).entries} == {"a", "b"}
+    assert {entry.name for entry in ShardedFiles(folder).entries} == {"a", "b"}
     (folder / "model.safetensors.index.json").unlink()
-    assert {entry.name for entry in Sharded(folder).entries} == {"a", "b"}
+    assert {entry.name for entry in ShardedFiles(folder).entries} == {"a", "b"}
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("../outside.safetensors", "which lies elsewhere"),
-        ("../model/two.safetensors", "which lies elsewhere"),
-        ("/etc/passwd", "which lies elsewhere"),
-        ("..\\outside.safetensors", "which is no name of a file"),
-        ("two.safetensors\0", "which is no name of a file"),
-        ("", "which is no name of a file"),
-        (None, "which is no name of a file"),
-        (["two.safetensors"], "which is no name of a file|cannot be read as an index"),
+        ("../outside.safetensors", "which lies outside"),
+        ("../model/two.safetensors", "which lies outside"),
+        ("/etc/passwd", "which lies outside"),
+        ("..\\outside.safetensors", "which is not a valid file name"),
+        ("two.safetensors\0", "which is not a valid file name"),
+        ("", "which is not a valid file name"),
+        (None, "which is not a valid file name"),
+        (["two.safetensors"], "which is not a valid file name|cannot be read as an index"),
         ("three.safetensors", "three.safetensors is missing"),
-        (".", "which is no name of a file"),
+        (".", "which is not a valid file name"),
         ("pipe", "is a pipe, not a file"),
-        ("link.safetensors", "is a link to .*outside.safetensors; only files that lie in that folder"),
-        ("sub/outside.safetensors", "model/sub is a link; only what lies in that folder"),
+        ("link.safetensors", "is a link to .*outside.safetensors; only files inside that folder"),
+        ("sub/outside.safetensors", "model/sub is a link; only files inside that folder"),
     ],
 )
 def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: Any, told: str) -> None:
@@ -127,14 +127,14 @@ def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: Any
     os.mkfifo(folder / "pipe")
     point(folder, {"a": "one.safetensors", "b": name})
     with pytest.raises(CheckpointError, match=told):
-        Sharded(folder)
+        ShardedFiles(folder)
 
 
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        ({"a": "one.safetensors", "b": "one.safetensors"}, "says that one.safetensors has 'b', and it has not"),
-        ({"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}, "has 'c', and it has not"),
+        ({"a": "one.safetensors", "b": "one.safetensors"}, "says that one.safetensors has 'b', but it does not"),
+        ({"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}, "has 'c', but it does not"),
         ([1], "cannot be read as an index of tensors"),
         ("text", "cannot be read as an index of tensors"),
     ],
@@ -142,27 +142,27 @@ def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: Any
 def test_an_index_that_does_not_fit_its_files_is_refused(folder: Path, where: Any, told: str) -> None:
     point(folder, where)
     with pytest.raises(CheckpointError, match=told):
-        Sharded(folder)
+        ShardedFiles(folder)
 
 
 def test_a_tensor_that_the_index_does_not_know_or_that_is_there_twice_is_refused(folder: Path) -> None:
     save_file({"b": torch.ones(3), "c": torch.ones(1)}, folder / "two.safetensors")
-    with pytest.raises(CheckpointError, match=r"two.safetensors has 'c', of which the index says nothing"):
-        Sharded(folder)
+    with pytest.raises(CheckpointError, match=r"two.safetensors has 'c', which the index does not list"):
+        ShardedFiles(folder)
     (folder / "model.safetensors.index.json").unlink()
     save_file({"a": torch.ones(3)}, folder / "two.safetensors")
     with pytest.raises(CheckpointError, match=r"one.safetensors and two.safetensors both have 'a'"):
-        Sharded(folder)
+        ShardedFiles(folder)
 
 
 def test_an_index_of_another_kind_of_nesting_or_size_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="cannot be read as an index"):
-        Sharded(folder)
+        ShardedFiles(folder)
     monkeypatch.setattr(hf_shards, "LARGEST_INDEX", 1000)
-    with pytest.raises(CheckpointError, match="has 100000 bytes, and at most 1000 are read"):
-        Sharded(folder)
+    with pytest.raises(CheckpointError, match="has 100000 bytes; at most 1000 bytes"):
+        ShardedFiles(folder)
 
 
 SAME = b'"dtype":"U8","shape":[4],"data_offsets":[0,4]}'  # the same bytes for two tensors
@@ -185,18 +185,18 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: bytes, length: in
     file = tmp_path / "a.safetensors"
     file.write_bytes(struct.pack("<Q", length) + header + b"\0\0\0\0")
     with pytest.raises(CheckpointError, match=r"a.safetensors cannot be read as safetensors"):
-        Sharded(file)
+        ShardedFiles(file)
 
 
 # folders that are whole or not at all ---------------------------------------------------------------------------------
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with whole_folder(tmp_path / "out") as temporary:
+    with atomic_folder(tmp_path / "out") as temporary:
         (temporary / "a").write_text("1")
         assert not (tmp_path / "out").exists()
     assert (tmp_path / "out" / "a").read_text() == "1"
-    with pytest.raises(KeyError), whole_folder(tmp_path / "other") as temporary:
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "other") as temporary:
         (temporary / "a").write_text("1")
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -206,10 +206,10 @@ def test_a_folder_never_replaces_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "dangling"):
-        with pytest.raises(FileExistsError), whole_folder(tmp_path / name):
+        with pytest.raises(FileExistsError), atomic_folder(tmp_path / name):
             pytest.fail("it begins")
     for name in ("folder", "meanwhile"):
-        with pytest.raises(FileExistsError, match=name), whole_folder(tmp_path / name) as temporary:
+        with pytest.raises(FileExistsError, match=name), atomic_folder(tmp_path / name) as temporary:
             (temporary / "a").write_text("mine")
             if name == "folder":
                 (tmp_path / name).mkdir()

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from unisono.checkpoint.core.staging import Staging
-from unisono.engines.state import Shard
+from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
 
 
-def tensor(copy: Shard) -> torch.Tensor:
-    return saved_tensors.tensor_of(copy.data)
+def tensor(copy: ArrayShard) -> torch.Tensor:
+    return saved_tensors.as_tensor(copy.data)
 
 
-def shard(name: str, data: torch.Tensor) -> Shard:
-    return Shard(name, tuple(data.shape), (0,) * data.dim(), data, finite=True)
+def shard(name: str, data: torch.Tensor) -> ArrayShard:
+    return ArrayShard(name, tuple(data.shape), (0,) * data.dim(), data, finite=True)
 
 
 def test_a_copy_is_of_the_moment_it_was_asked_for() -> None:
@@ -66,7 +66,7 @@ def test_memory_is_used_again_while_the_state_fits() -> None:
 def test_memory_that_was_asked_for_beside_is_taken() -> None:
     staging, weight = Staging(), torch.arange(5000.0)
     staging.prepare([shard("a", torch.zeros(5000))])
-    staging.prepared()
+    staging.wait_until_prepared()
     asked = staging._block.ctypes.data
     for size in (5000, 4000):
         (copy,) = staging.copy([shard("a", weight[:size])])
@@ -83,9 +83,9 @@ def test_too_little_memory_beforehand_is_no_error_of_its_own(monkeypatch: pytest
     asked: list[int] = []
     staging, weight = Staging(), torch.arange(5.0)
     with monkeypatch.context() as patch:
-        patch.setattr("unisono.checkpoint.core.staging._memory", refuse)
+        patch.setattr("unisono.checkpoint.core.staging._allocate", refuse)
         staging.prepare([shard("a", weight)])
-        staging.prepared()
+        staging.wait_until_prepared()
     assert asked == [64]
     (copy,) = staging.copy([shard("a", weight)])
     assert torch.equal(tensor(copy), weight)

@@ -25,7 +25,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.evaluation.best import Best
 from unisono.observe import events
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss
 
 STEPS = 6
@@ -61,7 +61,7 @@ def config(world: int) -> RunConfig:
     )  # fmt: skip
 
 
-def train(place: Place, group: Group, runs: list[tuple[Path, tuple[int, ...]]]) -> None:
+def train(place: ProcessInfo, group: Communicator, runs: list[tuple[Path, tuple[int, ...]]]) -> None:
     """Make each run, stopped before each of these steps and begun again; what torch draws next goes into a file."""
     task, how = Everything(Everything.Config(dropout=0.2)), config(place.world_size)
     for folder, stops in runs:
@@ -75,7 +75,7 @@ def train(place: Place, group: Group, runs: list[tuple[Path, tuple[int, ...]]]) 
 
 def state(folder: Path) -> dict[str, str]:
     """A digest of every kind of state at the end: each array's kind, and what stands beside the arrays."""
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     assert checkpoint.step == STEPS
     reader, kinds = ArrayReader(checkpoint.path, checkpoint.arrays), {}
     for name, shape in sorted(reader.shapes.items()):
@@ -125,11 +125,11 @@ def test_a_run_that_goes_on_on_more_processes_consumes_the_same(runs: tuple[Path
     mine, expected = state(began), state(runs[0])
     assert mine["ledger"] == expected["ledger"]
     assert mine.keys() == expected.keys()
-    (note,) = [event for event in events.read(began / "events.jsonl") if "changed" in event]
+    (note,) = [event for event in events.read_events(began / "events.jsonl") if "changed" in event]
     assert note["step"] == 3
     assert note["changed"]["config"]["layout.world_size"] == [1, 2]
     assert note["changed"]["config"]["layout.strategy"] == ["single", "ddp"]
-    losses = [[e["loss"] for e in events.steps(events.read(f / "events.jsonl"))] for f in (began, runs[0])]
+    losses = [[e["loss"] for e in events.step_events(events.read_events(f / "events.jsonl"))] for f in (began, runs[0])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(set(losses[1])) == STEPS
 
@@ -148,7 +148,7 @@ LOST: dict[str, tuple[Callable[[Any], None], set[str]]] = {
     "parameters": (lambda engine: _scaled(engine.view.module.parameters(), 1.001), {"model", "optimizer", "ema"}),
     "optimizer": (lambda engine: _scaled(_moments(engine), 0.0), {"model", "optimizer", "ema"}),
     "average": (lambda engine: _scaled(engine.train_state.average.tensors.values(), 0.0), {"ema"}),
-    "carry": (lambda engine: engine._parts.recurrent._kept.clear(), {"carry", "model"}),
+    "carry": (lambda engine: engine._parts.recurrent._carry_by_number.clear(), {"carry", "model"}),
     "spikes": (lambda engine: [seen.clear() for seen in engine._parts.spikes._history.values()], {"spikes"}),
     "seed": (lambda engine: setattr(engine._parts.random_state, "_seed", 1), {"model", "drawn-0"}),
 }
@@ -184,8 +184,8 @@ def test_a_kind_of_state_that_is_lost_is_seen(
 def test_what_stands_beside_the_arrays_and_is_lost_is_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str]
 ) -> None:
-    kept = Resumption.kept
-    monkeypatch.setattr(Resumption, "kept", lambda found, asked: None if asked == name else kept(found, asked))
+    kept = Resumption.saved_value
+    monkeypatch.setattr(Resumption, "saved_value", lambda found, asked: None if asked == name else kept(found, asked))
     processes.alone(train, [(tmp_path / "run", (5,))])
     found = state(tmp_path / "run")
     assert {key for key, digest in found.items() if digest != expected[key]} == {name}
@@ -201,19 +201,19 @@ def test_what_is_told_of_the_tracked_runs_outlives_their_file(tmp_path: Path) ->
     assert (tmp_path / "trackers.json").read_text() == '{\n "wandb": "abc"\n}\n'
 
 
-def _alone() -> tuple[Place, Group]:
-    from unisono.runtime.communicator import Alone
+def _alone() -> tuple[ProcessInfo, Communicator]:
+    from unisono.runtime.communicator import SingleProcess
 
-    return Place(), Alone()
+    return ProcessInfo(), SingleProcess()
 
 
 def test_the_best_of_an_evaluation_is_kept_with_its_step_and_the_first_of_equals() -> None:
     best = Best()
     for step, loss in enumerate([3.0, 1.0, float("nan"), 1.0, 2.0, 4.0]):
-        best.see(step, {"loss": loss})
+        best.update(step, {"loss": loss})
     assert best.state() == {"loss": {"least": [1.0, 1], "most": [4.0, 5]}}
     again = Best(best.state())
-    again.see(6, {"loss": 0.5, "accuracy": 0.25})
+    again.update(6, {"loss": 0.5, "accuracy": 0.25})
     assert again.state()["loss"]["least"] == [0.5, 6]
     assert again.state()["accuracy"] == {"least": [0.25, 6], "most": [0.25, 6]}
     assert best.state()["loss"]["least"] == [1.0, 1]

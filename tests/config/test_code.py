@@ -57,17 +57,19 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def of_project(recipe: str) -> dict[str, str]:
-    return {name: digest for name, digest in code_digest.digests(recipe).items() if not name.startswith("unisono/")}
+    return {
+        name: digest for name, digest in code_digest.digest_sources(recipe).items() if not name.startswith("unisono/")
+    }
 
 
 def test_the_code_is_unisono_the_task_and_what_it_imports_early_or_late(recipe: str):
-    found = code_digest.digests(recipe)
+    found = code_digest.digest_sources(recipe)
     assert {"unisono/training/loop.py", "unisono/engines/torch/engine.py"} <= found.keys()
     assert of_project(recipe).keys() == FILES.keys() - {"unrelated.py", "models/other.py"}
 
 
 def test_code_is_read_and_nothing_of_it_is_run(recipe: str):
-    code_digest.digests(recipe)
+    code_digest.digest_sources(recipe)
     assert not {"near", "late", "models", "models.net"} & sys.modules.keys()
 
 
@@ -85,20 +87,23 @@ def test_code_is_the_same_in_another_folder_and_with_other_line_ends(recipe: str
 
 @pytest.mark.parametrize("name", ["mine.py", "near.py", "late.py", "literal.py", "models/parts/block.py"])
 def test_a_file_that_changes_is_named(recipe: str, tmp_path: Path, name: str):
-    before = code_digest.digests(recipe)
+    before = code_digest.digest_sources(recipe)
     (tmp_path / name).write_text(FILES[name] + "# another line\n")
-    assert code_digest.changes(before, code_digest.digests(recipe)) == [f"{name} has changed"]
+    assert code_digest.describe_changes(before, code_digest.digest_sources(recipe)) == [f"{name} has changed"]
 
 
 def test_an_import_that_is_new_is_named(recipe: str, tmp_path: Path):
-    before = code_digest.digests(recipe)
+    before = code_digest.digest_sources(recipe)
     (tmp_path / "near.py").write_text("import unrelated\n")
-    assert code_digest.changes(before, code_digest.digests(recipe)) == ["near.py has changed", "unrelated.py is new"]
+    assert code_digest.describe_changes(before, code_digest.digest_sources(recipe)) == [
+        "near.py has changed",
+        "unrelated.py is new",
+    ]
 
 
 def test_what_cannot_be_parsed_still_counts_by_its_content(recipe: str, tmp_path: Path):
     (tmp_path / "late.py").write_text("this is no Python\n")
-    assert "late.py" in code_digest.digests(recipe)
+    assert "late.py" in code_digest.digest_sources(recipe)
 
 
 def test_what_is_installed_does_not_count_by_its_content(recipe: str, tmp_path: Path):
@@ -107,7 +112,7 @@ def test_what_is_installed_does_not_count_by_its_content(recipe: str, tmp_path: 
     (place / "near.py").write_text("")
     (tmp_path / "near.py").unlink()
     sys.path.insert(0, str(place))
-    assert "near.py" not in code_digest.digests(recipe)
+    assert "near.py" not in code_digest.digest_sources(recipe)
 
 
 def test_a_task_that_is_installed_counts_with_its_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -125,6 +130,6 @@ def test_a_task_of_a_package_counts_with_the_packages_above_it():
 
 
 def test_a_packaged_recipe_is_part_of_unisono():
-    found = code_digest.digests("language")
+    found = code_digest.digest_sources("language")
     assert "unisono/recipes/language/task.py" in found
     assert all(name.startswith("unisono/") for name in found)

@@ -181,75 +181,87 @@ def changed(key: str, value: str) -> RunConfig:
 
 
 def test_every_key_is_listed_here_as_mathematics_or_as_harmless(base: RunConfig):
-    assert set(fingerprint.flat(fingerprint.plain(base))) - NOT_TO_BE_CHANGED == set(HARMLESS) | set(MATHEMATICS)
+    assert set(fingerprint.flatten(fingerprint.to_json(base))) - NOT_TO_BE_CHANGED == set(HARMLESS) | set(MATHEMATICS)
 
 
 @pytest.mark.parametrize(("key", "value"), HARMLESS.items())
 def test_a_harmless_key_makes_no_other_run(base: RunConfig, key: str, value: str):
     other = changed(key, value)
-    assert fingerprint.flat(fingerprint.plain(other))[key] != fingerprint.flat(fingerprint.plain(base))[key]
-    assert fingerprint.changes(base, other, random=False) == {}
+    assert fingerprint.flatten(fingerprint.to_json(other))[key] != fingerprint.flatten(fingerprint.to_json(base))[key]
+    assert fingerprint.changed_keys(base, other, random=False) == {}
+
+
+def test_another_engine_makes_another_run(base: RunConfig):
+    torch, jax = (
+        base.model_copy(update={"layout": base.layout.model_copy(update={"engine": engine})})
+        for engine in ("torch", "jax")
+    )
+    assert fingerprint.changed_keys(torch, jax, random=False) == {"layout.engine": ("torch", "jax")}
+    assert fingerprint.changed_keys(base, jax, random=False) == {}  # auto: nobody has decided yet
+    assert fingerprint.config_digest(torch) == fingerprint.config_digest(base)
 
 
 def test_which_checkpoint_is_the_best_makes_no_other_run(base: RunConfig):
     other = config("eval.every=2", "checkpoint.keep_best={metric: accuracy, mode: max}")
     assert other.checkpoint.keep_best is not None
-    assert fingerprint.changes(base, other, random=False) == {}
+    assert fingerprint.changed_keys(base, other, random=False) == {}
 
 
 @pytest.mark.parametrize(("key", "value"), MATHEMATICS.items())
 def test_a_mathematical_key_makes_another_run_and_is_named(base: RunConfig, key: str, value: str):
     other = changed(key, value)
-    found = fingerprint.changes(base, other, random=False)
-    assert found[key] == tuple(fingerprint.flat(fingerprint.plain(c))[key] for c in (base, other))
-    assert fingerprint.digest(base) != fingerprint.digest(other)
+    found = fingerprint.changed_keys(base, other, random=False)
+    assert found[key] == tuple(fingerprint.flatten(fingerprint.to_json(c))[key] for c in (base, other))
+    assert fingerprint.config_digest(base) != fingerprint.config_digest(other)
 
 
 def test_adapters_and_each_of_their_settings_make_another_run(base: RunConfig):
     lora = config("adapter=lora")
-    assert "adapter.kind" in fingerprint.changes(base, lora, random=False)
+    assert "adapter.kind" in fingerprint.changed_keys(base, lora, random=False)
     for word in ("rank=4", "alpha=2", "dropout=0.1", "targets=[query]"):
         other = config("adapter=lora", f"adapter.{word}")
-        assert list(fingerprint.changes(lora, other, random=False)) == [f"adapter.{word.partition('=')[0]}"]
+        assert list(fingerprint.changed_keys(lora, other, random=False)) == [f"adapter.{word.partition('=')[0]}"]
 
 
 def test_the_place_of_the_task_s_file_makes_no_other_run(base: RunConfig):
     for recipe in ("moved/tasks.py:TransformerTask", "/moved/tasks.py:TransformerTask", "tests.tasks:TransformerTask"):
         moved = base.model_copy(update={"recipe": recipe})
-        assert fingerprint.changes(base, moved, random=False) == {}
-        assert fingerprint.digest(moved) == fingerprint.digest(base)
+        assert fingerprint.changed_keys(base, moved, random=False) == {}
+        assert fingerprint.config_digest(moved) == fingerprint.config_digest(base)
 
 
 @pytest.mark.parametrize("recipe", ["tasks.py:Other", "other.py:TransformerTask", "tests.other:TransformerTask"])
 def test_another_task_makes_another_run(base: RunConfig, recipe: str):
     other = base.model_copy(update={"recipe": recipe})
-    assert fingerprint.changes(base, other, random=False).keys() == {"recipe"}
-    assert fingerprint.digest(other) != fingerprint.digest(base)
+    assert fingerprint.changed_keys(base, other, random=False).keys() == {"recipe"}
+    assert fingerprint.config_digest(other) != fingerprint.config_digest(base)
 
 
 def test_the_micro_batch_makes_another_run_where_a_forward_pass_is_random(base: RunConfig):
     other = config("layout.micro_batch=2")
-    assert fingerprint.changes(base, other, random=True) == {"layout.micro_batch": (4, 2)}
+    assert fingerprint.changed_keys(base, other, random=True) == {"layout.micro_batch": (4, 2)}
 
 
 def test_rows_that_draw_on_several_devices_make_another_run(base: RunConfig):
     other = config("layout.strategy=dp", "layout.world_size=1")
     strategy = base.layout.strategy
-    assert fingerprint.changes(base, other, random=False) == {}
-    assert fingerprint.changes(base, other, random=True) == {"layout.strategy": (strategy, "dp")}
+    assert fingerprint.changed_keys(base, other, random=False) == {}
+    assert fingerprint.changed_keys(base, other, random=True) == {"layout.strategy": (strategy, "dp")}
 
 
 def test_two_layouts_of_one_run_have_one_digest(base: RunConfig):
-    assert fingerprint.digest(base) == fingerprint.digest(config("layout.strategy=ddp", "layout.world_size=4"))
+    assert fingerprint.config_digest(base) == fingerprint.config_digest(
+        config("layout.strategy=ddp", "layout.world_size=4")
+    )
 
 
 def test_the_micro_batch_that_a_layout_brings_about_leaves_the_digest_alone(base: RunConfig):
-    assert fingerprint.digest(base) == fingerprint.digest(config("layout.micro_batch=2"))
+    assert fingerprint.config_digest(base) == fingerprint.config_digest(config("layout.micro_batch=2"))
 
 
 def test_a_key_that_only_one_configuration_has_is_a_change():
     adamw, sgd = config(), config("optim=sgd")
-    found = fingerprint.changes(adamw, sgd, random=False)
+    found = fingerprint.changed_keys(adamw, sgd, random=False)
     assert found["optim.betas"] == ([0.9, 0.95], None)
     assert found["optim.momentum"] == (None, 0.0)
 
@@ -263,4 +275,4 @@ def test_a_key_that_only_one_configuration_has_is_a_change():
     ],
 )
 def test_values_are_flattened_to_dotted_keys_and_lists_stay_whole(values: dict[str, Any], flat: dict[str, Any]):
-    assert fingerprint.flat(values) == flat
+    assert fingerprint.flatten(values) == flat

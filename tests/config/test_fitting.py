@@ -15,7 +15,7 @@ def search(
     """What is measured, size by size, where sizes from `breaks` on run out of memory."""
     peaks: dict[int, float] = {}
     failed, measured = float("inf"), 0
-    while (size := memory_fit.to_measure(sizes, peaks, room, failed)) is not None:
+    while (size := memory_fit.next_size(sizes, peaks, room, failed)) is not None:
         measured += 1
         assert size not in peaks
         assert size < failed
@@ -34,7 +34,7 @@ def test_the_largest_that_fits_is_found_and_nothing_larger_is_tried(
     room = (base + per_row * (most + 0.5)) * (1 + 1e-9)
     measured, peaks = search(sizes, base, per_row, room)
     fitting_sizes = [size for size in sizes if base + per_row * size <= room]
-    found = memory_fit.largest(peaks, room)
+    found = memory_fit.largest_fitting(peaks, room)
     if fitting_sizes:
         assert found is not None
         # Sizes that lie within rounding of the line may be one less.
@@ -51,7 +51,7 @@ def test_the_largest_that_fits_is_found_and_nothing_larger_is_tried(
 def test_a_size_that_ran_out_of_memory_is_not_tried_again() -> None:
     sizes = divisors(720)
     measured, peaks = search(sizes, 100.0, 1.0, room=10_000.0, breaks=100)
-    assert memory_fit.largest(peaks, 10_000.0) == 90
+    assert memory_fit.largest_fitting(peaks, 10_000.0) == 90
     assert measured <= 10
 
 
@@ -59,14 +59,14 @@ def test_steps_are_small_where_the_first_sizes_say_little() -> None:
     """What is taken before the step hides that of few rows."""
     sizes = divisors(5040)
     peaks: dict[int, float] = {}
-    while (size := memory_fit.to_measure(sizes, peaks, 1000.0, float("inf"))) is not None:
+    while (size := memory_fit.next_size(sizes, peaks, 1000.0, float("inf"))) is not None:
         peaks[size] = max(500.0, 100.0 + size)
         assert peaks[size] <= 1000.0
-    assert memory_fit.largest(peaks, 1000.0) == 840
+    assert memory_fit.largest_fitting(peaks, 1000.0) == 840
 
 
 def test_a_line_is_no_flatter_than_between_its_last_points() -> None:
-    line = memory_fit.Line.through({1: 100.0, 2: 100.0, 4: 102.0})
+    line = memory_fit.MemoryLine.fit({1: 100.0, 2: 100.0, 4: 102.0})
     assert line.per_row == 1.0
     assert line.rows(110.0) == 12.0
-    assert memory_fit.Line.through({3: 50.0}).rows(60.0) == float("inf")
+    assert memory_fit.MemoryLine.fit({3: 50.0}).rows(60.0) == float("inf")

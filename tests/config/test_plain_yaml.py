@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.exchange.export import adapter_of
+from unisono.checkpoint.exchange.export import read_adapter_settings
 from unisono.config import safe_yaml
-from unisono.observe.figures import show
+from unisono.observe.figures import show_figures
 from unisono.runtime.errors import ConfigError
-from unisono.supervise.diagnose import explained
+from unisono.supervise.diagnose import diagnose_run
 
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
@@ -23,7 +23,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     ("text", "told"),
     [
         (BOMB, "stand for .*e\\+1[0-9] values"),
-        ("a: &a [1, *a]", "mine.yaml:1: an alias .* part of"),
+        ("a: &a [1, *a]", "mine.yaml:1: an alias .* refers to something that contains it"),
         ("[" * 80 + "]" * 80, "nested more than 64 deep"),
         ("[" * 5000 + "]" * 5000, "nested more than 64 deep"),
         ("a: " + "x" * (1 << 20), "has 1048579 bytes"),
@@ -32,10 +32,10 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 def test_it_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
-        safe_yaml.check(tmp_path / "mine.yaml")
+        safe_yaml.check_yaml(tmp_path / "mine.yaml")
 
 
-@pytest.mark.parametrize("reads", [explained, adapter_of, lambda run: show(run, {})])
+@pytest.mark.parametrize("reads", [diagnose_run, read_adapter_settings, lambda run: show_figures(run, {})])
 def test_whatever_reads_a_run_that_came_from_elsewhere_refuses_it(tmp_path: Path, reads: Callable[[Path], Any]) -> None:
     (tmp_path / "config.yaml").write_text(BOMB)
     with pytest.raises(ConfigError, match="stand for"):
@@ -48,4 +48,4 @@ def test_whatever_reads_a_run_that_came_from_elsewhere_refuses_it(tmp_path: Path
 @pytest.mark.parametrize("text", ["", "a: &a [1, 2]\nb: *a\nc: {d: *a}", "a: [1", "\x00"])
 def test_plain_values_and_what_is_no_yaml_are_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    safe_yaml.check(tmp_path / "mine.yaml")
+    safe_yaml.check_yaml(tmp_path / "mine.yaml")

@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from unisono.config.schema.base import Settings
+from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Sgd
-from unisono.config.schema.run import Launch, Layout, Run, RunConfig, Train
+from unisono.config.schema.run import Run, RunConfig, Train
 
 
 def refusal(kind: type[Settings], /, **values: Any) -> str:
@@ -38,7 +39,7 @@ def test_a_run_s_name_may_be_any_one_folder(name: str):
 
 @pytest.mark.parametrize("name", ["a\nb", "a\0b", "a\x1b[1m", "a\udc80"])
 def test_a_run_s_name_that_cannot_be_printed_is_refused(name: str):
-    assert "has characters that cannot be printed; choose another" in refusal(Run, name=name)
+    assert "contains characters that cannot be printed; choose another name" in refusal(Run, name=name)
 
 
 def test_a_resume_that_must_happen_needs_the_name_of_the_run():

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.runtime.errors import ConfigError
 
 SPLITS = st.builds(
-    lambda world, passes, micro: Split(world * passes * micro, world, micro),
+    lambda world, passes, micro: BatchSplit(world * passes * micro, world, micro),
     st.integers(1, 9),
     st.integers(1, 6),
     st.integers(1, 7),
@@ -21,7 +21,7 @@ SPLITS = st.builds(
 
 def refusal(global_batch: int, world_size: int, micro_batch: int | None) -> str:
     with pytest.raises(ConfigError) as caught:
-        Split.of(global_batch, world_size, micro_batch)
+        BatchSplit.create(global_batch, world_size, micro_batch)
     return str(caught.value)
 
 
@@ -30,7 +30,7 @@ def numbers(text: str) -> list[int]:
 
 
 @given(SPLITS, st.data())
-def test_the_processes_together_take_every_row_of_any_batch_once_and_in_order(split: Split, data: st.DataObject):
+def test_the_processes_together_take_every_row_of_any_batch_once_and_in_order(split: BatchSplit, data: st.DataObject):
     length = data.draw(st.integers(0, split.global_batch))
     taken = [
         row
@@ -42,40 +42,40 @@ def test_the_processes_together_take_every_row_of_any_batch_once_and_in_order(sp
 
 
 @given(SPLITS, st.data())
-def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(split: Split, data: st.DataObject):
+def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(split: BatchSplit, data: st.DataObject):
     length = data.draw(st.integers(0, split.global_batch))
-    alone = Split.of(split.global_batch, 1, split.micro_batch)
+    alone = BatchSplit.create(split.global_batch, 1, split.micro_batch)
     pieces = [k for rank in range(split.world_size) for k in split.micro_batches(rank)]
     assert pieces == list(alone.micro_batches(0))
     assert [split.rows(k, length) for k in pieces] == [alone.rows(k, length) for k in pieces]
 
 
 @given(SPLITS)
-def test_the_rows_that_a_process_owns_are_those_of_its_micro_batches(split: Split):
+def test_the_rows_that_a_process_owns_are_those_of_its_micro_batches(split: BatchSplit):
     for rank in range(split.world_size):
         rows = [row for k in split.micro_batches(rank) for row in split.rows(k, split.global_batch)]
-        assert list(split.own(rank)) == rows
+        assert list(split.rows_of(rank)) == rows
 
 
 @given(SPLITS)
-def test_all_processes_make_equally_many_passes(split: Split):
+def test_all_processes_make_equally_many_passes(split: BatchSplit):
     assert {len(split.micro_batches(rank)) for rank in range(split.world_size)} == {split.passes}
 
 
 @given(SPLITS)
-def test_every_micro_batch_of_a_full_batch_is_full(split: Split):
+def test_every_micro_batch_of_a_full_batch_is_full(split: BatchSplit):
     everyone = range(split.world_size * split.passes)
     assert {len(split.rows(k, split.global_batch)) for k in everyone} == {split.micro_batch}
 
 
 @given(SPLITS)
-def test_a_split_can_be_asked_for_by_its_own_numbers(split: Split):
-    assert Split.of(split.global_batch, split.world_size, split.micro_batch) == split
+def test_a_split_can_be_asked_for_by_its_own_numbers(split: BatchSplit):
+    assert BatchSplit.create(split.global_batch, split.world_size, split.micro_batch) == split
 
 
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_without_a_micro_batch_each_process_takes_its_rows_in_one_piece(world_size: int, rows: int):
-    assert Split.of(world_size * rows, world_size, None) == Split(world_size * rows, world_size, rows)
+    assert BatchSplit.create(world_size * rows, world_size, None) == BatchSplit(world_size * rows, world_size, rows)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.none() | st.integers(1, 60))
@@ -84,7 +84,7 @@ def test_a_split_is_refused_exactly_where_it_would_not_be_even(
 ):
     even = global_batch % world_size == 0 and (micro_batch is None or global_batch // world_size % micro_batch == 0)
     try:
-        Split.of(global_batch, world_size, micro_batch)
+        BatchSplit.create(global_batch, world_size, micro_batch)
     except ConfigError:
         assert not even
     else:
@@ -99,8 +99,8 @@ def test_every_world_size_and_global_batch_that_a_refusal_lists_works(global_bat
     worlds, batches = (numbers(text) for text in re.findall(r"\[([\d, ]+)\]", told))
     assert worlds
     assert batches
-    assert all(Split.of(global_batch, n, None) for n in worlds)
-    assert all(Split.of(n, world_size, None) for n in batches)
+    assert all(BatchSplit.create(global_batch, n, None) for n in worlds)
+    assert all(BatchSplit.create(n, world_size, None) for n in batches)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 30))
@@ -111,8 +111,8 @@ def test_every_micro_batch_and_global_batch_that_a_refusal_lists_works(world_siz
     micros, batches = (numbers(text) for text in re.findall(r"\[([\d, ]+)\]", told))
     assert micros
     assert batches
-    assert all(Split.of(world_size * rows, world_size, n) for n in micros)
-    assert all(Split.of(n, world_size, micro_batch) for n in batches)
+    assert all(BatchSplit.create(world_size * rows, world_size, n) for n in micros)
+    assert all(BatchSplit.create(n, world_size, micro_batch) for n in batches)
 
 
 def test_more_processes_than_rows_are_refused_with_the_largest_number_that_works():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unisono.config import fingerprint
-from unisono.config.compose import Composed
+from unisono.config.compose import ComposedConfig
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import find_task, load_config, read_config, validate_config
@@ -141,8 +141,20 @@ def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
     import yaml
 
     told = config("task.width=6", "optim.groups=[{match: '*.bias', lr_scale: 2}]", "schedules.x={kind: wsd, peak: 1}")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fingerprint.plain(told)), encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(told)), encoding="utf-8")
     assert read_config(tmp_path / "config.yaml", told.recipe) == told
+
+
+def test_another_kind_of_a_group_keeps_no_value_of_a_key_that_means_something_else(tmp_path: Path):
+    import yaml
+
+    values = {"recipe": "puzzles", "train": {"steps": 1}, "optim": {"kind": "sgd"}}
+    values["data"] = {"kind": "embedded", "held_out": 500, "seed": 7}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    found = read_config(tmp_path / "config.yaml", "puzzles", ["data.kind=sudoku", "data.path=x.csv"]).data
+    assert (found.held_out, found.seed) == (0.1, 7)  # a share of the rows, where it was a number of them
+    given = ["data.kind=sudoku", "data.path=x.csv", "data.held_out=0.3"]
+    assert read_config(tmp_path / "config.yaml", "puzzles", given).data.held_out == 0.3
 
 
 # unknown keys ----------------------------------------------------------------------------------------------------
@@ -370,7 +382,7 @@ def test_a_class_far_from_all_others_is_told_with_the_tasks_in_the_file():
 
 
 def test_a_file_without_tasks_is_told_to_have_none():
-    assert mistakes(task="empty.py:Plain") == ["empty.py has no class 'Plain', valid here: nothing"]
+    assert mistakes(task="empty.py:Plain") == ["empty.py has no class 'Plain', and there is none to choose from"]
 
 
 @pytest.mark.parametrize("name", ["NoTask", "METHODS", "Annotated", "BaseModel"])
@@ -468,4 +480,4 @@ def test_a_mistake_in_a_run_s_configuration_is_told_with_the_file(tmp_path: Path
 
 def test_a_configuration_without_a_task_is_refused():
     with pytest.raises(ConfigError, match="set recipe=NAME"):
-        validate_config(Composed({"train": {"steps": 1}}, {}))
+        validate_config(ComposedConfig({"train": {"steps": 1}}, {}))

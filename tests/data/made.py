@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.order import Order
-from unisono.data.order.plan import Plan, StreamPlan, Taken
+from unisono.data.order.plan import Plan, SampleIndices, StreamPlan
 from unisono.task import SampleContext, Task
 
 SIZE, BATCH = 31, 12
@@ -148,7 +148,7 @@ class PackedPlan:
     def rows(self, step: int) -> int:
         return BATCH
 
-    def taken(self, step: int, rows: range) -> Taken:
+    def samples(self, step: int, rows: range) -> SampleIndices:
         slots = np.repeat(np.arange(rows.start, rows.stop), 4)
         positions = 3 * (step * BATCH + slots // 2 * 2) + np.tile([0, 1, 2, 5], len(rows)) + 3 * (slots % 2)
         positions = np.where(np.arange(len(slots)) % 4 == 3, 3 * (step * BATCH + slots // 2 * 2) + 5, positions)
@@ -157,7 +157,9 @@ class PackedPlan:
         keep = ~((slots % 2 == 1) & (np.arange(len(slots)) % 4 == 3)) & ~(cut & (lengths < 2))
         first = np.where(cut & (slots % 2 == 1), lengths // 2, 0)
         last = np.where(cut, np.where(slots % 2 == 1, lengths, lengths // 2), -1)
-        return Taken(*(a[keep] for a in (slots, self.order(positions), self.order.epochs(positions), first, last)))
+        return SampleIndices(
+            *(a[keep] for a in (slots, self.order(positions), self.order.epochs(positions), first, last))
+        )
 
     def state(self, step: int, rows: range) -> None:
         return None
@@ -167,7 +169,7 @@ class PackedPlan:
 
 
 def plan(epochs: float = 2.2, seed: int = 0) -> StreamPlan:
-    return StreamPlan.of(Order(SIZE, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
+    return StreamPlan.create(Order(SIZE, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
 
 
 def steps(
@@ -181,7 +183,9 @@ def steps(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every rank together, in order, step by step."""
     of = of or plan()
-    loaders = [Loader(task, task.data(), of, Split.of(BATCH, world, micro), rank, **how) for rank in range(world)]
+    loaders = [
+        Loader(task, task.data(), of, BatchSplit.create(BATCH, world, micro), rank, **how) for rank in range(world)
+    ]
     made: list[list[MicroBatch]] = []
     try:
         running = [loader.steps(first) for loader in loaders]
@@ -206,10 +210,10 @@ def same(mine: list[list[MicroBatch]], theirs: list[list[MicroBatch]]) -> None:
             for name, array in a.arrays.items():
                 assert array.dtype == b.arrays[name].dtype
                 assert array.tobytes() == b.arrays[name].tobytes()
-            assert a.made is not None
-            assert b.made is not None
-            assert a.made.masked == b.made.masked
-            assert a.made.contents.tolist() == b.made.contents.tolist()
+            assert a.info is not None
+            assert b.info is not None
+            assert a.info.masked == b.info.masked
+            assert a.info.contents.tolist() == b.info.contents.tolist()
 
 
 class Everything(WithBad):

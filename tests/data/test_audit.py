@@ -15,10 +15,10 @@ import yaml
 
 from tests.data import made
 from tests.data.made import BAD, BATCH, SIZE, Augmented, PackedPlan, WithBad
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data import audit as audits
 from unisono.data import ledger
-from unisono.data.audit import Report, audit
+from unisono.data.audit import AuditReport, audit
 from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import Plan
@@ -37,7 +37,7 @@ def _made(
         for rank in range(world):
             book = opened.enter_context(Ledger(folder, rank, world, first, name))
             loader = Loader(
-                task, task.data(), of, Split.of(BATCH, world, 2), rank, on_error="mask", contents=True, **how
+                task, task.data(), of, BatchSplit.create(BATCH, world, 2), rank, on_error="mask", contents=True, **how
             )
             with closing(loader):
                 running = loader.steps(first)
@@ -45,12 +45,12 @@ def _made(
                     book.step(step, next(running))
 
 
-def _audited(folder: Path, of: Plan | None = None, *, task: Task | None = None, checkpoint: int = 0) -> Report:
-    report = Report(folder)
+def _audited(folder: Path, of: Plan | None = None, *, task: Task | None = None, checkpoint: int = 0) -> AuditReport:
+    report = AuditReport(folder)
     task, of = task or WithBad(), of or made.plan()
-    starts = audits.gather(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
-    counted = audits.check(starts, of, checkpoint, report)
-    audits.anew(counted, of, task, task.data(), 3, report)
+    starts = audits.collect_starts(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
+    counted = audits.check_starts(starts, of, checkpoint, report)
+    audits.rebuild_steps(counted, of, task, task.data(), 3, report)
     return report
 
 
@@ -63,7 +63,7 @@ def _write(folder: Path, lines: list[str], rank: int = 0, *, chained: bool = Fal
     chain, done = "", []
     for line in lines:
         body = line.rpartition(',"chain":"')[0] + "}"
-        chain = ledger._chained(chain, body)
+        chain = ledger._chain_digest(chain, body)
         done.append(f'{body[:-1]},"chain":"{chain}"}}' if chained else line)
     (folder / "ledger" / f"rank-{rank:05d}.jsonl").write_text("".join(f"{line}\n" for line in done))
 
@@ -89,7 +89,7 @@ def test_a_run_over_resumes_and_world_sizes_passes(tmp_path: Path, worlds: tuple
     assert report.samples == 68 - len(bad)
     assert [row for _, row, _ in report.masked] == bad
     assert report.repeated == worlds[0] + worlds[1]  # steps 2 and 4 were made twice
-    assert report.remade > 0
+    assert report.rebuilt > 0
     assert "PASS" in str(report)
 
 
@@ -114,7 +114,7 @@ def test_steps_that_a_crash_left_untold_are_no_fault_unless_a_checkpoint_has_the
     _write(tmp_path, _lines(tmp_path, 1)[:-1], rank=1)
     assert _audited(tmp_path, checkpoint=3).steps == 3
     assert _audited(tmp_path, checkpoint=3).passed
-    assert "step 3: rows 6 to 11 were made by nobody" in _audited(tmp_path, checkpoint=4).faults
+    assert "step 3: no process made rows 6 to 11" in _audited(tmp_path, checkpoint=4).faults
 
 
 def test_a_line_that_was_cut_off_by_a_crash_is_taken_back_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def run(tmp_path: Path) -> Path:
 
 Change = Callable[[list[str]], list[str]]
 CHANGES: dict[str, tuple[Change, str]] = {
-    "a line dropped": (lambda lines: [*lines[:2], *lines[3:]], "step 1: rows 0 to 5 were made by nobody"),
+    "a line dropped": (lambda lines: [*lines[:2], *lines[3:]], "step 1: no process made rows 0 to 5"),
     "a line twice": (lambda lines: [*lines[:3], lines[2], *lines[3:]], "step 1: rows 0 to 5 were made twice"),
-    "the last line dropped": (lambda lines: lines[:-1], "step 5: rows 0 to 7 were made by nobody"),
+    "the last line dropped": (lambda lines: lines[:-1], "step 5: no process made rows 0 to 7"),
     "other rows": (
         lambda lines: [*lines[:2], _edited(lines[2], rows=[0, 5]), *lines[3:]],
-        "step 1: rows 5 to 5 were made by nobody",
+        "step 1: no process made rows 5 to 5",
     ),
     "rows of another rank": (
         lambda lines: [*lines[:2], _edited(lines[2], rows=[0, 7]), *lines[3:]],
@@ -156,15 +156,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "other samples": (
         lambda lines: [*lines[:2], _edited(lines[2], ids="0" * 16), *lines[3:]],
-        "step 1: rank 0 made other samples in rows 0 to 5 than the plan has there",
+        "step 1: rank 0 made samples in rows 0 to 5 that differ from the plan",
     ),
     "a sample more is said to be bad": (
         lambda lines: [*lines[:2], _edited(lines[2], masked=[[0, 1, 0, 0, "x"]]), *lines[3:]],
-        "step 1: rank 0 made other samples in rows 0 to 5 than the plan has there",
+        "step 1: rank 0 made samples in rows 0 to 5 that differ from the plan",
     ),
     "a step repeated with other content": (
         lambda lines: [*lines[:3], _edited(lines[3], content="0" * 16), *lines[4:]],
-        "step 2 held something else when it was made again after an interruption",
+        "step 2 held other samples when it was repeated after an interruption",
     ),
     "a step that is not in the plan": (
         lambda lines: [*lines, _edited(lines[-1], step=6)],
@@ -197,12 +197,12 @@ def test_a_missing_file_fails(run: Path) -> None:
     (run / "ledger" / "rank-00001.jsonl").unlink()
     report = _audited(run, checkpoint=6)
     assert "the start from step 0 has no ledger of ranks [1]" in report.faults
-    assert "step 0: rows 6 to 11 were made by nobody" in report.faults
+    assert "step 0: no process made rows 6 to 11" in report.faults
 
 
 @pytest.mark.parametrize(
     ("of", "says"),
-    [(made.plan(seed=1), "made other samples"), (made.plan(epochs=2.0), "step 5: rows 2 to 7 were made, which")],
+    [(made.plan(seed=1), "that differ from the plan"), (made.plan(epochs=2.0), "step 5: rows 2 to 7 were made, which")],
 )
 def test_another_plan_fails(run: Path, of: Plan, says: str) -> None:
     assert any(says in fault for fault in _audited(run, of, checkpoint=6).faults)
@@ -216,16 +216,16 @@ def test_data_that_hold_something_else_now_fail(run: Path) -> None:
             return found
 
     report = _audited(run, task=Changed(), checkpoint=6)
-    assert report.remade == 0
-    assert all("its rows hold something else now than when they were trained on" in fault for fault in report.faults)
+    assert report.rebuilt == 0
+    assert all("its rows now differ from those that were trained on" in fault for fault in report.faults)
     assert len(report.faults) == len({fault.split(":")[0] for fault in report.faults}) > 0
 
 
 def test_bad_rows_that_have_been_mended_since_fail(run: Path) -> None:
     of = made.plan()
-    report = Report(run)
-    counted = audits.check(audits.gather(sorted((run / "ledger").iterdir()), report), of, 6, report)
-    audits.anew(counted, of, Augmented(), np.arange(SIZE), 30, report)
+    report = AuditReport(run)
+    counted = audits.check_starts(audits.collect_starts(sorted((run / "ledger").iterdir()), report), of, 6, report)
+    audits.rebuild_steps(counted, of, Augmented(), np.arange(SIZE), 30, report)
     assert not report.passed
 
 
@@ -293,7 +293,7 @@ def test_a_run_keeps_a_ledger_that_its_audit_confirms(recipe: str, tmp_path: Pat
     assert (report.steps, report.starts, report.repeated) == (60, [(0, 1), (20, 1)], 13)
     assert {row for _, row, _ in report.masked} == {7}
     assert len(report.masked) == 2  # 720 positions are twice 300 and a bit
-    told = [event["masked"] for event in events.read(path / "events.jsonl") if "masked" in event]
+    told = [event["masked"] for event in events.read_events(path / "events.jsonl") if "masked" in event]
     assert told == [1, 1]
     rows = np.load(tmp_path / "rows.npy")
     np.save(tmp_path / "rows.npy", rows + np.float32(1e-3))
@@ -334,7 +334,7 @@ def test_a_run_that_goes_on_with_other_processes_is_confirmed(recipe: str, tmp_p
 
 
 def test_a_folder_without_a_run_or_a_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"holds no run: it has no config\.yaml"):
+    with pytest.raises(RunError, match=r"is not a run directory \(no config\.yaml\)"):
         audit(tmp_path)
     (tmp_path / "config.yaml").write_text("recipe: x\n")
     with pytest.raises(RunError, match="has no ledger"):

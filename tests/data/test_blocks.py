@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.order.blocks import Blocks, CachedBlocks, autocorrelation
-from unisono.data.order.lanes import ONE, Lanes
+from unisono.data.order.blocks import BlockOrder, CachedBlocks, autocorrelation
+from unisono.data.order.lanes import SINGLE_LANE, Lanes
 from unisono.data.order.order import Indices, Order
 from unisono.runtime.errors import DataError
 
@@ -28,7 +28,7 @@ def block_of(sizes: Any, rows: Indices) -> Indices:
     return np.searchsorted(np.cumsum(sizes), rows, side="right")
 
 
-def of_lane(blocks: Blocks, lane: int, places: Indices) -> tuple[Indices, Indices]:
+def of_lane(blocks: BlockOrder, lane: int, places: Indices) -> tuple[Indices, Indices]:
     """The rows that a lane reads, and their epochs."""
     positions = blocks.lanes.positions(np.full(len(places), lane), places)
     return blocks(positions), blocks.epochs(positions)
@@ -42,7 +42,7 @@ def of_lane(blocks: Blocks, lane: int, places: Indices) -> tuple[Indices, Indice
 def test_in_each_epoch_every_row_is_read_once_and_every_block_by_one_lane(
     sizes: list[int], lanes: Lanes, window: int, seed: int, first: int
 ) -> None:
-    blocks = Blocks(np.array(sizes), seed, window, lanes)
+    blocks = BlockOrder(np.array(sizes), seed, window, lanes)
     readers: dict[tuple[int, int], set[int]] = {}
     read: dict[int, list[int]] = {epoch: [] for epoch in (first, first + 1)}
     for lane in range(lanes.count):
@@ -62,7 +62,7 @@ def test_in_each_epoch_every_row_is_read_once_and_every_block_by_one_lane(
 def test_after_as_many_epochs_as_lanes_each_lane_has_read_everything(
     sizes: list[int], lanes: Lanes, window: int, seed: int
 ) -> None:
-    blocks = Blocks(np.array(sizes), seed, window, lanes)
+    blocks = BlockOrder(np.array(sizes), seed, window, lanes)
     for lane in range(lanes.count):
         rows, _ = of_lane(blocks, lane, blocks.size + np.arange(blocks.size))  # the second cycle
         assert np.array_equal(np.sort(rows), np.arange(sum(sizes)))
@@ -72,7 +72,7 @@ def test_after_as_many_epochs_as_lanes_each_lane_has_read_everything(
 @settings(max_examples=60, deadline=None)
 @given(sizes=sizes, lanes=lanes, seed=seeds)
 def test_no_lane_has_more_than_a_block_more_to_read_than_another(sizes: list[int], lanes: Lanes, seed: int) -> None:
-    blocks = Blocks(np.array(sizes), seed, 2, lanes)
+    blocks = BlockOrder(np.array(sizes), seed, 2, lanes)
     ends = [blocks.rows_before(lane, 1) for lane in range(lanes.count)]
     assert max(ends) - min(ends) <= max(sizes)
     assert sum(ends) == sum(sizes)
@@ -83,10 +83,10 @@ def test_no_lane_has_more_than_a_block_more_to_read_than_another(sizes: list[int
 def test_the_order_of_blocks_is_the_same_for_any_way_of_cutting_positions(
     sizes: list[int], lanes: Lanes, window: int, cuts: list[int]
 ) -> None:
-    blocks, positions = Blocks(np.array(sizes), 3, window, lanes), np.arange(200)
+    blocks, positions = BlockOrder(np.array(sizes), 3, window, lanes), np.arange(200)
     rows, epochs = blocks(positions), blocks.epochs(positions)
     pieces = np.split(positions, sorted(cuts))
-    fresh = [Blocks(np.array(sizes), 3, window, lanes) for _ in pieces]  # a resume remembers nothing
+    fresh = [BlockOrder(np.array(sizes), 3, window, lanes) for _ in pieces]  # a resume remembers nothing
     assert np.array_equal(np.concatenate([one(p) for one, p in zip(fresh, pieces, strict=True)]), rows)
     assert np.array_equal(np.concatenate([one.epochs(p) for one, p in zip(fresh, pieces, strict=True)]), epochs)
 
@@ -94,7 +94,7 @@ def test_the_order_of_blocks_is_the_same_for_any_way_of_cutting_positions(
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
 def test_a_lane_has_no_more_than_a_window_of_blocks_open(window: int) -> None:
     sizes = np.full(24, 5)
-    blocks = Blocks(sizes, 0, window, Lanes(2, 3))
+    blocks = BlockOrder(sizes, 0, window, Lanes(2, 3))
     rows, _ = of_lane(blocks, 1, np.arange(60))  # one epoch: twelve blocks
     for start in range(0, 60, 5 * window):
         part = rows[start : start + 5 * window]
@@ -104,7 +104,7 @@ def test_a_lane_has_no_more_than_a_window_of_blocks_open(window: int) -> None:
 
 def test_each_epoch_has_its_own_blocks_order_and_rows() -> None:
     sizes = np.full(24, 5)
-    blocks = Blocks(sizes, 0, 2, Lanes(2, 3))
+    blocks = BlockOrder(sizes, 0, 2, Lanes(2, 3))
     epochs = [of_lane(blocks, 0, 60 * epoch + np.arange(60))[0] for epoch in range(8)]
     assert len({tuple(rows.tolist()) for rows in epochs}) == 8
     groups = [frozenset(block_of(sizes, rows).tolist()) for rows in epochs]
@@ -114,19 +114,19 @@ def test_each_epoch_has_its_own_blocks_order_and_rows() -> None:
 
 def test_each_lane_and_each_seed_reads_otherwise() -> None:
     positions = np.arange(60)
-    orders = [tuple(Blocks(np.full(24, 5), seed, 2, Lanes(2, 3))(positions).tolist()) for seed in range(9)]
+    orders = [tuple(BlockOrder(np.full(24, 5), seed, 2, Lanes(2, 3))(positions).tolist()) for seed in range(9)]
     assert len(set(orders)) == 9
 
 
 @pytest.mark.parametrize("sizes", [[1], [7], [0, 0, 3], [1, 1]])
 def test_fewer_blocks_than_lanes_are_read_all_the_same(sizes: list[int]) -> None:
-    blocks = Blocks(np.array(sizes), 0, 3, Lanes(4, 2))
+    blocks = BlockOrder(np.array(sizes), 0, 3, Lanes(4, 2))
     rows = blocks(np.arange(200))
     assert set(rows.tolist()) == set(range(sum(sizes)))
 
 
 def test_seeking_far_needs_no_memory() -> None:
-    blocks = Blocks(np.full(100, 1000), 0, 8, Lanes(8, 4))
+    blocks = BlockOrder(np.full(100, 1000), 0, 8, Lanes(8, 4))
     blocks(np.arange(64))
     tracemalloc.start()
     rows = blocks(10**12 + np.arange(64))
@@ -137,7 +137,7 @@ def test_seeking_far_needs_no_memory() -> None:
 
 
 def test_what_is_remembered_does_not_grow_with_the_epochs() -> None:
-    blocks = Blocks(np.full(12, 5), 0, 2, Lanes(4, 1))
+    blocks = BlockOrder(np.full(12, 5), 0, 2, Lanes(4, 1))
     for epoch in range(100):
         blocks(np.arange(60) + 60 * epoch)
         assert len(blocks._kept) <= 4 * 4 + 10
@@ -145,7 +145,7 @@ def test_what_is_remembered_does_not_grow_with_the_epochs() -> None:
 
 def test_the_order_of_blocks_is_pinned() -> None:
     """A change of these numbers would change every run over blocks that was ever interrupted."""
-    assert Blocks(np.array([3, 2, 4, 1]), 0, 2, Lanes(2, 2))(np.arange(12)).tolist() == [
+    assert BlockOrder(np.array([3, 2, 4, 1]), 0, 2, Lanes(2, 2))(np.arange(12)).tolist() == [
         4,
         8,
         2,
@@ -166,7 +166,7 @@ def test_the_order_of_blocks_is_pinned() -> None:
 )
 def test_blocks_that_cannot_be_are_refused(sizes: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Blocks(np.array(sizes, dtype=np.int64), 0, 2, ONE)
+        BlockOrder(np.array(sizes, dtype=np.int64), 0, 2, SINGLE_LANE)
 
 
 # how well they are mixed ----------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_blocks_in_windows_on_lanes_leave_exactly_the_trace_of_draws_without_rep
     blocks: int, size: int, lanes: int, window: int
 ) -> None:
     sizes = np.full(blocks, size)
-    rows = Blocks(sizes, 0, window, Lanes(lanes, 16 // lanes))(np.arange(blocks * size))
+    rows = BlockOrder(sizes, 0, window, Lanes(lanes, 16 // lanes))(np.arange(blocks * size))
     found = autocorrelation(block_of(sizes, rows), 16)
     assert found == pytest.approx(
         trace(blocks, size, lanes, window, 16 // lanes), abs=0.015
@@ -269,7 +269,7 @@ def test_a_cache_of_blocks_has_the_rows_of_its_source_and_the_rest_of_it() -> No
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_each_block_is_read_once_per_epoch_by_one_process_on_any_world_size(world_size: int) -> None:
     sizes, lanes, batch, window = np.full(30, 4), Lanes(6, 2), 12, 2
-    blocks = Blocks(sizes, 0, window, lanes)
+    blocks = BlockOrder(sizes, 0, window, lanes)
     source = Read(sizes)
     ranks = [CachedBlocks(source, (window + 2) * 6 // world_size) for _ in range(world_size)]
     rows = []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from unisono import compute_array_once, compute_once
-from unisono.data import compute_once as module
+from unisono.data import cache_lock
 from unisono.runtime.errors import DataError
 
 
@@ -70,9 +70,7 @@ def test_what_is_damaged_is_computed_again(tmp_path: Path, damage: str) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        DataError, match=r"the cache .*file cannot be used \(.*\); choose another one by data\.cache or"
-    ):
+    with pytest.raises(DataError, match=r"the cache .*file cannot be used \(.*\); set data\.cache or \$UNISONO_CACHE"):
         compute_once("kind", 1, make, load, cache=tmp_path / "file")
 
 
@@ -102,7 +100,7 @@ def test_of_two_processes_one_computes_and_the_other_waits(tmp_path: Path) -> No
 def test_whoever_waits_says_for_whom_and_gives_up_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(cache_lock, "_PATIENCE", 0.05)
     begun, done = threading.Event(), threading.Event()
 
     def hold(folder: Path) -> None:

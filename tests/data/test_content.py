@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.data.made import Augmented as Drawing
-from unisono.data.loading.batch_builder import Maker
-from unisono.data.loading.checksum import checksum, size
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.checksum import byte_size, checksum
 from unisono.runtime.rng import generator, key
 
 
@@ -60,11 +60,11 @@ def test_what_is_not_known_counts_by_its_type() -> None:
 
 
 def test_a_size_is_that_of_the_arrays() -> None:
-    assert size({"a": np.zeros(100), "b": [torch.zeros(5), b"xyz"]}) == 800 + 20 + 3
+    assert byte_size({"a": np.zeros(100), "b": [torch.zeros(5), b"xyz"]}) == 800 + 20 + 3
 
 
 def test_recycled_generators_draw_what_new_ones_do() -> None:
-    maker = Maker(Drawing(), np.arange(9), 3, "train")
+    maker = BatchBuilder(Drawing(), np.arange(9), 3, "train")
     kept = []
     for row in range(9):
         rng = maker._contexts.of(key(3, "train", 0, row)).rng

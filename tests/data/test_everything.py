@@ -10,15 +10,15 @@ import pytest
 
 from tests.data.made import BAD, Everything
 from tests.runs import configuration
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.data import audit as audits
-from unisono.data.audit import Report
+from unisono.data.audit import AuditReport
 from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader, MicroBatch
-from unisono.data.order.planning import plan_of, source_of
-from unisono.runtime.communicator import Place
+from unisono.data.order.planning import build_plan, build_source
+from unisono.runtime.communicator import ProcessInfo
 
 ROWS, MICRO, STEPS = 24, 1, 5
 
@@ -40,13 +40,13 @@ def _run(
     found: list[list[MicroBatch]] = [[] for _ in range(first, last)]
     kept = []
     for rank in range(world):
-        place = Place(rank, world, rank, world, "test")
-        source = source_of(task, config, world)
-        plan = plan_of(task, source, config, world)
+        place = ProcessInfo(rank, world, rank, world, "test")
+        source = build_source(task, config, world)
+        plan = build_plan(task, source, config, world)
         if states is not None:
             plan.resume(states)
-        split = Split.of(ROWS, world, MICRO)
-        loader = Loader.of(task, source, plan, split, place, config, contents=True)
+        split = BatchSplit.create(ROWS, world, MICRO)
+        loader = Loader.from_config(task, source, plan, split, place, config, contents=True)
         ledger = None if folder is None else Ledger(folder, rank, world, first, f"{first} on {world}")
         try:
             running = loader.steps(first)
@@ -55,7 +55,7 @@ def _run(
                 found[step - first] += batches
                 if ledger is not None:
                     ledger.step(step, batches)
-            kept.append(plan.state(last, split.own(rank)) if last < STEPS else None)
+            kept.append(plan.state(last, split.rows_of(rank)) if last < STEPS else None)
         finally:
             loader.close()
             if ledger is not None:
@@ -68,11 +68,11 @@ def _same(mine: list[list[MicroBatch]], theirs: list[list[MicroBatch]]) -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert [batch.number for batch in one] == [batch.number for batch in other] == list(range(ROWS // MICRO))
         for a, b in zip(one, other, strict=True):
-            assert a.made is not None
-            assert b.made is not None
+            assert a.info is not None
+            assert b.info is not None
             for name in ("slots", "rows", "epochs", "first", "last"):
-                assert getattr(a.made.taken, name).tolist() == getattr(b.made.taken, name).tolist()
-            assert (a.counts, a.work, a.made.masked) == (b.counts, b.work, b.made.masked)
+                assert getattr(a.info.samples, name).tolist() == getattr(b.info.samples, name).tolist()
+            assert (a.counts, a.work, a.info.masked) == (b.counts, b.work, b.info.masked)
             assert a.arrays.keys() == b.arrays.keys()
             assert all(array.tobytes() == b.arrays[name].tobytes() for name, array in a.arrays.items())
 
@@ -83,14 +83,14 @@ def reference() -> list[list[MicroBatch]]:
 
 
 def test_the_reference_has_all_of_it(reference: list[list[MicroBatch]]) -> None:
-    made = [batch.made for step in reference for batch in step if batch.made is not None]
-    rows = np.concatenate([part.taken.rows for part in made])
-    epochs = np.concatenate([part.taken.epochs for part in made])
+    made = [batch.info for step in reference for batch in step if batch.info is not None]
+    rows = np.concatenate([part.samples.rows for part in made])
+    epochs = np.concatenate([part.samples.epochs for part in made])
     assert 0.6 < (rows < 31).mean() < 0.72  # the first of the two sources, of weight 2 / 3
     assert epochs.max() > 0
     assert {m.row for part in made for m in part.masked} == set(BAD)
-    assert any(len(part.taken) > 1 for part in made)  # micro-batches are of one row
-    assert sum(len(part.taken) for part in made) > ROWS * STEPS
+    assert any(len(part.samples) > 1 for part in made)  # micro-batches are of one row
+    assert sum(len(part.samples) for part in made) > ROWS * STEPS
     noise = [row.tobytes() for step in reference for batch in step for row in batch.arrays["noise"]]
     assert len(set(noise)) == len(noise)
 
@@ -121,11 +121,11 @@ def test_a_run_goes_on_from_any_step_with_other_processes_and_its_audit_passes(
     how = {"worker_kind": "processes", "workers": 2} if after == 1 else {}
     second, _ = _run(after, stop, states=states, folder=tmp_path, **how)
     _same(first + second, reference)
-    report, task, config = Report(tmp_path), Everything(), _config()
-    source = source_of(task, config)
-    plan = plan_of(task, source, config, 1)
-    starts = audits.gather(sorted((tmp_path / "ledger").glob("rank-*.jsonl")), report)
-    counted = audits.check(starts, plan, STEPS, report)
-    audits.anew(counted, plan, task, source, 2, report)
+    report, task, config = AuditReport(tmp_path), Everything(), _config()
+    source = build_source(task, config)
+    plan = build_plan(task, source, config, 1)
+    starts = audits.collect_starts(sorted((tmp_path / "ledger").glob("rank-*.jsonl")), report)
+    counted = audits.check_starts(starts, plan, STEPS, report)
+    audits.rebuild_steps(counted, plan, task, source, 2, report)
     assert report.faults == []
     assert (report.steps, report.starts) == (STEPS, [(0, before), (stop, after)])

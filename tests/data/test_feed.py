@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data.loading.prefetch import Feed
+from unisono.data.loading.prefetch import Prefetcher
 
 
 def done(value: Any) -> Future[Any]:
@@ -35,7 +35,7 @@ def test_what_was_asked_for_comes_in_order_and_is_drawn_in_another_thread() -> N
             drawn.append(threading.current_thread().name)
             yield number
 
-    with closing(Feed(requests(), done, lambda: 3)) as feed:
+    with closing(Prefetcher(requests(), done, lambda: 3)) as feed:
         assert [feed.next(5.0) for _ in range(100)] == list(range(100))
     assert set(drawn) == {"unisono-feed"}
     assert not feed._thread.is_alive()
@@ -49,7 +49,7 @@ def test_no_more_is_asked_for_than_is_wanted_ahead(ahead: int) -> None:
         asked.append(number)
         return done(number)
 
-    with closing(Feed(iter(range(100)), ask, lambda: ahead)) as feed:
+    with closing(Prefetcher(iter(range(100)), ask, lambda: ahead)) as feed:
         for taken in range(20):
             until(lambda: len(asked) == taken + max(1, ahead))  # noqa: B023 - called at once
             time.sleep(0.002)
@@ -62,7 +62,7 @@ def test_a_fault_of_the_plan_comes_after_what_was_asked_for_before_it() -> None:
         yield from (0, 1)
         raise ValueError("no more")
 
-    with closing(Feed(requests(), done, lambda: 8)) as feed:
+    with closing(Prefetcher(requests(), done, lambda: 8)) as feed:
         until(lambda: feed._fault is not None)
         assert [feed.next(5.0), feed.next(5.0)] == [0, 1]
         for _ in range(2):
@@ -77,7 +77,7 @@ def test_a_wait_for_the_plan_or_for_an_answer_has_a_deadline() -> None:
         yield 0
         held.wait(5.0)
 
-    with closing(Feed(requests(), lambda _: Future(), lambda: 1)) as feed:
+    with closing(Prefetcher(requests(), lambda _: Future(), lambda: 1)) as feed:
         with pytest.raises(TimeoutError):
             feed.next(0.01)
         with pytest.raises(TimeoutError):
@@ -92,7 +92,7 @@ def test_who_closes_it_cancels_what_was_not_begun() -> None:
         asked.append(Future())
         return asked[-1]
 
-    feed = Feed(iter(range(100)), ask, lambda: 3)
+    feed = Prefetcher(iter(range(100)), ask, lambda: 3)
     until(lambda: len(asked) == 3)
     feed.close()
     assert [future.cancelled() for future in asked] == [True] * 3

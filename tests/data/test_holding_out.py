@@ -1,4 +1,4 @@
-"""Groups are held out whole, chosen by the hash of their names; rows without groups by a permutation of their numbers."""
+"""Groups are held out whole, chosen by the hash of their names; rows without groups by a permutation."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_groups_may_be_named() -> None:
     [
         (["a", "a", "a"], {"column": "subject"}, DataError, r"data\.held_out=0\.2: all 3 samples have subject=a"),
         (["a"], {}, DataError, r"there is only one sample"),
-        (["a", "b"], {"fold": 2}, ConfigError, r"data\.fold=2: 2 groups, 1 of which .* make 2 parts; choose 0 to 1"),
+        (["a", "b"], {"fold": 2}, ConfigError, r"data\.fold=2: 2 groups, 1 of them .* make 2 folds; choose 0 to 1"),
         (["anna", "b"], {"named": ["ana"], "column": "x"}, ConfigError, r"no row has x=ana, did you mean 'anna'"),
-        (["a", "b"], {"named": ["a", "b"], "column": "x"}, ConfigError, r"has all 2 groups"),
+        (["a", "b"], {"named": ["a", "b"], "column": "x"}, ConfigError, r"names all 2 groups"),
     ],
 )
 def test_what_cannot_be_split_is_refused(groups: list[str], settings_: dict, error: type, told: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.order.lanes import ONE, Lanes, alike, count_of
+from unisono.data.order.lanes import SINGLE_LANE, Lanes, group_equal, resolve_lane_count
 from unisono.runtime.errors import ConfigError
 
 
@@ -30,13 +30,13 @@ def test_a_lane_has_all_of_its_places_once_and_in_order(count: int, stretch: int
 
 
 def test_one_lane_has_every_position_as_its_place() -> None:
-    lane, place = ONE(np.arange(9))
+    lane, place = SINGLE_LANE(np.arange(9))
     assert (lane.tolist(), place.tolist()) == ([0] * 9, list(range(9)))
 
 
 def test_alike_finds_the_places_of_each_number() -> None:
-    assert [part.tolist() for part in alike(np.array([3, 1, 3, 2, 1]))] == [[1, 4], [3], [0, 2]]
-    assert list(alike(np.zeros(0, dtype=np.int64))) == []
+    assert [part.tolist() for part in group_equal(np.array([3, 1, 3, 2, 1]))] == [[1, 4], [3], [0, 2]]
+    assert list(group_equal(np.zeros(0, dtype=np.int64))) == []
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,21 @@ def test_alike_finds_the_places_of_each_number() -> None:
 def test_where_nobody_says_lanes_are_the_largest_divisor_that_is_small_enough(
     batch: int, blocks: int | None, count: int
 ) -> None:
-    assert count_of(None, batch, 1, blocks) == count
+    assert resolve_lane_count(None, batch, 1, blocks) == count
 
 
 def test_lanes_that_do_not_divide_the_batch_are_refused_with_the_numbers_that_do() -> None:
     with pytest.raises(ConfigError, match=r"lanes=5 does not divide .*=12.* These numbers do: \[1, 2, 3, 4, 6, 12\]"):
-        count_of(5, 12, 1)
+        resolve_lane_count(5, 12, 1)
 
 
 def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_the_numbers_that_work() -> None:
     with pytest.raises(ConfigError, match=r"world_size=4 .* 6 lanes .* do: \[1, 2, 3, 6\]; .*data\.lanes=4 or 12$"):
-        count_of(6, 12, 4)
+        resolve_lane_count(6, 12, 4)
     for world_size in (1, 2, 3, 6):
-        assert count_of(6, 12, world_size) == 6
+        assert resolve_lane_count(6, 12, world_size) == 6
 
 
 def test_more_lanes_than_blocks_are_refused_with_the_numbers_that_work() -> None:
     with pytest.raises(ConfigError, match=r"data\.lanes=12, but there are 5 blocks .* Use one of \[1, 2, 3, 4\], or"):
-        count_of(12, 12, 1, blocks=5)
+        resolve_lane_count(12, 12, 1, blocks=5)

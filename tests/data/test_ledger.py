@@ -11,7 +11,7 @@ import pytest
 from tests.data import made
 from tests.data.made import BATCH, WithBad
 from tests.data.test_audit import _edited, _lines, _write
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data import ledger
 from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader
@@ -27,14 +27,16 @@ def kept(folder: Path, first: int, last: int, world: int = 1, before: Any = None
     for rank in range(world):
         with Ledger(folder, rank, world, first, f"{first}") as book:
             task, plan = WithBad(), made.plan()
-            loader = Loader(task, task.data(), plan, Split.of(BATCH, world, 2), rank, on_error="mask", contents=True)
+            loader = Loader(
+                task, task.data(), plan, BatchSplit.create(BATCH, world, 2), rank, on_error="mask", contents=True
+            )
             steps = loader.steps(first + seed)
             for step in range(first, last):
                 book.step(step, next(steps))
             loader.close()
             book.flush()
             marks.append(book.mark())
-    return ledger.joined(before, marks)
+    return ledger.merge_marks(before, marks)
 
 
 def test_the_digest_depends_neither_on_processes_nor_on_interruptions(tmp_path: Path) -> None:
@@ -64,12 +66,12 @@ def known(tmp_path: Path) -> dict[str, Any]:
 
 def fault(folder: Path, known: dict[str, Any], rank: int = 0) -> str | None:
     name = f"rank-{rank:05d}.jsonl"
-    return ledger.fault(folder, name, known["files"][name])
+    return ledger.find_fault(folder, name, known["files"][name])
 
 
 def test_a_ledger_that_went_on_is_that_of_the_checkpoint(tmp_path: Path, known: dict[str, Any]) -> None:
     assert [fault(tmp_path, known, rank) for rank in (0, 1)] == [None, None]
-    assert ledger.missing(tmp_path, known) == []
+    assert ledger.missing_files(tmp_path, known) == []
 
 
 def test_a_line_that_was_changed_is_named_with_its_step(tmp_path: Path, known: dict[str, Any]) -> None:
@@ -95,7 +97,7 @@ def test_a_ledger_that_lacks_its_end_says_after_which_step(tmp_path: Path, known
 
 def test_a_file_that_is_gone_is_missing(tmp_path: Path, known: dict[str, Any]) -> None:
     (tmp_path / "ledger" / "rank-00001.jsonl").unlink()
-    assert ledger.missing(tmp_path, known) == ["rank-00001.jsonl"]
+    assert ledger.missing_files(tmp_path, known) == ["rank-00001.jsonl"]
 
 
 def test_a_full_disk_is_told_and_what_follows_from_it_is_not(tmp_path: Path) -> None:

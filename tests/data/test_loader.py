@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
@@ -51,7 +51,7 @@ class Rows(Task):
 
 
 def _plan(size: int = SIZE, epochs: float = 2.2, seed: int = 0) -> StreamPlan:
-    return StreamPlan.of(Order(size, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
+    return StreamPlan.create(Order(size, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
 
 
 def _steps(
@@ -65,7 +65,8 @@ def _steps(
     """The micro-batches of every rank together, in order, step by step."""
     task = task or Rows()
     loaders = [
-        Loader(task, task.data(), plan or _plan(), Split.of(BATCH, world, micro), r, **how) for r in range(world)
+        Loader(task, task.data(), plan or _plan(), BatchSplit.create(BATCH, world, micro), r, **how)
+        for r in range(world)
     ]
     try:
         steps = zip(*(loader.steps(first) for loader in loaders), strict=True)
@@ -135,7 +136,7 @@ def test_micro_batches_are_consecutive_rows_of_the_global_batch(layout: tuple[in
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 12), (1, 4), (2, 3), (4, 1)])
 def test_every_rank_makes_equally_many_passes_in_a_short_step(world: int, micro: int) -> None:
-    split = Split.of(BATCH, world, micro)
+    split = BatchSplit.create(BATCH, world, micro)
     for rank in range(world):
         with closing(Loader(Rows(), np.arange(SIZE), _plan(), split, rank)) as loader:
             assert [len(batches) for batches in loader.steps()] == [split.passes] * 6
@@ -200,9 +201,9 @@ def test_a_row_draws_differently_in_every_epoch(reference: list[list[MicroBatch]
 
 
 def test_draws_belong_to_the_epoch_and_the_row_not_to_the_step(reference: list[list[MicroBatch]]) -> None:
-    plan = StreamPlan.of(Order(SIZE, 0), 4, None, 2.2)
+    plan = StreamPlan.create(Order(SIZE, 0), 4, None, 2.2)
     task = Rows()
-    with closing(Loader(task, task.data(), plan, Split.of(4, 1, 2), 0)) as loader:
+    with closing(Loader(task, task.data(), plan, BatchSplit.create(4, 1, 2), 0)) as loader:
         assert _draws(list(loader.steps())) == _draws(reference)
 
 
@@ -229,7 +230,7 @@ def test_a_resume_loads_the_remaining_batches_bit_for_bit(
 
 def test_one_loader_can_be_read_again_from_any_step(reference: list[list[MicroBatch]]) -> None:
     task = Rows()
-    with closing(Loader(task, task.data(), _plan(), Split.of(BATCH, 1, None), 0)) as loader:
+    with closing(Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, None), 0)) as loader:
         next(loader.steps())
         _same(list(loader.steps(3)), reference[3:])
         _same(list(loader.steps()), reference)
@@ -332,7 +333,7 @@ def test_an_error_in_sample_names_the_row() -> None:
 def test_an_error_in_a_batch_names_its_rows(where: str) -> None:
     plan = _plan()
     rows = next(r for step in range(6) for r in np.split(plan.batch(step), 3) if 17 in r)
-    assert f"rows {', '.join(map(str, rows))} cannot be made a batch" in _failing(where, _raise)
+    assert f"rows {', '.join(map(str, rows))} of the source: building the batch failed" in _failing(where, _raise)
 
 
 @pytest.mark.parametrize("where", ["sample", "collate", "counts", "work"])
@@ -351,7 +352,7 @@ def test_a_row_that_the_source_does_not_have_is_named() -> None:
         def data(self) -> Any:
             return list(range(20))
 
-    with pytest.raises(DataError, match=r"row (2\d|30) of the source cannot be made a sample: IndexError"):
+    with pytest.raises(DataError, match=r"row (2\d|30) of the source: building the sample failed: IndexError"):
         _steps(Short())
 
 
@@ -367,7 +368,7 @@ def test_a_fault_that_the_task_explains_itself_is_not_explained_again() -> None:
 def test_an_error_ahead_does_not_spoil_the_steps_before_it() -> None:
     plan = next(plan for seed in range(99) if 17 in (plan := _plan(seed=seed, epochs=1)).batch(2))
     task = type("Failing", (Broken,), {"act": staticmethod(_raise)})()
-    with closing(Loader(task, task.data(), plan, Split.of(BATCH, 1, None), 0, prefetch=8)) as loader:
+    with closing(Loader(task, task.data(), plan, BatchSplit.create(BATCH, 1, None), 0, prefetch=8)) as loader:
         steps = loader.steps()
         assert [len(next(steps)) for _ in range(2)] == [1, 1]
         with pytest.raises(DataError):
@@ -383,7 +384,7 @@ def _threads() -> set[threading.Thread]:
 
 @contextmanager
 def _loader(task: Task, **how: Any) -> Iterator[Loader]:
-    loader = Loader(task, task.data(), _plan(epochs=20), Split.of(BATCH, 1, 1), 0, purpose="test", **how)
+    loader = Loader(task, task.data(), _plan(epochs=20), BatchSplit.create(BATCH, 1, 1), 0, purpose="test", **how)
     try:
         yield loader
     finally:

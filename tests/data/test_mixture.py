@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from unisono.config.schema import data as config
-from unisono.data.order.lanes import ONE, Lanes
-from unisono.data.order.mixture import Joined, Mixture, counted, whole_weights
+from unisono.data.order.lanes import SINGLE_LANE, Lanes
+from unisono.data.order.mixture import Joined, MixtureOrder, count_places, whole_weights
 from unisono.data.order.order import Indices, Order
 from unisono.runtime.errors import ConfigError
 
@@ -45,15 +45,15 @@ def joined(*sizes: int) -> Joined:
 
 
 def mixed(
-    sources: Joined, asked: list[float], lanes: Lanes = ONE, batch: int = 12, seed: int = 0, **more: Any
-) -> Mixture:
+    sources: Joined, asked: list[float], lanes: Lanes = SINGLE_LANE, batch: int = 12, seed: int = 0, **more: Any
+) -> MixtureOrder:
     names = list(sources.sources)
     changes = [
         {"step": step, "weights": dict(zip(names, other, strict=True))} for step, other in more.pop("changes", [])
     ]
     how = config.Mixture(weights=dict(zip(names, asked, strict=True)), changes=changes, **more)
     streams = [Order(len(source), 100 + number) for number, source in enumerate(sources.sources.values())]
-    return Mixture.of(how, sources, streams, seed, batch, lanes)
+    return MixtureOrder.from_config(how, sources, streams, seed, batch, lanes)
 
 
 def numbers(sources: Joined, rows: Indices) -> Indices:
@@ -105,7 +105,7 @@ def test_the_fingerprint_of_several_is_of_each_and_of_their_names_and_order() ->
 @given(asked=weights, places=st.integers(0, 10**15))
 def test_counts_add_up_and_are_less_than_two_away_from_the_shares_however_far(asked: list[float], places: int) -> None:
     weights = whole(asked)
-    counts = counted(weights, places)
+    counts = count_places(weights, places)
     assert sum(counts) == places
     for number, (count, weight) in enumerate(zip(counts, asked, strict=True)):
         assert abs(count - places * share(weights, number)) < 2
@@ -116,14 +116,16 @@ def test_counts_add_up_and_are_less_than_two_away_from_the_shares_however_far(as
 @settings(max_examples=60, deadline=None)
 @given(one=st.integers(1, 999), other=st.integers(1, 999), places=st.integers(0, 10**12))
 def test_of_two_sources_each_has_its_share_rounded(one: int, other: int, places: int) -> None:
-    first, _ = counted((one, other), places)
+    first, _ = count_places((one, other), places)
     assert abs(first - places * Fraction(one, one + other)) <= Fraction(1, 2)
 
 
 def test_the_shares_of_many_very_different_sources_do_not_add_up_their_errors() -> None:
     weights = whole([1.5**number for number in range(40)])
     worst = max(
-        abs(count - n * share(weights, number)) for n in range(600) for number, count in enumerate(counted(weights, n))
+        abs(count - n * share(weights, number))
+        for n in range(600)
+        for number, count in enumerate(count_places(weights, n))
     )
     assert 0.5 < worst < 1.7
 
@@ -132,7 +134,7 @@ def test_the_shares_of_many_very_different_sources_do_not_add_up_their_errors() 
 @given(asked=weights, first=st.integers(0, 10**12))
 def test_each_place_more_is_one_more_of_one_source(asked: list[float], first: int) -> None:
     weights = whole(asked)
-    counts = np.array([counted(weights, first + more) for more in range(40)])
+    counts = np.array([count_places(weights, first + more) for more in range(40)])
     steps = np.diff(counts, axis=0)
     assert steps.min() >= 0
     assert (steps.sum(axis=1) == 1).all()
@@ -182,7 +184,7 @@ def test_weights_of_tokens_share_out_tokens() -> None:
     how = config.Mixture(weights={"long": 3, "short": 1}, by="tokens")
     assert len(set(whole_weights(how, sources.sources)[0])) == 1
     streams = [Order(len(source), 0) for source in sources.sources.values()]
-    rows = Mixture.of(how, sources, streams, 0, 8, ONE)(np.arange(5000))
+    rows = MixtureOrder.from_config(how, sources, streams, 0, 8, SINGLE_LANE)(np.arange(5000))
     tokens = np.bincount(numbers(sources, rows), weights=sources.lengths[rows])
     assert tokens.tolist() == [75_000, 25_000]
 
@@ -232,9 +234,11 @@ def test_a_source_of_weight_zero_is_never_asked() -> None:
 
     sources = joined(5, 5)
     how = config.Mixture(weights={"s0": 1, "s1": 0})
-    mixture = Mixture.of(how, sources, [Order(5, 0), Never(5, 0)], 0, 4, ONE)
+    mixture = MixtureOrder.from_config(how, sources, [Order(5, 0), Never(5, 0)], 0, 4, SINGLE_LANE)
     assert mixture(np.arange(50)).max() < 5
-    never = Mixture.of(config.Mixture(weights={"s0": 1, "s1": 1}), sources, [Order(5, 0), Never(5, 0)], 0, 4, ONE)
+    never = MixtureOrder.from_config(
+        config.Mixture(weights={"s0": 1, "s1": 1}), sources, [Order(5, 0), Never(5, 0)], 0, 4, SINGLE_LANE
+    )
     with pytest.raises(AssertionError):
         never(np.arange(50))
 
@@ -280,8 +284,8 @@ def test_shares_are_kept_up_to_a_change_and_from_it_on(first: list[float], step:
     mixture = mixed(sources, first, changes=[(step, first[::-1])], batch=12, block=block)
     cut, after = 12 * step, 7 * block
     seen = numbers(sources, mixture(np.arange(cut + after)))
-    assert tuple(np.bincount(seen[:cut], minlength=len(first))) == counted(whole(first), cut)
-    assert tuple(np.bincount(seen[cut:], minlength=len(first))) == counted(whole(first[::-1]), after)
+    assert tuple(np.bincount(seen[:cut], minlength=len(first))) == count_places(whole(first), cut)
+    assert tuple(np.bincount(seen[cut:], minlength=len(first))) == count_places(whole(first[::-1]), after)
 
 
 def test_sources_go_on_where_they_were_at_a_change() -> None:
@@ -358,9 +362,9 @@ def test_an_epoch_that_would_never_end_is_refused_with_what_to_do() -> None:
     ("asked", "message"),
     [
         ({"web": 1, "cdoe": 1}, r"there is no source 'cdoe', did you mean 'code'\?$"),
-        ({"web": 1}, r"has no weight of 'code'; give it one, 0 for not at all$"),
-        ({}, r"weights come to 0; one of them must be above 0"),
-        ({"web": 0, "code": 0}, r"weights come to 0; one of them must be above 0"),
+        ({"web": 1}, r"has no weight for 'code'; give it one \(0 to leave it out\)$"),
+        ({}, r"weights sum to 0; at least one must be positive"),
+        ({"web": 0, "code": 0}, r"weights sum to 0; at least one must be positive"),
         ({"web": -1, "code": 2}, r"greater than or equal to 0"),
         ({"web": float("nan"), "code": 2}, r"finite number"),
     ],
@@ -376,9 +380,9 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(asked: dict[str, fl
     [
         ([(4, {"a": 1, "b": 1}), (4, {"a": 1, "b": 2})], r"step 4 comes after step 4; put them in order"),
         ([(4, {"a": 1, "b": 1}), (3, {"a": 1, "b": 2})], r"step 3 comes after step 4; put them in order"),
-        ([(4, {"a": 0, "b": 0})], r"changes\.0\.weights come to 0"),
+        ([(4, {"a": 0, "b": 0})], r"changes\.0\.weights sum to 0"),
         ([(4, {"a": 1, "c": 0})], r"changes\.0\.weights: 'c' is not in weights, valid here: a, b"),
-        ([(4, {"a": 1})], r"changes\.0\.weights has no weight of 'b'"),
+        ([(4, {"a": 1})], r"changes\.0\.weights has no weight for 'b'"),
         ([(0, {"a": 1, "b": 1})], r"greater than 0"),
     ],
 )

@@ -163,7 +163,7 @@ def _consumed(plan: StreamPlan) -> np.ndarray:
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 200), batch=st.integers(1, 64), epochs=st.integers(1, 4), seed=seeds)
 def test_whole_epochs_consume_every_row_equally_often(size: int, batch: int, epochs: int, seed: int) -> None:
-    consumed = _consumed(StreamPlan.of(Order(size, seed), batch, None, epochs))
+    consumed = _consumed(StreamPlan.create(Order(size, seed), batch, None, epochs))
     assert np.array_equal(np.bincount(consumed, minlength=size), np.full(size, epochs))
 
 
@@ -171,14 +171,14 @@ def test_whole_epochs_consume_every_row_equally_often(size: int, batch: int, epo
 @given(size=st.integers(2, 200), batch=st.integers(1, 64), epochs=st.floats(0.5, 4.0), seed=seeds)
 def test_batches_are_the_order_cut_without_gaps(size: int, batch: int, epochs: float, seed: int) -> None:
     order = Order(size, seed)
-    plan = StreamPlan.of(order, batch, None, epochs)
+    plan = StreamPlan.create(order, batch, None, epochs)
     assert np.array_equal(_consumed(plan), order(np.arange(round(epochs * size))))
 
 
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(2, 200), batch=st.integers(1, 64), epochs=st.floats(0.5, 4.0))
 def test_only_the_last_batch_of_epochs_is_short(size: int, batch: int, epochs: float) -> None:
-    plan = StreamPlan.of(Order(size, 0), batch, None, epochs)
+    plan = StreamPlan.create(Order(size, 0), batch, None, epochs)
     rows = [plan.rows(step) for step in range(plan.steps)]
     assert rows[:-1] == [batch] * (plan.steps - 1)
     assert 1 <= rows[-1] <= batch
@@ -188,21 +188,21 @@ def test_only_the_last_batch_of_epochs_is_short(size: int, batch: int, epochs: f
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 200), batch=st.integers(1, 64), steps=st.integers(1, 20))
 def test_a_run_counted_in_steps_has_only_full_batches(size: int, batch: int, steps: int) -> None:
-    plan = StreamPlan.of(Order(size, 0), batch, steps, None)
+    plan = StreamPlan.create(Order(size, 0), batch, steps, None)
     assert plan.steps == steps
     assert [len(plan.batch(step)) for step in range(steps)] == [batch] * steps
 
 
 def test_fractional_epochs_are_counted_in_rows() -> None:
-    plan = StreamPlan.of(Order(10, 0), 4, None, 1.5)
+    plan = StreamPlan.create(Order(10, 0), 4, None, 1.5)
     assert (plan.length, plan.steps, plan.rows(3)) == (15, 4, 3)
 
 
 def test_a_part_of_an_epoch_repeats_no_row() -> None:
-    consumed = _consumed(StreamPlan.of(Order(100, 0), 7, None, 0.4))
+    consumed = _consumed(StreamPlan.create(Order(100, 0), 7, None, 0.4))
     assert len(consumed) == len(set(consumed.tolist())) == 40
 
 
 def test_an_epoch_of_less_than_one_row_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs=0\.01 of 10 rows is less than one row"):
-        StreamPlan.of(Order(10, 0), 4, None, 0.01)
+        StreamPlan.create(Order(10, 0), 4, None, 0.01)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.data import Data, Packing
 from unisono.config.schema.run import Train
 from unisono.data.order.order import Indices, Order
 from unisono.data.order.packed_plan import PackedPlan
-from unisono.data.order.packing import offline
-from unisono.data.order.plan import Taken
+from unisono.data.order.packing import pack_offline
+from unisono.data.order.plan import SampleIndices
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError
 
 ROWS, BATCH, LANES, CAPACITY, CHUNK = 301, 48, 24, 16, 5
@@ -50,7 +50,7 @@ def plan(method: str = "online", asked: Asked | None = None, steps: int = 12, **
 Pieces = list[tuple[int, int, int, int, int]]
 
 
-def pieces(taken: Taken) -> Pieces:
+def pieces(taken: SampleIndices) -> Pieces:
     return list(taken)
 
 
@@ -62,12 +62,12 @@ def parts(world: int) -> list[range]:
 
 def whole(plans: list[PackedPlan], step: int) -> Pieces:
     """What all processes together take in a step."""
-    return [p for one, rows in zip(plans, parts(len(plans)), strict=True) for p in pieces(one.taken(step, rows))]
+    return [p for one, rows in zip(plans, parts(len(plans)), strict=True) for p in pieces(one.samples(step, rows))]
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, list[Pieces]]:
-    return {method: [pieces(plan(method).taken(step, range(BATCH))) for step in range(12)] for method in METHODS}
+    return {method: [pieces(plan(method).samples(step, range(BATCH))) for step in range(12)] for method in METHODS}
 
 
 # what rows hold -----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_each_lane_takes_every_unit_of_its_chunks_once(method: str) -> None:
         for step in range(steps):
             rows = [slot for slot in range(lane * share, (lane + 1) * share) if step * share + slot % share < ends]
             if rows:
-                for _, row, epoch, first, last in pieces(one.taken(step, range(rows[0], rows[-1] + 1))):
+                for _, row, epoch, first, last in pieces(one.samples(step, range(rows[0], rows[-1] + 1))):
                     end = LENGTHS[row] + epoch % 2 if last == -1 else last
                     found.update((row, epoch, unit) for unit in range(first, end))
         order = Order(ROWS, seed=3)
@@ -119,10 +119,10 @@ def test_a_sample_that_is_not_cut_is_taken_whole(reference: dict[str, list[Piece
 def test_rows_that_were_packed_the_longest_first_do_not_come_in_that_order() -> None:
     """How many samples share a row says when best-fit-decreasing made it, and must not say when it comes."""
     lengths = np.random.default_rng(1).lognormal(5, 1.1, size=8000).astype(np.int64)
-    made = np.bincount(offline(lengths, 2048).bin)
+    made = np.bincount(pack_offline(lengths, 2048).bin)
     how = Packing(method="offline", chunk=8000)
     one = PackedPlan(Order(8000, 0), Asked(lengths), how, capacity=2048, global_batch=1, lanes=1, steps=len(made))
-    sizes = np.array([len(one.taken(step, range(1))) for step in range(len(made))])
+    sizes = np.array([len(one.samples(step, range(1))) for step in range(len(made))])
     assert len(made) > 800
     assert abs(np.corrcoef(made, np.arange(len(made)))[0, 1]) > 0.3
     assert abs(np.corrcoef(sizes, np.arange(len(made)))[0, 1]) < 0.1
@@ -143,12 +143,12 @@ def test_rows_are_the_same_on_any_number_of_processes(
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
 def test_rows_are_the_same_in_micro_batches_of_any_size(micro_batch: int, reference: dict[str, list[Pieces]]) -> None:
-    split = Split.of(BATCH, 8, micro_batch)
+    split = BatchSplit.create(BATCH, 8, micro_batch)
     for rank in range(8):
         one = plan()
         for step in range(12):
             mine = [
-                p for number in split.micro_batches(rank) for p in pieces(one.taken(step, split.rows(number, BATCH)))
+                p for number in split.micro_batches(rank) for p in pieces(one.samples(step, split.rows(number, BATCH)))
             ]
             own = range(rank * 6, rank * 6 + 6)
             assert mine == [piece for piece in reference["online"][step] if piece[0] in own]
@@ -164,7 +164,7 @@ def test_a_process_asks_only_for_the_lengths_of_its_own_lanes_and_once_for_each(
     alone = Asked()
     other = plan(asked=alone)
     for step in range(12):
-        other.taken(step, range(BATCH))
+        other.samples(step, range(BATCH))
     assert alone.samples == together
     assert alone.queries == sum(one.queries for one in asked)
 
@@ -188,7 +188,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened_on_any_other_number_of_process
     asked = [Asked() for _ in range(after)]
     second = [plan(method, one) for one in asked]
     for one in second:
-        one.taken(0, range(2))  # what an engine sees before a resume
+        one.samples(0, range(2))  # what an engine sees before a resume
         one.resume(states)
     queries = [one.queries for one in asked]
     for at in range(step, 12):
@@ -218,24 +218,24 @@ def test_a_resume_packs_one_chunk_of_each_lane_again_and_not_those_before_it() -
     other = plan(asked=asked)
     other.resume([state])
     assert asked.queries == 0
-    other.taken(100, range(1))
+    other.samples(100, range(1))
     assert asked.queries == 1
     alone = Asked()
-    plan(asked=alone).taken(100, range(1))
+    plan(asked=alone).samples(100, range(1))
     assert alone.queries > 20  # without a cursor: every chunk of the lane from the first on
 
 
 def test_without_a_cursor_any_step_can_be_asked_for_in_any_order(reference: dict[str, list[Pieces]]) -> None:
     one = plan()
     for step in (7, 2, 11, 0, 11, 3):
-        assert pieces(one.taken(step, range(BATCH))) == reference["online"][step]
+        assert pieces(one.samples(step, range(BATCH))) == reference["online"][step]
 
 
 def test_steps_before_the_resume_can_still_be_asked_for(reference: dict[str, list[Pieces]]) -> None:
     one = plan()
     one.resume([plan().state(9, range(BATCH))])
     for step in (9, 8, 0, 10):
-        assert pieces(one.taken(step, range(BATCH))) == reference["online"][step]
+        assert pieces(one.samples(step, range(BATCH))) == reference["online"][step]
 
 
 def test_a_state_after_a_resume_is_the_one_of_a_run_that_was_not_interrupted() -> None:
@@ -257,7 +257,7 @@ def test_a_state_can_be_asked_for_while_another_thread_asks_for_what_comes(
     expected = [plan(method).state(step, range(BATCH)) for step in range(12)]
     one = plan(method, Slow())
     with ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(lambda: [pieces(one.taken(step, range(BATCH))) for step in range(12)])
+        coming = ahead.submit(lambda: [pieces(one.samples(step, range(BATCH))) for step in range(12)])
         states = [one.state(step, range(BATCH)) for step in range(12)]
     assert coming.result() == reference[method]
     assert states == expected
@@ -267,7 +267,7 @@ def test_with_an_index_any_row_is_a_look_up(reference: dict[str, list[Pieces]]) 
     index = _index("online")
     asked = Asked()
     one = plan(asked=asked, index=index)
-    assert pieces(one.taken(11, range(BATCH))) == reference["online"][11]
+    assert pieces(one.samples(11, range(BATCH))) == reference["online"][11]
     assert asked.queries <= _chunks_of("online", 11, range(BATCH))
     assert one.state(8, range(BATCH)) == plan().state(8, range(BATCH))
 
@@ -334,7 +334,7 @@ def test_a_sample_that_must_not_be_cut_is_named_by_its_row() -> None:
     one = plan(asked=Asked(lengths), packing={"cut": "never"})
     with pytest.raises(DataError, match=r"row 37 of the source has 17 units, and a packed row holds 16"):
         for step in range(12):
-            one.taken(step, range(BATCH))
+            one.samples(step, range(BATCH))
 
 
 def test_concatenation_without_cuts_is_refused() -> None:
@@ -343,15 +343,15 @@ def test_concatenation_without_cuts_is_refused() -> None:
 
 
 def test_samples_without_anything_in_them_are_an_error_and_no_endless_search() -> None:
-    with pytest.raises(DataError, match="samples in a row has anything to pack"):
+    with pytest.raises(DataError, match="consecutive samples are all empty"):
         PackedPlan(
             Order(9, 0), lambda rows, epochs: 0 * rows, Packing(chunk=4), capacity=4, global_batch=1, lanes=1, steps=1
-        ).taken(0, range(1))
+        ).samples(0, range(1))
 
 
 def _of(train: dict[str, Any], data: dict[str, Any], lengths: Any = LENGTHS) -> PackedPlan:
     packing = Data(packing=Packing(chunk=CHUNK), **data)
-    return PackedPlan.of(Order(ROWS, 3), lengths, Train(**train), packing, capacity=CAPACITY, lanes=4)
+    return PackedPlan.from_config(Order(ROWS, 3), lengths, Train(**train), packing, capacity=CAPACITY, lanes=4)
 
 
 def test_a_run_counted_in_epochs_is_refused_with_an_estimate_in_steps() -> None:
@@ -367,4 +367,4 @@ def test_a_plan_of_a_run_packs_to_what_the_task_or_the_setting_says() -> None:
     one = _of({"steps": 2, "global_batch": 8}, {})
     assert (one.capacity, one.steps, one.rows(1), one.lanes, one.seed) == (CAPACITY, 2, 8, 4, 3)
     data = Data(packing=Packing(length=9))
-    assert PackedPlan.of(Order(9, 0), LENGTHS, Train(steps=1), data, capacity=5, lanes=1).capacity == 9
+    assert PackedPlan.from_config(Order(9, 0), LENGTHS, Train(steps=1), data, capacity=5, lanes=1).capacity == 9

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.order.packing import Pieces, concatenate, offline, online
+from unisono.data.order.packing import Pieces, pack_concatenated, pack_offline, pack_online
 from unisono.runtime.errors import DataError
 
 Pack = Callable[[np.ndarray, int], Pieces]
 WAYS: dict[str, Pack] = {
-    "online": lambda lengths, capacity: online(lengths, capacity, 3),
-    "offline": offline,
-    "concatenate": concatenate,
+    "online": lambda lengths, capacity: pack_online(lengths, capacity, 3),
+    "offline": pack_offline,
+    "concatenate": pack_concatenated,
 }
 lengths_of_items = st.lists(st.integers(0, 70), max_size=80).map(lambda values: np.asarray(values, dtype=np.int64))
 capacities = st.integers(1, 24)
@@ -82,7 +82,7 @@ def test_only_what_is_longer_than_a_bin_is_cut_and_into_as_few_pieces_as_can_be(
 @settings(max_examples=100, deadline=None)
 @given(lengths=lengths_of_items, capacity=capacities)
 def test_concatenation_leaves_room_in_the_last_bin_only(lengths: np.ndarray, capacity: int) -> None:
-    pieces = concatenate(lengths, capacity)
+    pieces = pack_concatenated(lengths, capacity)
     assert pieces.bins == bound(lengths, capacity)
     assert (pieces.used[:-1] == capacity).all()
 
@@ -109,13 +109,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[int]:
     capacity=st.integers(1, 48),
 )
 def test_offline_fills_bins_as_best_fit_decreasing_does(lengths: np.ndarray, capacity: int) -> None:
-    assert sorted(offline(lengths, capacity).used.tolist()) == sorted(best_fit_decreasing(lengths, capacity))
+    assert sorted(pack_offline(lengths, capacity).used.tolist()) == sorted(best_fit_decreasing(lengths, capacity))
 
 
 def test_offline_fills_bins_as_best_fit_decreasing_does_for_documents() -> None:
     lengths = lognormal(3000)
     for capacity in (512, 2048):
-        assert sorted(offline(lengths, capacity).used.tolist()) == sorted(best_fit_decreasing(lengths, capacity))
+        assert sorted(pack_offline(lengths, capacity).used.tolist()) == sorted(best_fit_decreasing(lengths, capacity))
 
 
 def best_fit_in_order(lengths: np.ndarray, capacity: int, open_bins: int) -> list[int]:
@@ -145,14 +145,14 @@ def best_fit_in_order(lengths: np.ndarray, capacity: int, open_bins: int) -> lis
     open_bins=st.integers(1, 6),
 )
 def test_online_puts_each_item_where_best_fit_over_its_open_bins_does(lengths: np.ndarray, open_bins: int) -> None:
-    pieces = online(lengths, 20, open_bins)
+    pieces = pack_online(lengths, 20, open_bins)
     expected = best_fit_in_order(lengths, 20, open_bins)
     assert pieces.bin[np.argsort(pieces.item)].tolist() == expected
 
 
 def test_more_open_bins_leave_less_room() -> None:
     lengths = lognormal(20_000)
-    bins = [online(lengths, 2048, open_bins).bins for open_bins in (1, 8, 64)]
+    bins = [pack_online(lengths, 2048, open_bins).bins for open_bins in (1, 8, 64)]
     assert bins == sorted(bins, reverse=True)
     assert bins[0] > 1.05 * bins[-1]
 
@@ -160,19 +160,19 @@ def test_more_open_bins_leave_less_room() -> None:
 def test_online_leaves_less_than_half_a_percent_empty() -> None:
     for capacity in (2048, 8192):
         lengths = lognormal(60_000)
-        assert 0 < 1 - int(lengths.sum()) / (online(lengths, capacity).bins * capacity) < 0.005
+        assert 0 < 1 - int(lengths.sum()) / (pack_online(lengths, capacity).bins * capacity) < 0.005
 
 
 def test_offline_takes_at_most_a_hundredth_of_a_percent_more_bins_than_must_be() -> None:
     for capacity in (2048, 8192):
         lengths = lognormal(200_000)
-        assert bound(lengths, capacity) <= offline(lengths, capacity).bins <= 1.0001 * bound(lengths, capacity)
+        assert bound(lengths, capacity) <= pack_offline(lengths, capacity).bins <= 1.0001 * bound(lengths, capacity)
 
 
 def test_long_bins_and_many_of_them_are_sorted_right() -> None:
     """Numbers of more than sixteen bits, which are sorted sixteen at a time."""
     lengths = np.random.default_rng(0).integers(60_000, 100_000, size=70_000)
-    pieces = offline(lengths, 100_000)
+    pieces = pack_offline(lengths, 100_000)
     assert pieces.bins == 70_000
     assert np.array_equal(pieces.bin, np.arange(70_000))
     assert np.array_equal(pieces.item, np.arange(70_000))
@@ -197,7 +197,7 @@ def test_items_that_fill_bins_exactly_lie_in_order(way: str) -> None:
     assert pieces.last.tolist() == [8, 8, 16, 8]
 
 
-@pytest.mark.parametrize("pack", [online, offline])
+@pytest.mark.parametrize("pack", [pack_online, pack_offline])
 def test_an_item_longer_than_a_bin_is_refused_by_number_where_nothing_may_be_cut(pack: Callable[..., Pieces]) -> None:
     assert pack(np.array([3, 8, 1]), 8, cut="never").bins == 2
     with pytest.raises(DataError, match=r"item 2 has 9 units, and a bin holds 8"):
@@ -221,4 +221,4 @@ def test_what_are_no_lengths_is_refused(way: str, lengths: np.ndarray, capacity:
 
 def test_no_open_bin_is_refused() -> None:
     with pytest.raises(DataError, match="open_bins=0"):
-        online(np.array([1]), 8, 0)
+        pack_online(np.array([1]), 8, 0)

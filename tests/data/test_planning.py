@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.runs import configuration
 from tests.tasks import LinearTask
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.order.blocks import CachedBlocks
 from unisono.data.order.mixture import Joined
 from unisono.data.order.order import Order
 from unisono.data.order.plan import Plan, StreamPlan
-from unisono.data.order.planning import facts_of, plan_of, source_of, watched
+from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts
 from unisono.data.sources import open_source
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Task
@@ -66,7 +66,7 @@ def sources() -> dict[str, Rows]:
 def planned(given: Any, batch: int = 48, world_size: int = 1, steps: int | None = 12, **data: Any) -> Plan:
     train = {"global_batch": batch, **({"steps": steps} if steps else {"epochs": data.pop("epochs")})}
     config = configuration(train=train, data=data)
-    return plan_of(task(given), source_of(task(given), config, world_size), config, world_size)
+    return build_plan(task(given), build_source(task(given), config, world_size), config, world_size)
 
 
 WEIGHTS = {"web": 3, "code": 2, "books": 1}
@@ -90,10 +90,10 @@ HOW: dict[str, dict[str, Any]] = {
 
 def consumed(plan: Plan, world_size: int, steps: range) -> list[list[tuple[int, int]]]:
     """The rows and epochs of each step, as the ranks take them, one after the other."""
-    split = Split.of(plan.global_batch, world_size, None)
+    split = BatchSplit.create(plan.global_batch, world_size, None)
     result = []
     for step in steps:
-        parts = [plan.taken(step, split.own(rank)) for rank in range(world_size)]
+        parts = [plan.samples(step, split.rows_of(rank)) for rank in range(world_size)]
         result.append([pair for part in parts for pair in zip(part.rows.tolist(), part.epochs.tolist(), strict=True)])
     return result
 
@@ -132,14 +132,14 @@ def test_a_single_source_is_in_the_order_that_it_always_had() -> None:
 def test_several_sources_without_weights_are_mixed_by_size() -> None:
     given = {"large": range(900), "small": range(100)}
     plan = planned(given, batch=50, steps=20)
-    rows = np.concatenate([plan.taken(step, range(50)).rows for step in range(20)])
+    rows = np.concatenate([plan.samples(step, range(50)).rows for step in range(20)])
     assert sorted(rows.tolist()) == list(range(1000))
 
 
 def test_a_mixture_over_blocks_has_its_shares_in_each_lane() -> None:
     plan = planned(sources(), steps=20, mixture={"weights": WEIGHTS, "block": 6}, shuffle="blocks", lanes=24)
-    starts = source_of(task(sources())).starts  # type: ignore[attr-defined]
-    rows = np.stack([plan.taken(step, range(48)).rows for step in range(18)])  # (step, row)
+    starts = build_source(task(sources())).starts  # type: ignore[attr-defined]
+    rows = np.stack([plan.samples(step, range(48)).rows for step in range(18)])  # (step, row)
     for lane in range(24):
         own = np.searchsorted(starts, rows[:, 2 * lane : 2 * lane + 2].ravel(), side="right") - 1
         assert [np.bincount(part, minlength=3).tolist() for part in np.split(own, 6)] == [[1, 2, 3]] * 6
@@ -151,10 +151,10 @@ def test_a_mixture_over_blocks_has_its_shares_in_each_lane() -> None:
 def test_epochs_of_blocks_are_exact_where_lanes_end_together() -> None:
     plan = planned(Rows(*[6] * 16), batch=12, steps=None, epochs=2, shuffle="blocks", lanes=4)
     assert plan.steps == 16
-    rows = np.concatenate([plan.taken(step, range(12)).rows for step in range(16)])
+    rows = np.concatenate([plan.samples(step, range(12)).rows for step in range(16)])
     assert np.bincount(rows).tolist() == [2] * 96
     half = planned(Rows(*[6] * 16), batch=12, steps=None, epochs=0.5, shuffle="blocks", lanes=4)
-    rows = np.concatenate([half.taken(step, range(12)).rows for step in range(half.steps)])
+    rows = np.concatenate([half.samples(step, range(12)).rows for step in range(half.steps)])
     assert len(set(rows.tolist())) == len(rows) == 48
 
 
@@ -168,7 +168,7 @@ def test_epochs_that_lanes_do_not_end_together_are_refused_with_the_steps(blocks
 def test_epochs_of_a_mixture_end_with_its_last_source() -> None:
     given = {"large": range(90), "small": range(10)}
     plan = planned(given, batch=12, steps=None, epochs=1, mixture={"weights": {"large": 1, "small": 1}, "block": 20})
-    rows = np.concatenate([plan.taken(step, range(plan.rows(step))).rows for step in range(plan.steps)])
+    rows = np.concatenate([plan.samples(step, range(plan.rows(step))).rows for step in range(plan.steps)])
     assert np.bincount(rows)[:90].tolist() == [1] * 90
     assert set(np.bincount(rows)[90:].tolist()) <= {8, 9}
 
@@ -178,7 +178,7 @@ def test_epochs_of_a_mixture_end_with_its_last_source() -> None:
 
 @pytest.mark.parametrize("given", [[1, 2], (1,), np.zeros((3, 2)), torch.zeros(2)])
 def test_rows_that_can_be_had_by_number_are_taken_as_they_are(given: Any) -> None:
-    assert source_of(task(given)) is given
+    assert build_source(task(given)) is given
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
@@ -190,26 +190,26 @@ class Stream(torch.utils.data.IterableDataset[int]):
     ("given", "kind"), [(iter([1]), "list_iterator"), (None, "NoneType"), ({1, 2}, "set"), (Stream(), "Stream")]
 )
 def test_rows_that_cannot_be_had_by_number_are_refused_with_what_to_do(given: Any, kind: str) -> None:
-    message = rf" returned a {kind}, whose rows cannot be had by number\. Give it __len__ and __getitem__"
+    message = rf" returned a {kind}, whose rows cannot be accessed by index\. Give it __len__ and __getitem__"
     with pytest.raises(DataError, match=r"^Rows\.data\(\)" + message):
-        source_of(task(given))
+        build_source(task(given))
     with pytest.raises(DataError, match=r"^Rows\.data\(\)\['b'\]" + message):
-        source_of(task({"a": [1], "b": given}))
+        build_source(task({"a": [1], "b": given}))
 
 
 @pytest.mark.parametrize("given", [[], np.zeros((0, 3))])
 def test_no_rows_are_refused(given: Any) -> None:
     with pytest.raises(DataError, match=r"^Rows\.data\(\) has no rows$"):
-        source_of(task(given))
+        build_source(task(given))
     with pytest.raises(DataError, match=r"^Rows\.data\(\)\['b'\] has no rows$"):
-        source_of(task({"a": [1], "b": given}))
+        build_source(task({"a": [1], "b": given}))
 
 
 def test_no_sources_and_sources_without_names_are_refused() -> None:
     with pytest.raises(DataError, match=r"^Rows\.data\(\) has no sources$"):
-        source_of(task({}))
-    with pytest.raises(DataError, match=r"^Rows\.data\(\) names its sources \[3\]; name them by texts$"):
-        source_of(task({3: [1]}))
+        build_source(task({}))
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) names its sources \[3\]; the names must be strings$"):
+        build_source(task({3: [1]}))
 
 
 @pytest.mark.parametrize("how", [HOW["full"], HOW["mixture"]])
@@ -224,16 +224,16 @@ def test_blocks_that_are_not_the_rows_are_refused() -> None:
     source.blocks = np.array([2, 4])
     source.__class__ = type("Long", (Rows,), {"__len__": lambda self: 5})
     with pytest.raises(DataError, match=r"has 5 rows, but its blocks have 6"):
-        source_of(task(source))
+        build_source(task(source))
 
 
 def test_a_source_of_blocks_alone_is_read_through_a_cache_that_fits_the_lanes_of_a_process() -> None:
     given = OnlyBlocks(*[4] * 24)
     config = configuration(train={"global_batch": 24}, data={"shuffle": "blocks", "window": 3, "lanes": 12})
-    source = source_of(task(given), config, world_size=4)
+    source = build_source(task(given), config, world_size=4)
     assert isinstance(source, CachedBlocks)
     assert (len(source), source[95], source._open.least) == (96, 95, (3 + 2) * 3)
-    both = source_of(task({"a": given, "b": [7]}))
+    both = build_source(task({"a": given, "b": [7]}))
     assert [both[row] for row in (0, 95, 96)] == [0, 95, 7]
 
 
@@ -246,7 +246,7 @@ def test_a_source_with_a_cache_of_its_own_is_told_how_many_blocks_are_open() -> 
 
     given = {"a": Caching(*[4] * 24), "b": Rows(4)}
     config = configuration(train={"global_batch": 24}, data={"shuffle": "blocks", "window": 3, "lanes": 12})
-    source = source_of(task(given), config, world_size=6)
+    source = build_source(task(given), config, world_size=6)
     assert source.sources["a"] is given["a"]  # type: ignore[attr-defined]
     assert given["a"].kept == (3 + 2) * 2  # type: ignore[attr-defined]
 
@@ -259,19 +259,19 @@ class Unread(Rows):
 def test_a_source_of_weight_zero_is_never_read() -> None:
     given = {"a": Rows(5), "b": Unread(5)}
     config = configuration(data={"mixture": {"weights": {"a": 1, "b": 0}}})
-    source = source_of(task(given), config)
-    plan = plan_of(task(given), source, config)
-    assert max(source[row] for step in range(4) for row in plan.taken(step, range(12)).rows) < 5
-    with pytest.raises(DataError, match="cannot be made a sample"):
-        source_of(task(given))
+    source = build_source(task(given), config)
+    plan = build_plan(task(given), source, config)
+    assert max(source[row] for step in range(4) for row in plan.samples(step, range(12)).rows) < 5
+    with pytest.raises(DataError, match="building the sample failed"):
+        build_source(task(given))
 
 
 def test_facts_tell_rows_sources_and_the_fingerprint() -> None:
     one = Rows(3, 2)
-    assert facts_of(one) == {"rows": 5}
+    assert source_facts(one) == {"rows": 5}
     one.fingerprint = "ab"  # type: ignore[attr-defined]
-    assert facts_of(one) == {"rows": 5, "fingerprint": "ab"}
-    assert facts_of(Joined({"a": one, "b": [1]})) == {"rows": 6, "sources": {"a": 5, "b": 1}}
+    assert source_facts(one) == {"rows": 5, "fingerprint": "ab"}
+    assert source_facts(Joined({"a": one, "b": [1]})) == {"rows": 6, "sources": {"a": 5, "b": 1}}
 
 
 # refusals -------------------------------------------------------------------------------------------------------------
@@ -302,13 +302,13 @@ def test_lanes_that_do_not_matter_are_not_asked_for() -> None:
 def test_a_large_source_and_a_small_one_of_a_single_block_can_be_mixed() -> None:
     given = {"large": Rows(*[5] * 48), "small": Rows(1)}
     plan = planned(given, shuffle="blocks", mixture={"weights": {"large": 9, "small": 1}, "block": 10})
-    rows = np.concatenate([plan.taken(step, range(48)).rows for step in range(10)])
+    rows = np.concatenate([plan.samples(step, range(48)).rows for step in range(10)])
     assert (rows == 240).sum() == 48
 
 
 def test_sources_that_have_files_are_watched_and_others_are_not(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     files = open_source(tmp_path, "text")
-    assert watched(files) == [files]
-    assert watched(Joined({"a": [1, 2], "b": files})) == [files]
-    assert watched([1, 2]) == []
+    assert checkable_sources(files) == [files]
+    assert checkable_sources(Joined({"a": [1, 2], "b": files})) == [files]
+    assert checkable_sources([1, 2]) == []

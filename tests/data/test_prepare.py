@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.data.numbers import Numbers, content
 from unisono.data.prepare import preparation as preparing
-from unisono.data.prepare.partitions import Share, merge
+from unisono.data.prepare.partitions import Partition, merge_partitions
 from unisono.data.prepare.preparation import even_bounds, prepare
 from unisono.data.prepare.shards import Shards
 from unisono.runtime.errors import ConfigError, DataError
@@ -53,45 +53,45 @@ def test_the_bytes_do_not_depend_on_the_workers(tmp_path: Path, whole: Path, wor
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_shares_that_are_merged_are_the_whole(tmp_path: Path, whole: Path, count: int):
     for number in random.Random(count).sample(range(1, count + 1), count):
-        made = prepare(SOURCE, tmp_path / "a", share=Share(number, count), shard_mb=1)
+        made = prepare(SOURCE, tmp_path / "a", share=Partition(number, count), shard_mb=1)
         assert (made is None) == (count > 1)
         assert (tmp_path / "a" / "manifest.json").exists() == (count == 1)
-    merge(tmp_path / "a")
+    merge_partitions(tmp_path / "a")
     assert content(tmp_path / "a") == content(whole)
 
 
 def test_shares_made_in_folders_of_their_own_can_be_copied_together(tmp_path: Path, whole: Path):
     for number in (1, 2, 3):
-        prepare(SOURCE, tmp_path / str(number), share=Share(number, 3), shard_mb=1)
+        prepare(SOURCE, tmp_path / str(number), share=Partition(number, 3), shard_mb=1)
     for number in (2, 3):
         shutil.copytree(tmp_path / str(number), tmp_path / "1", dirs_exist_ok=True)
-    merge(tmp_path / "1")
+    merge_partitions(tmp_path / "1")
     assert content(tmp_path / "1") == content(whole)
 
 
 @given(total=st.integers(0, 60), count=st.integers(1, 70))
 def test_every_shard_is_in_one_share(total: int, count: int):
-    shares = [list(Share(number, count).shards(total)) for number in range(1, count + 1)]
+    shares = [list(Partition(number, count).shards(total)) for number in range(1, count + 1)]
     assert [shard for share in shares for shard in share] == list(range(total))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_more_shares_than_shards_leave_some_with_nothing_to_do(tmp_path: Path, whole: Path):
     for number in range(1, 13):
-        prepare(SOURCE, tmp_path / "a", share=Share(number, 12), shard_mb=1)
-    merge(tmp_path / "a")
+        prepare(SOURCE, tmp_path / "a", share=Partition(number, 12), shard_mb=1)
+    merge_partitions(tmp_path / "a")
     assert content(tmp_path / "a") == content(whole)
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "1/3/5", "-1/3"])
 def test_a_share_that_is_none_is_refused_with_the_way_to_write_it(text: str):
     with pytest.raises(ConfigError, match=rf"shard={text}: write shard=i/n with i from 1 to n, e\.g\. shard=1/8"):
-        Share.of(text)
+        Partition.parse(text)
 
 
 def test_what_was_made_is_told_as_it_is_made(tmp_path: Path):
     told: list[tuple[int, int]] = []
-    made = prepare(SOURCE, tmp_path / "a", shard_mb=1, told=lambda *counts: told.append(counts))
+    made = prepare(SOURCE, tmp_path / "a", shard_mb=1, progress=lambda *counts: told.append(counts))
     assert made is not None
     assert [sum(counts) for counts in zip(*told, strict=True)] == [300, made.manifest["units"]]
     assert len(told) > 40
@@ -151,7 +151,7 @@ def test_killed_at_any_moment_it_goes_on_with_what_is_missing(tmp_path: Path, wh
 
 
 def test_what_is_there_is_not_made_again(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch):
-    prepare(SOURCE, tmp_path / "a", share=Share(1, 2), shard_mb=1)
+    prepare(SOURCE, tmp_path / "a", share=Partition(1, 2), shard_mb=1)
     made: list[tuple[int, int]] = []
     make = Numbers.make
 
@@ -212,7 +212,7 @@ def test_no_room_is_an_error_that_says_so_and_what_is_there_stays(tmp_path: Path
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "a"), "600", kind]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
     assert told.startswith(f"DataError {tmp_path / 'a'}: no room for shard ")
-    assert "(File too large). What is there stays; make room and give the same command again" in told
+    assert "(File too large). Finished shards are kept; free some space and give the same command again" in told
     assert not list((tmp_path / "a").glob("*.writing"))
     assert not (tmp_path / "a" / "manifest.json").exists()
     there = len(list((tmp_path / "a").glob("shard-*.json")))
@@ -248,11 +248,11 @@ def test_two_at_once_make_one_folder(tmp_path: Path, whole: Path):
 
 
 def test_waiting_for_another_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparing, "_WAIT", 0.1)
+    monkeypatch.setattr(preparing, "_LOCK_TIMEOUT", 0.1)
     (tmp_path / "a").mkdir()
     with (
-        preparing._held(tmp_path / "a", "share-1-of-1"),
-        pytest.raises(DataError, match=r"another process has been preparing .*a \(share-1-of-1\) .* is it alive\?"),
+        preparing._hold_lock(tmp_path / "a", "share-1-of-1"),
+        pytest.raises(DataError, match=r"waited .* for .*share-1-of-1, which is computed by process \d+ on "),
     ):
         prepare(SOURCE, tmp_path / "a")
 
@@ -261,7 +261,7 @@ def test_waiting_for_another_has_an_end(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_nothing_is_made_of_no_records(tmp_path: Path):
-    with pytest.raises(DataError, match="there is nothing to prepare, the source has no records"):
+    with pytest.raises(DataError, match="there is nothing to prepare: the source has no records"):
         prepare(Numbers(0), tmp_path / "a")
 
 
@@ -272,14 +272,14 @@ def test_records_that_make_no_row_at_all_are_refused(tmp_path: Path):
         def row(self, record: int) -> Any:
             return SOURCE.row(alone)
 
-    with pytest.raises(DataError, match="nothing could be made of the 5 records: 5 were left out as empty"):
+    with pytest.raises(DataError, match="the 5 records gave no rows: 5 were left out as empty"):
         prepare(Nothing(5), tmp_path / "a")
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"is not empty and is no prepared data \(it has thesis\.tex\)"):
+    with pytest.raises(DataError, match=r"is not empty and does not hold prepared data \(it has thesis\.tex\)"):
         prepare(SOURCE, tmp_path)
 
 
@@ -295,7 +295,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
 def test_a_folder_of_another_source_or_tokenizer_is_refused_with_the_difference(
     tmp_path: Path, changed: dict[str, Any], told: str, finished: bool
 ):
-    prepare(SOURCE, tmp_path / "a", share=Share(1, 1 if finished else 2), shard_mb=1)
+    prepare(SOURCE, tmp_path / "a", share=Partition(1, 1 if finished else 2), shard_mb=1)
     before = content(tmp_path / "a")
     with pytest.raises(DataError, match=rf"{told} \(there, here\); choose another folder \(out=…\), or remove this"):
         prepare(replace(SOURCE, **changed), tmp_path / "a")
@@ -303,7 +303,7 @@ def test_a_folder_of_another_source_or_tokenizer_is_refused_with_the_difference(
 
 
 def test_another_cut_is_refused_where_one_was_begun(tmp_path: Path):
-    prepare(SOURCE, tmp_path / "a", share=Share(1, 2), shard_mb=1)
+    prepare(SOURCE, tmp_path / "a", share=Partition(1, 2), shard_mb=1)
     with pytest.raises(DataError, match=r"was begun with shard_mb=1, not 2: leave it out"):
         prepare(SOURCE, tmp_path / "a", shard_mb=2)
 
@@ -341,7 +341,7 @@ def _edit(path: Path, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (_lacks_a_share, r"2 of 10 shards are missing \(4 to 5\); make them by `unisono data prepare`"),
+        (_lacks_a_share, r"2 of 10 shards are missing \(4 to 5\); make them with `unisono data prepare`"),
         (_other_tokenizer, r"00004-of-00010\.arrow and .* not made of the same: tokenizer is 'other' and 'a'"),
         (_other_source, r"00004-of-00010\.arrow and .* not made of the same: source is 'other' and 'b'"),
         (_overlap, r"00004-of-00010\.json is of the records \[110, 150\], but by the plan this shard has \[120, 150\]"),
@@ -353,19 +353,19 @@ def _edit(path: Path, **changed: Any) -> None:
 def test_shares_that_do_not_fit_together_are_not_merged(tmp_path: Path, spoil: Callable[[Path], Any], told: str):
     folder = tmp_path / "a"
     for number in (1, 2):
-        prepare(SOURCE, folder, share=Share(number, 2), shard_mb=1)
+        prepare(SOURCE, folder, share=Partition(number, 2), shard_mb=1)
     spoil(folder)
     with pytest.raises(DataError, match=told):
-        merge(folder)
+        merge_partitions(folder)
     assert not (folder / "manifest.json").exists()
 
 
 def test_where_nothing_was_prepared_nothing_is_merged(tmp_path: Path):
-    with pytest.raises(DataError, match=r"has no plan\.json: nothing was prepared there"):
-        merge(tmp_path)
+    with pytest.raises(DataError, match=r"has no plan\.json, so nothing was prepared there"):
+        merge_partitions(tmp_path)
 
 
 def test_merging_twice_changes_nothing(tmp_path: Path, whole: Path):
     folder = Path(shutil.copytree(whole, tmp_path / "a"))
-    merge(folder)
+    merge_partitions(folder)
     assert content(folder) == content(whole)

@@ -9,9 +9,9 @@ import pytest
 
 from tests.data.test_planning import CHANGES, WEIGHTS, sources, task
 from tests.runs import configuration
-from unisono.data.order.plan import StreamPlan, Taken
-from unisono.data.order.planning import plan_of, source_of
-from unisono.data.preview import lines, preview, short
+from unisono.data.order.plan import SampleIndices, StreamPlan
+from unisono.data.order.planning import build_plan, build_source
+from unisono.data.preview import abbreviate, format_table, preview
 from unisono.runtime.errors import ConfigError, DataError
 
 
@@ -25,12 +25,12 @@ MIXED = config(mixture={"weights": WEIGHTS, "changes": CHANGES}, shuffle="blocks
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_what_is_shown_is_what_the_run_takes_there(world_size: int) -> None:
     shown = preview(task(sources()), MIXED, position=100, count=70, world_size=world_size)
-    source = source_of(task(sources()), MIXED)
-    plan = plan_of(task(sources()), source, MIXED)
+    source = build_source(task(sources()), MIXED)
+    plan = build_plan(task(sources()), source, MIXED)
     assert [sample.position for sample in shown] == list(range(100, 170))
     assert len({sample.source for sample in shown}) > 1
     for sample in shown:
-        taken = plan.taken(sample.step, range(sample.slot, sample.slot + 1))
+        taken = plan.samples(sample.step, range(sample.slot, sample.slot + 1))
         assert source.name(int(taken.rows[0])) == (sample.source, sample.row)  # type: ignore[attr-defined]
         assert taken.epochs[0] == sample.epoch
         assert (sample.step, sample.slot) == divmod(sample.position, 24)
@@ -41,7 +41,7 @@ def test_what_is_shown_is_what_the_run_takes_there(world_size: int) -> None:
 
 def test_a_single_source_has_no_name_and_no_column_for_it() -> None:
     shown = preview(task(range(100)), config(shuffle="none"), position=22, count=4, world_size=4)
-    assert lines(shown) == [
+    assert format_table(shown) == [
         "position  step  slot  rank  micro_batch  row  epoch  record",
         "      22     0    22     3            7   22      0  22",
         "      23     0    23     3            7   23      0  23",
@@ -51,11 +51,11 @@ def test_a_single_source_has_no_name_and_no_column_for_it() -> None:
 
 
 def test_packed_rows_show_each_of_their_samples_and_what_is_taken_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(self: StreamPlan, step: int, rows: range) -> Taken:
+    def two(self: StreamPlan, step: int, rows: range) -> SampleIndices:
         slots = np.repeat(np.arange(rows.start, rows.stop), 2)
-        return Taken(slots, slots, slots * 0, slots * 0, np.where(np.arange(len(slots)) % 2, -1, 5))
+        return SampleIndices(slots, slots, slots * 0, slots * 0, np.where(np.arange(len(slots)) % 2, -1, 5))
 
-    monkeypatch.setattr(StreamPlan, "taken", two)
+    monkeypatch.setattr(StreamPlan, "samples", two)
     shown = preview(task(range(100)), config(), position=23, count=2, world_size=1)
     assert [(s.position, s.slot, s.units) for s in shown] == [
         (23, 23, (0, 5)),
@@ -63,7 +63,7 @@ def test_packed_rows_show_each_of_their_samples_and_what_is_taken_of_it(monkeypa
         (24, 0, (0, 5)),
         (24, 0, None),
     ]
-    assert "  0:5  " in lines(shown)[1]
+    assert "  0:5  " in format_table(shown)[1]
 
 
 def test_a_record_that_cannot_be_read_is_shown_as_such() -> None:
@@ -84,9 +84,9 @@ def test_the_end_of_the_run_ends_what_is_shown() -> None:
 @pytest.mark.parametrize(
     ("position", "count", "world_size", "message"),
     [
-        (240, 1, 1, r"position=240 is none of this run's 240 rows, 0 to 239"),
-        (-1, 1, 1, r"position=-1 is none of"),
-        (0, 0, 1, r"count=0: at least one"),
+        (240, 1, 1, r"position=240 is outside this run's 240 rows; choose 0 to 239"),
+        (-1, 1, 1, r"position=-1 is outside"),
+        (0, 0, 1, r"count=0: choose at least 1 row"),
         (0, 1, 5, r"cannot be split evenly over layout\.world_size=5"),
     ],
 )
@@ -117,11 +117,11 @@ def test_a_layout_that_lanes_cannot_have_is_refused() -> None:
     ],
 )
 def test_a_record_is_told_in_short(record: Any, told: str) -> None:
-    assert short(record, 40) == told
+    assert abbreviate(record, 40) == told
 
 
 @pytest.mark.parametrize(
     "record", ["y" * 10**6, np.arange(10**6), {"a": "z" * 999, "b": np.zeros((9, 99))}, list(range(999))]
 )
 def test_no_record_is_told_at_length(record: Any) -> None:
-    assert 20 < len(short(record, 60)) <= 66
+    assert 20 < len(abbreviate(record, 60)) <= 66

@@ -36,7 +36,7 @@ def test_there_and_back_again(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "told"),
     [
-        ("zscore", [np.nan, np.nan], "no training row has a value of age"),
+        ("zscore", [np.nan, np.nan], "no training row has a value for age"),
         ("zscore", [2.0, 2.0, np.nan], "age is 2 in all training rows"),
         ("log", [-1.0, 3.0], "age is -1 in a training row.*; set x=zscore"),
     ],

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from tests.data.numbers import Numbers
 from unisono.data.prepare import shards
+from unisono.data.prepare.content_hash import ContentHash
 from unisono.data.prepare.preparation import prepare
-from unisono.data.prepare.shards import Content, Shards, Writer
+from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.runtime.errors import DataError
 
 rows_of_numbers = st.lists(st.lists(st.integers(0, 65_535), max_size=30), max_size=25)
@@ -37,7 +38,7 @@ def handed_over(rows: list[Any], parts: list[int]) -> list[tuple[Any, Any]]:
 
 
 def written(path: Path, rows: list[Any], parts: list[int]) -> dict[str, Any]:
-    with Writer(path, "tokens", "<u2") as writer:
+    with ShardWriter(path, "tokens", "<u2") as writer:
         for values, lengths in handed_over(rows, parts):
             writer.add(values, lengths)
         return writer.close()
@@ -124,7 +125,7 @@ def test_the_manifest_tells_rows_units_and_lengths_of_each_shard(made: Shards):
 @given(rows=rows_of_numbers, parts=st.lists(st.integers(0, 9), max_size=8), block=st.integers(1, 80))
 def test_the_bytes_do_not_depend_on_how_rows_are_handed_over(rows: list[Any], parts: list[int], block: int):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards, "_BLOCK", block)
+        patched.setattr(shards, "_BATCH_UNITS", block)
         one, other = Path(folder, "one"), Path(folder, "other")
         assert written(one, rows, []) == written(other, rows, parts)
         assert one.read_bytes() == other.read_bytes()
@@ -138,8 +139,8 @@ def test_the_bytes_do_not_depend_on_how_rows_are_handed_over(rows: list[Any], pa
 @settings(max_examples=100, deadline=None)
 @given(rows=rows_of_numbers, cuts=st.lists(st.integers(0, 25), max_size=4))
 def test_the_content_does_not_depend_on_how_rows_are_cut_into_shards(rows: list[Any], cuts: list[int]):
-    def content(part: list[Any]) -> Content:
-        found = Content()
+    def content(part: list[Any]) -> ContentHash:
+        found = ContentHash()
         for values, lengths in handed_over(part, []):
             found.add(values, lengths)
         return found
@@ -147,7 +148,7 @@ def test_the_content_does_not_depend_on_how_rows_are_cut_into_shards(rows: list[
     places = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
     parts = [content(rows[places[i] : places[i + 1]]) for i in range(len(places) - 1)]
     entries = [{"rows": part.rows, "content": part.hex} for part in parts]
-    assert (Content.of(entries).rows, Content.of(entries).hex) == (len(rows), content(rows).hex)
+    assert (ContentHash.combine(entries).rows, ContentHash.combine(entries).hex) == (len(rows), content(rows).hex)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def _other_rows(path: Path) -> None:
         (_shorter, r"is damaged \(\d+ bytes instead of \d+\); remove this file and prepare the data again"),
         (_of_others, r"is damaged \(.*\); remove this file and prepare the data again"),
         (_other_rows, r"is damaged \(.*\); remove this file and prepare the data again"),
-        (Path.unlink, r"is missing, which the manifest lists; prepare the data again"),
+        (Path.unlink, r"is listed in the manifest but missing; prepare the data again"),
     ],
     ids=["cut off", "zeros", "no footer", "gone"],
 )
@@ -216,7 +217,7 @@ def test_a_shard_that_changes_while_it_is_open_is_named(made: Shards):
                             (content[:-1] + b"x", "")):  # fmt: skip
         paths[1].write_bytes(changed)
         made.check_files(0, len(paths))  # another process looks at it
-        with pytest.raises(DataError, match=f"{paths[1]} has changed since it was opened{length}; bring it back"):
+        with pytest.raises(DataError, match=f"{paths[1]} has changed since it was opened{length}; restore it"):
             made.check_files(1, len(paths))
 
 
@@ -237,11 +238,11 @@ def test_a_shard_of_another_preparation_is_noticed_by_its_rows(tmp_path: Path, m
 
 
 def test_a_folder_that_is_not_finished_or_of_another_version_is_refused(tmp_path: Path, made: Shards):
-    with pytest.raises(DataError, match=r"holds no prepared data .*`unisono data prepare` makes them"):
+    with pytest.raises(DataError, match=r"holds no prepared data .*make it with `unisono data prepare`"):
         Shards(tmp_path)
     manifest = made.folder / "manifest.json"
     manifest.write_text(json.dumps({**made.manifest, "format": 99}))
-    with pytest.raises(DataError, match=r"manifest\.json has format 99, this version of Unisono knows 1"):
+    with pytest.raises(DataError, match=r"manifest\.json has format 99, but this version of Unisono reads format 1"):
         Shards(made.folder)
     manifest.write_text("{")
     with pytest.raises(DataError, match=r"manifest\.json cannot be read: .*; remove it and prepare the data again"):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.data.mixed import Mixed
 from tests.runs import configuration
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import plan_of, source_of
-from unisono.runtime.communicator import Place
+from unisono.data.order.planning import build_plan, build_source
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import SampleContext
 
@@ -32,9 +32,9 @@ def running(world: int, states: list[Any] | None, first: int, data: dict[str, An
     with ExitStack() as opened:
         plans, steps = [], []
         for rank in range(world):
-            source = source_of(task, config, world)
-            plan, split = plan_of(task, source, config, world), Split.of(BATCH, world, None)
-            loader = Loader.of(task, source, plan, split, Place(rank=rank, world_size=world), config)
+            source = build_source(task, config, world)
+            plan, split = build_plan(task, source, config, world), BatchSplit.create(BATCH, world, None)
+            loader = Loader.from_config(task, source, plan, split, ProcessInfo(rank=rank, world_size=world), config)
             opened.callback(loader.close)
             if states is not None:
                 plan.resume(states)
@@ -43,7 +43,7 @@ def running(world: int, states: list[Any] | None, first: int, data: dict[str, An
         for _ in range(first, last):
             batches = [batch for one in steps for batch in next(one)]
             arrays = {name: np.concatenate([batch.arrays[name] for batch in batches]) for name in batches[0].arrays}
-            masked = sorted(sample.row for batch in batches if batch.made for sample in batch.made.masked)
+            masked = sorted(sample.row for batch in batches if batch.info for sample in batch.info.masked)
             rows = np.concatenate([batch.rows for batch in batches]).tolist()
             whole.append((rows, {name: array.tobytes() for name, array in arrays.items()}, masked))
         share = BATCH // world
@@ -118,16 +118,16 @@ def test_weights_that_change_do_so_at_about_their_step_where_rows_are_packed() -
     task, mixture = Known(), {"weights": {"a": 1, "b": 0}, "changes": [{"step": 20, "weights": {"a": 0, "b": 1}}]}
     data = {"mixture": mixture, "packing": {"chunk": 16, "open_bins": 4}, "lanes": 4}
     config = configuration(train={"steps": 40, "global_batch": 8}, data=data)
-    source = source_of(task, config, 1)
-    plan = plan_of(task, source, config, 1)
-    of_b = [(plan.taken(step, range(8)).rows >= 300).mean() for step in range(40)]
+    source = build_source(task, config, 1)
+    plan = build_plan(task, source, config, 1)
+    of_b = [(plan.samples(step, range(8)).rows >= 300).mean() for step in range(40)]
     assert all(share == 0 for share in of_b[:15])
     assert all(share == 1 for share in of_b[25:])
     states = [json.loads(json.dumps(plan.state(18, range(4 * rank, 4 * rank + 4)))) for rank in range(2)]
-    again = plan_of(task, source, config, 4)
+    again = build_plan(task, source, config, 4)
     again.resume(states)
     for step in range(18, 30):
-        mine, reference = again.taken(step, range(8)), plan.taken(step, range(8))
+        mine, reference = again.samples(step, range(8)), plan.samples(step, range(8))
         assert np.array_equal(mine.rows, reference.rows) and np.array_equal(mine.slots, reference.slots)
 
 
@@ -137,9 +137,9 @@ def test_weights_that_change_need_lengths_where_rows_are_packed() -> None:
         train={"steps": STEPS, "global_batch": BATCH},
         data={**DATA, "mixture": {"weights": {"a": 1, "b": 2, "c": 1}, "changes": changes}},
     )
-    source = source_of(Mixed(), config, 1)
+    source = build_source(Mixed(), config, 1)
     with pytest.raises(ConfigError, match=r"^data.mixture.changes with data.packing needs the lengths .* 'a' does not"):
-        plan_of(Mixed(), source, config, 1)
+        build_plan(Mixed(), source, config, 1)
 
 
 @pytest.mark.parametrize(

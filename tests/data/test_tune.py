@@ -10,15 +10,15 @@ import pytest
 
 from tests.data import made
 from tests.data.made import BATCH, SIZE, Augmented
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
-from unisono.data.loading.worker_autotuning import Stages, Waits, choose, lock_share
+from unisono.data.loading.worker_autotuning import StageTimes, WaitMonitor, choose_count, lock_share
 from unisono.task import SampleContext
 
-SLOW = Stages(read=0.001, sample=0.05, rest=0.002, locked=0.1)
+SLOW = StageTimes(read=0.001, sample=0.05, rest=0.002, locked=0.1)
 
 
-def _advice(waits: Waits, stages: Stages = SLOW, share: float = 0.5, steps: int = 20) -> list[str]:
+def _advice(waits: WaitMonitor, stages: StageTimes = SLOW, share: float = 0.5, steps: int = 20) -> list[str]:
     return [line for _ in range(steps) if (line := waits.step(share, lambda: stages))]
 
 
@@ -32,13 +32,13 @@ def test_an_action_that_runs_python_holds_the_lock_and_one_that_sleeps_does_not(
 
 
 def test_one_core_of_each_process_is_left_to_the_training() -> None:
-    assert choose(cores=16, processes=4, seconds=100.0) == 3
-    assert choose(cores=1, processes=4, seconds=100.0) == 1
+    assert choose_count(cores=16, processes=4, seconds=100.0) == 3
+    assert choose_count(cores=1, processes=4, seconds=100.0) == 1
 
 
 def test_there_are_no_more_workers_than_are_needed() -> None:
-    assert choose(cores=64, processes=1, seconds=0.001) == 1
-    assert choose(cores=64, processes=1, seconds=0.1) == 5
+    assert choose_count(cores=64, processes=1, seconds=0.001) == 1
+    assert choose_count(cores=64, processes=1, seconds=0.1) == 5
 
 
 def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,11 +51,11 @@ def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -
         def sample(self, record: Any, context: SampleContext) -> Any:
             return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
 
-    monkeypatch.setattr("unisono.data.loading.loader.cores", lambda: 4)
-    loader = Loader(Slow(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, workers="auto")
+    monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 4)
+    loader = Loader(Slow(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, workers="auto")
     assert loader.facts().startswith("3 threads, ")
     assert loader._stages.sample >= 0.04  # of four rows, ten milliseconds each
-    quick = Loader(Quick(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, workers="auto")
+    quick = Loader(Quick(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, workers="auto")
     assert quick.facts().startswith("1 thread, ")
     loader.close()
     quick.close()
@@ -66,11 +66,11 @@ def test_auto_changes_nothing_of_what_is_made() -> None:
 
 
 def test_steps_that_do_not_wait_say_nothing() -> None:
-    assert _advice(Waits(1, "threads", 8), share=0.05, steps=100) == []
+    assert _advice(WaitMonitor(1, "threads", 8), share=0.05, steps=100) == []
 
 
 def test_a_wait_is_told_once_and_again_only_much_later() -> None:
-    waits = Waits(1, "threads", 8)
+    waits = WaitMonitor(1, "threads", 8)
     assert _advice(waits, steps=19) == []
     assert len(_advice(waits, steps=400)) == 1
     assert len(_advice(waits, steps=200)) == 1
@@ -79,15 +79,15 @@ def test_a_wait_is_told_once_and_again_only_much_later() -> None:
 @pytest.mark.parametrize(
     ("waits", "stages", "says"),
     [
-        (Waits(2, "threads", 8), SLOW, "set data.workers=4 (now 2 threads)"),
-        (Waits(2, "threads", 4), SLOW, "set data.workers=3 (now 2 threads)"),
-        (Waits(2, "threads", 8), Stages(0.001, 0.05, 0.0, 0.9), "set data.worker_kind=processes"),
-        (Waits(2, "processes", 8), Stages(0.001, 0.05, 0.0, 0.9), "set data.workers=4 (now 2 processes)"),
-        (Waits(7, "processes", 8), SLOW, "prepare the data ahead"),
-        (Waits(7, "threads", 8), Stages(0.5, 0.01, 0.0, 0.9), "reading takes longest"),
+        (WaitMonitor(2, "threads", 8), SLOW, "set data.workers=4 (now 2 threads)"),
+        (WaitMonitor(2, "threads", 4), SLOW, "set data.workers=3 (now 2 threads)"),
+        (WaitMonitor(2, "threads", 8), StageTimes(0.001, 0.05, 0.0, 0.9), "set data.worker_kind=processes"),
+        (WaitMonitor(2, "processes", 8), StageTimes(0.001, 0.05, 0.0, 0.9), "set data.workers=4 (now 2 processes)"),
+        (WaitMonitor(7, "processes", 8), SLOW, "prepare the data ahead"),
+        (WaitMonitor(7, "threads", 8), StageTimes(0.5, 0.01, 0.0, 0.9), "reading takes longest"),
     ],
 )
-def test_what_to_change_depends_on_where_the_time_goes(waits: Waits, stages: Stages, says: str) -> None:
+def test_what_to_change_depends_on_where_the_time_goes(waits: WaitMonitor, stages: StageTimes, says: str) -> None:
     (line,) = _advice(waits, stages)
     assert line.startswith("steps wait for data for 50 % of their time; ")
     assert says in line

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from unisono import Mapped, Subset, open_source
-from unisono.data.order.planning import files_of, watched
+from unisono.data.order.planning import checkable_sources, source_files
 from unisono.runtime.errors import DataError
 
 
@@ -55,7 +55,7 @@ def test_a_view_of_a_plain_list_knows_nothing_of_blocks_lengths_or_files() -> No
         assert (view.blocks, view.manifest, getattr(view, "lengths", None)) == (None, None, None)
         view.check_files()
         view.keep_blocks(3)
-        assert files_of(view) == {}
+        assert source_files(view) == {}
 
 
 def test_rows_are_changed_as_they_are_asked_for_and_in_other_processes_too() -> None:
@@ -67,8 +67,8 @@ def test_files_that_change_are_found_through_views(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"x": 1}\n{"x": 2}\n')
     view = Mapped(Subset(open_source(path), np.array([1])), double, None)
-    assert watched(view) == [view]
-    assert [file["rows"] for file in files_of(view)[""]] == [2]
+    assert checkable_sources(view) == [view]
+    assert [file["rows"] for file in source_files(view)[""]] == [2]
     with path.open("a") as file:
         file.write('{"x": 3}\n')
     with pytest.raises(DataError, match="has changed since it was opened"):

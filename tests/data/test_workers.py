@@ -21,7 +21,7 @@ import pytest
 
 from tests.data import made
 from tests.data.made import BAD, BATCH, SIZE, Augmented, Ending, Large, NothingGood, PackedPlan, Telling, WithBad
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import DataError
@@ -75,13 +75,13 @@ def packed() -> list[list[made.MicroBatch]]:
 
 def test_the_reference_has_everything_that_could_go_wrong(reference: Any, packed: Any) -> None:
     batches = [batch for step in reference for batch in step]
-    assert any(batch.made.masked for batch in batches)
+    assert any(batch.info.masked for batch in batches)
     assert any(batch.idle for batch in batches)
     assert len({batch.size for batch in batches}) > 2
-    pieces = [batch.made.taken for step in packed for batch in step]
+    pieces = [batch.info.samples for step in packed for batch in step]
     assert any((taken.last != -1).any() for taken in pieces)
     assert any(len(np.unique(taken.slots)) < len(taken) for taken in pieces)
-    assert any(batch.made.masked for step in packed for batch in step)
+    assert any(batch.info.masked for step in packed for batch in step)
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -118,7 +118,7 @@ def test_no_more_bytes_are_prepared_ahead_than_asked_for() -> None:
             return super().collate(samples)
 
     each = 3 * 200_000 * 4 / 1e6
-    split = Split.of(BATCH, 1, 3)
+    split = BatchSplit.create(BATCH, 1, 3)
     for megabytes, ahead in ((0.001, 1), (2.5 * each, 2), (100.0, 6)):
         built.clear()
         loader = Loader(
@@ -157,8 +157,8 @@ def test_mapped_files_are_mapped_again_and_not_sent(tmp_path: Path) -> None:
 
     np.arange(1 << 20, dtype=np.int64).tofile(tmp_path / "rows.bin")
     rows = np.memmap(tmp_path / "rows.bin", dtype=np.int64, mode="r")
-    assert ipc.Message(rows).size < 2000
-    part = ipc.Message(np.asarray(rows)[1000:900_000])
+    assert ipc.IpcMessage(rows).size < 2000
+    part = ipc.IpcMessage(np.asarray(rows)[1000:900_000])
     assert part.size < 2000
     import socket
 
@@ -184,11 +184,11 @@ def test_an_error_in_a_worker_names_the_row_and_the_line_of_the_user(kind: str) 
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("kill", r"while it made row 17 of the source a sample \(killed by signal 9; out of memory\?\)"),
-        ("segfault", r"while it made row 17 of the source a sample \(killed by signal 11\)"),
-        ("bus", r"row 17 of the source a sample \(killed by signal 7; has a file that it read become shorter\?\)"),
-        ("_exit", r"while it made row 17 of the source a sample \(exit code 7\)"),
-        ("collate", r"while it made rows .*17.* a batch \(exit code 9\)"),
+        ("kill", r"while building the sample for row 17 of the source \(killed by signal 9; out of memory\?\)"),
+        ("segfault", r"while building the sample for row 17 of the source \(killed by signal 11\)"),
+        ("bus", r"row 17 of the source \(killed by signal 7; was a file truncated while it was read\?\)"),
+        ("_exit", r"while building the sample for row 17 of the source \(exit code 7\)"),
+        ("collate", r"while building a batch of rows .*17.* \(exit code 9\)"),
     ],
 )
 def test_a_worker_that_dies_is_an_error_that_names_the_sample(how: str, says: str) -> None:
@@ -201,7 +201,7 @@ def test_a_worker_that_dies_is_an_error_that_names_the_sample(how: str, says: st
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 @pytest.mark.parametrize(("how", "says"), [("exit", "SystemExit: 7"), ("unpicklable", "Unpicklable: what 17")])
 def test_an_exception_that_no_process_could_send_is_told_as_any_other(kind: str, how: str, says: str) -> None:
-    with pytest.raises(DataError, match=rf"row 17 of the source cannot be made a sample: {says}"):
+    with pytest.raises(DataError, match=rf"row 17 of the source: building the sample failed: {says}"):
         made.steps(Ending(how), worker_kind=kind)
 
 
@@ -216,7 +216,9 @@ def test_a_task_that_cannot_be_sent_is_named() -> None:
 
     with pytest.raises(DataError, match=r"data.worker_kind=processes: the task Local cannot be sent.*top level"):
         made.steps(Local(), worker_kind="processes")
-    loader = Loader(Augmented(), [lambda: 0] * SIZE, made.plan(), Split.of(BATCH, 1, 4), 0, worker_kind="processes")
+    loader = Loader(
+        Augmented(), [lambda: 0] * SIZE, made.plan(), BatchSplit.create(BATCH, 1, 4), 0, worker_kind="processes"
+    )
     with pytest.raises(DataError, match=r"Augmented.data\(\), a list, cannot be sent"):
         loader.start()
 
@@ -229,9 +231,11 @@ def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str) -> None:
 
     release = threading.Event()
     task: Task = Ending("hang") if kind == "processes" else Stuck()
-    loader = Loader(task, np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, worker_kind=kind, timeout=3.0)
+    loader = Loader(
+        task, np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, worker_kind=kind, timeout=3.0
+    )
     with contextlib.closing(loader):
-        with pytest.raises(DataError, match=r"no micro-batch came for 3 s .*rows 17 of the source"):
+        with pytest.raises(DataError, match=r"no micro-batch was ready within 3 s .*rows 17 of the source"):
             list(loader.steps())
         release.set()
 
@@ -250,7 +254,9 @@ def test_a_worker_that_only_begins_leaves_signals_to_whoever_asks(
             begun.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Signalled)
-    loader = Loader(Augmented(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, worker_kind="processes")
+    loader = Loader(
+        Augmented(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, worker_kind="processes"
+    )
     with contextlib.closing(loader):
         assert next(loader.steps())
         assert begun
@@ -265,11 +271,12 @@ def test_a_worker_that_only_begins_leaves_signals_to_whoever_asks(
 SCRIPT = """
 import sys, time
 from tests.data.made import Augmented, Large, plan, BATCH, SIZE
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 import numpy as np
 
-loader = Loader(Large(), np.arange(SIZE), plan(400.0), Split.of(BATCH, 1, 4), 0, worker_kind="processes", workers=2)
+split = BatchSplit.create(BATCH, 1, 4)
+loader = Loader(Large(), np.arange(SIZE), plan(400.0), split, 0, worker_kind="processes", workers=2)
 for number, step in enumerate(loader.steps()):
     if number == 2:
         print("running", flush=True)
@@ -310,7 +317,7 @@ def test_a_process_that_ends_in_any_way_leaves_no_workers(act: str, sent: signal
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_closed_loader_plans_no_more_though_its_steps_are_still_held(kind: str) -> None:
-    loader = Loader(Augmented(), np.arange(SIZE), made.plan(40.0), Split.of(BATCH, 1, 4), 0, worker_kind=kind)
+    loader = Loader(Augmented(), np.arange(SIZE), made.plan(40.0), BatchSplit.create(BATCH, 1, 4), 0, worker_kind=kind)
     held = loader.steps()
     next(held)
     feed = loader._feed
@@ -369,14 +376,14 @@ def test_a_masked_sample_leaves_its_place_empty_and_counts_nothing(reference: An
         busy = [batch for batch in batches if not batch.idle]
         assert [row for batch in busy for row in batch.arrays["row"].tolist()] == good
         assert sum(batch.counts["unit"] for batch in busy) == sum(1 + row % 5 for row in good)
-        told = [(m.slot, m.row) for batch in batches for m in batch.made.masked]
+        told = [(m.slot, m.row) for batch in batches for m in batch.info.masked]
         assert told == [(slot, row) for slot, row in enumerate(planned.tolist()) if row in BAD]
         assert sum(batch.work["masked"] for batch in batches) == len(told)
 
 
 def test_a_masked_piece_is_left_out_of_its_packed_row(packed: Any) -> None:
     for batch in (batch for step in packed for batch in step):
-        taken = batch.made.taken
+        taken = batch.info.samples
         assert not set(taken.rows.tolist()) & set(BAD)
         rows = [taken.slots == slot for slot in np.unique(taken.slots)]
         assert batch.size == len(rows) == len(batch.arrays["units"])
@@ -393,13 +400,13 @@ def test_a_masked_piece_is_left_out_of_its_packed_row(packed: Any) -> None:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_micro_batch_of_nothing_but_bad_rows_is_idle_with_a_good_row(kind: str) -> None:
     batches = [b for step in made.steps(WithBad(), micro=1, worker_kind=kind, **MASK) for b in step]
-    empty = [batch for batch in batches if batch.made.masked]
+    empty = [batch for batch in batches if batch.info.masked]
     assert len(empty) == sum(row in BAD for step in range(6) for row in made.plan().batch(step)) > 0
     for batch in empty:
         assert batch.idle
         assert batch.counts == {"unit": 0.0}
         assert batch.work == {"units": 0.0, "rows": 0.0, "masked": 1.0}
-        assert len(batch.made.taken) == 0
+        assert len(batch.info.samples) == 0
         assert batch.arrays["row"].tolist() == batch.rows.tolist() != []
         assert not set(batch.rows.tolist()) & set(BAD)
     assert len({tuple(batch.rows.tolist()) for batch in empty}) == 1
@@ -417,9 +424,9 @@ def test_what_is_left_out_is_told_at_first_one_by_one_then_counted() -> None:
                 raise ValueError(f"odd {record}")
             return super().sample(record, context)
 
-    loader = Loader(Half(), np.arange(SIZE), made.plan(2.0), Split.of(BATCH, 1, 4), 0, on_error="mask")
+    loader = Loader(Half(), np.arange(SIZE), made.plan(2.0), BatchSplit.create(BATCH, 1, 4), 0, on_error="mask")
     with contextlib.closing(loader):
-        masked = sum(len(batch.made.masked) for step in loader.steps() for batch in step if batch.made)
+        masked = sum(len(batch.info.masked) for step in loader.steps() for batch in step if batch.info)
     assert masked == 30
     told = list(loader.news())
     assert ["odd" in line for line in told] == [True, True, True, False]
@@ -443,7 +450,14 @@ def test_masking_is_refused_where_rows_carry_state() -> None:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_lengths_are_those_of_the_samples_and_one_for_bad_ones(kind: str) -> None:
     loader = Loader(
-        WithBad(), np.arange(SIZE), made.plan(), Split.of(BATCH, 1, 4), 0, worker_kind=kind, workers=2, on_error="mask"
+        WithBad(),
+        np.arange(SIZE),
+        made.plan(),
+        BatchSplit.create(BATCH, 1, 4),
+        0,
+        worker_kind=kind,
+        workers=2,
+        on_error="mask",
     )
     rows = np.tile(np.arange(SIZE), 5)
     with contextlib.closing(loader):
@@ -463,7 +477,9 @@ def test_a_sample_whose_length_was_asked_for_is_made_once_if_it_fits(megabytes: 
             return super().sample(record, context)
 
     plan: StreamPlan = made.plan(48 / SIZE)  # four whole steps
-    loader = Loader(Counting(), np.arange(SIZE), plan, Split.of(BATCH, 1, 4), 0, workers=2, prefetch_mb=megabytes)
+    loader = Loader(
+        Counting(), np.arange(SIZE), plan, BatchSplit.create(BATCH, 1, 4), 0, workers=2, prefetch_mb=megabytes
+    )
     with contextlib.closing(loader):
         positions = np.arange(48)
         loader.start()

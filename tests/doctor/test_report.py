@@ -14,12 +14,12 @@ from tests.doctor.test_rules import HEALTHY
 from tests.launch import jobs
 from unisono.doctor import facts, rates, report
 from unisono.doctor.rates import Rate
-from unisono.doctor.report import Report
-from unisono.doctor.rules import Finding
+from unisono.doctor.report import DoctorReport
+from unisono.doctor.rules import HostFinding
 
 
 def test_the_facts_are_those_of_this_host(tmp_path: Path):
-    found = facts.gather(tmp_path / "runs")
+    found = facts.gather_facts(tmp_path / "runs")
     assert found.versions["torch"] == torch.__version__
     assert found.cores >= 1
     assert any("127.0.0.1" in interface.addresses for interface in found.interfaces)
@@ -35,30 +35,30 @@ def test_a_directory_that_cannot_be_written_to_is_a_fact(monkeypatch: pytest.Mon
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(facts.tempfile, "TemporaryFile", refuses)
-    assert facts.gather(tmp_path).writable == "Read-only file system"
+    assert facts.gather_facts(tmp_path).writable == "Read-only file system"
 
 
 # rates --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_rate_of_products_counts_two_operations_each(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rates, "_repeated", lambda act, device: (act(), 0.5)[1])
-    found = rates.matmul("fp32", torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(rates, "_time_repeated", lambda act, device: (act(), 0.5)[1])
+    found = rates.measure_matmul("fp32", torch.float32, torch.device("cpu"))
     assert (found.name, found.unit) == ("matmul fp32", "TFLOP/s")
     assert found.value == pytest.approx(2 * 1024**3 / 0.5 / 1e12)
-    assert rates.memory(torch.device("cpu")).value == pytest.approx(2 * 2**26 / 0.5 / 1e9)
+    assert rates.measure_memory_copy(torch.device("cpu")).value == pytest.approx(2 * 2**26 / 0.5 / 1e9)
 
 
 def test_a_type_that_a_device_does_not_have_is_an_abstention():
-    found = rates.matmul("int", torch.int8, torch.device("meta:0"))
-    wrong = rates.matmul("bits", torch.bits8, torch.device("cpu"))
+    found = rates.measure_matmul("int", torch.int8, torch.device("meta:0"))
+    wrong = rates.measure_matmul("bits", torch.bits8, torch.device("cpu"))
     assert found.value is None or found.value > 0
     assert wrong.value is None
     assert str(wrong).startswith("matmul bits: ABSTAIN, ")
 
 
 def test_a_directory_that_was_not_there_is_not_left_behind(tmp_path: Path):
-    found = rates.disk(tmp_path / "runs")
+    found = rates.measure_disk(tmp_path / "runs")
     assert found.value is not None
     assert found.value > 0
     assert not (tmp_path / "runs").exists()
@@ -66,25 +66,26 @@ def test_a_directory_that_was_not_there_is_not_left_behind(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_made_is_an_abstention(tmp_path: Path):
     (tmp_path / "file").touch()
-    assert str(rates.disk(tmp_path / "file" / "runs")).endswith("Not a directory")
+    assert str(rates.measure_disk(tmp_path / "file" / "runs")).endswith("Not a directory")
 
 
 def test_one_process_has_nothing_to_add_up():
     assert (
-        str(rates.all_reduce(1, "cpu")) == "all-reduce 1 × cpu: ABSTAIN, there is one device, so a run is one process"
+        str(rates.measure_all_reduce(1, "cpu"))
+        == "all-reduce 1 × cpu: ABSTAIN, there is one device, so a run is one process"
     )
 
 
 @pytest.mark.slow
 def test_two_processes_add_up(monkeypatch: pytest.MonkeyPatch):
-    found = rates.all_reduce(2, "cpu")
+    found = rates.measure_all_reduce(2, "cpu")
     assert found.value is not None, found.why
     assert 0 < found.value < 1000
 
 
 @pytest.mark.slow
 def test_processes_that_cannot_start_are_an_abstention(monkeypatch: pytest.MonkeyPatch):
-    found = rates.all_reduce(2, "no-such-device")
+    found = rates.measure_all_reduce(2, "no-such-device")
     assert found.value is None
     assert "no-such-device" in found.why
 
@@ -92,47 +93,49 @@ def test_processes_that_cannot_start_are_an_abstention(monkeypatch: pytest.Monke
 # the report ---------------------------------------------------------------------------------------------------------
 
 
-def made(*findings: Finding, measured: tuple[Rate, ...] = ()) -> Report:
-    return Report(HEALTHY, measured, findings, ["train.precision=bf16"])
+def made(*findings: HostFinding, measured: tuple[Rate, ...] = ()) -> DoctorReport:
+    return DoctorReport(HEALTHY, measured, findings, ["train.precision=bf16"])
 
 
 def test_a_failure_alone_is_an_exit_code_of_1():
     assert made().exit_code == 0
-    assert made(Finding("WARNING", "a", "b"), Finding("ABSTAIN", "a", "b")).exit_code == 0
-    assert made(Finding("WARNING", "a", "b"), Finding("FAIL", "a", "b")).exit_code == 1
+    assert made(HostFinding("WARNING", "a", "b"), HostFinding("ABSTAIN", "a", "b")).exit_code == 0
+    assert made(HostFinding("WARNING", "a", "b"), HostFinding("FAIL", "a", "b")).exit_code == 1
 
 
 def test_the_report_says_what_is_wrong_and_what_to_do_and_counts():
     measured = (Rate("matmul fp32", 12.345, "TFLOP/s"), Rate("matmul fp64", None, "TFLOP/s", "no such kernel"))
-    told = made(Finding("FAIL", "disk full", "0.50 GiB are free", "free some"), measured=measured).lines()
+    told = made(HostFinding("FAIL", "disk full", "0.50 GiB are free", "free some"), measured=measured).lines()
     assert "accelerators  2 × NVIDIA H200" in told
     assert "rates         matmul fp32: 12.3 TFLOP/s" in told
     assert "              matmul fp64: ABSTAIN, no such kernel" in told
     assert told[-4:] == [
         "FAIL    0.50 GiB are free", "        free some", "advice  train.precision=bf16", "1 FAIL, 1 ABSTAIN",
     ]  # fmt: skip
-    assert made().lines()[-1] == "nothing is wrong that the rules know"
+    assert made().lines()[-1] == "no known problems found"
 
 
 def test_the_environment_is_not_told():
     secret = replace(HEALTHY, environment={"WANDB_API_KEY": "canary"})
-    found = Report(secret, [], [], [])
-    assert "canary" not in json.dumps(found.plain()) + "".join(found.lines())
+    found = DoctorReport(secret, [], [], [])
+    assert "canary" not in json.dumps(found.to_json()) + "".join(found.lines())
 
 
 def test_a_device_far_below_its_data_sheet_is_a_warning():
-    (finding,) = report.slow(HEALTHY, [Rate("matmul bf16", 100.0, "TFLOP/s"), Rate("matmul fp32", 45.0, "TFLOP/s")])
+    (finding,) = report.find_slow_devices(
+        HEALTHY, [Rate("matmul bf16", 100.0, "TFLOP/s"), Rate("matmul fp32", 45.0, "TFLOP/s")]
+    )
     assert (finding.level, finding.rule) == ("WARNING", "slow device")
-    assert finding.what == "matmul bf16: 100 TFLOP/s are 10% of the data sheet's"
-    assert report.slow(HEALTHY, [Rate("matmul bf16", 600.0, "TFLOP/s")]) == []
-    assert report.slow(replace(HEALTHY, devices=()), [Rate("matmul bf16", 0.1, "TFLOP/s")]) == []
+    assert finding.what == "matmul bf16: 100 TFLOP/s, 10% of the data sheet's rate"
+    assert report.find_slow_devices(HEALTHY, [Rate("matmul bf16", 600.0, "TFLOP/s")]) == []
+    assert report.find_slow_devices(replace(HEALTHY, devices=()), [Rate("matmul bf16", 0.1, "TFLOP/s")]) == []
 
 
 @pytest.mark.parametrize(
     ("low", "told"),
     [
-        (600.0, "train.precision=bf16: its products are 12.0 times as fast as those of fp32"),
-        (10.0, "train.precision=fp32: products of bf16 are 5.0 times as slow on this device"),
+        (600.0, "train.precision=bf16: matmuls are 12.0 times as fast as in fp32"),
+        (10.0, "train.precision=fp32: bf16 matmuls are 5.0 times slower on this device"),
     ],
 )
 def test_the_precision_that_is_faster_here_is_advised(low: float, told: str):
@@ -156,7 +159,7 @@ def test_the_command_fails_on_the_famous_mistake(tmp_path: Path):
     assert done.returncode == 1, done.stderr
     told = done.stdout.splitlines()
     at = next(i for i, line in enumerate(told) if line.startswith("FAIL"))
-    assert told[at].startswith("FAIL    PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb=128: torch cannot read it")
+    assert told[at].startswith("FAIL    PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb=128: torch cannot parse it")
     assert told[at + 1].strip().endswith("as in max_split_size_mb:128")
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from unisono.doctor import rules
-from unisono.doctor.facts import Facts
+from unisono.doctor.facts import HostFacts
 from unisono.doctor.rules import CONDITIONS
-from unisono.launch.host.host_variables import VARIABLES, Finding
+from unisono.launch.host.host_variables import VARIABLES, HostFinding
 from unisono.launch.nodes.network import Interface
 
-HEALTHY = Facts(
+HEALTHY = HostFacts(
     environment={"PATH": "/bin", "HOME": "/root", "LANG": "C.UTF-8"},
     versions={"torch": "2.13.0"}, host="node7", resolves="10.0.0.7", cores=16, quota=0.0, memory_gib=100.0,
     interfaces=(
@@ -28,11 +28,11 @@ HEALTHY = Facts(
 def found(**variables: str) -> list[tuple[str, str]]:
     """Level and rule of each finding, on a healthy host with these variables."""
     facts = replace(HEALTHY, environment={**HEALTHY.environment, **variables})
-    return [(finding.level, finding.rule) for finding in rules.examine(facts)]
+    return [(finding.level, finding.rule) for finding in rules.check_rules(facts)]
 
 
-def on(**facts: Any) -> list[Finding]:
-    return list(rules.examine(replace(HEALTHY, **facts)))
+def on(**facts: Any) -> list[HostFinding]:
+    return list(rules.check_rules(replace(HEALTHY, **facts)))
 
 
 def test_nothing_is_found_on_a_healthy_host():
@@ -131,8 +131,8 @@ def test_a_value_in_the_wrong_syntax_under_the_old_name_is_two_findings():
 # other conditions ---------------------------------------------------------------------------------------------------
 
 SICK: list[tuple[str, dict[str, Any], str]] = [
-    ("stale launcher", {"environment": {"RANK": "0", "MASTER_ADDR": "a"}}, "RANK, MASTER_ADDR are set, as in"),
-    ("GLOO_SOCKET_IFNAME", {"environment": {"GLOO_SOCKET_IFNAME": "eth1"}}, "GLOO_SOCKET_IFNAME=eth1, but the inter"),
+    ("stale launcher", {"environment": {"RANK": "0", "MASTER_ADDR": "a"}}, "RANK, MASTER_ADDR are set as by"),
+    ("GLOO_SOCKET_IFNAME", {"environment": {"GLOO_SOCKET_IFNAME": "eth1"}}, "GLOO_SOCKET_IFNAME=eth1, but only"),
     ("GLOO_SOCKET_IFNAME", {"environment": {"GLOO_SOCKET_IFNAME": "ib0"}}, "GLOO_SOCKET_IFNAME=ib0, but"),
     ("GLOO_SOCKET_IFNAME", {"environment": {"GLOO_SOCKET_IFNAME": "eth"}}, "GLOO_SOCKET_IFNAME=eth, but"),
     ("GLOO_SOCKET_IFNAME", {"environment": {"GLOO_SOCKET_IFNAME": "lo,eth1"}}, "GLOO_SOCKET_IFNAME=lo,eth1, but"),
@@ -140,29 +140,29 @@ SICK: list[tuple[str, dict[str, Any], str]] = [
     ("NCCL_SOCKET_IFNAME", {"environment": {"NCCL_SOCKET_IFNAME": "=eth"}}, "NCCL_SOCKET_IFNAME==eth, but"),
     (
         "misspelt variables", {"environment": {"NCCL_SOCKET_IFNAMES": "eth0"}},
-        "NCCL_SOCKET_IFNAMES is set, which nothing reads: is NCCL_SOCKET_IFNAME meant?",
+        "NCCL_SOCKET_IFNAMES is set, but nothing reads it; did you mean NCCL_SOCKET_IFNAME?",
     ),
     ("proxy", {"environment": {"HTTPS_PROXY": "http://me:secret@proxy"}}, "https_proxy is set"),
-    ("host name", {"resolves": ""}, "the name of this host, 'node7', leads to no address"),
+    ("host name", {"resolves": ""}, "the name of this host, 'node7', does not resolve"),
     (
         "host name of a node", {"resolves": "127.0.1.1", "environment": {"SLURM_JOB_NUM_NODES": "2"}},
-        "the name of this host, 'node7', leads to 127.0.1.1",
+        "the name of this host, 'node7', resolves to 127.0.1.1",
     ),
     ("threads", {"environment": {"OMP_NUM_THREADS": "17"}}, "OMP_NUM_THREADS=17, but there are 16 cores"),
     ("cpu quota", {"quota": 2.0}, "16 cores are shown, but the container may use 2.0"),
-    ("memory", {"memory_gib": 0.5}, "0.5 GiB of memory are left"),
-    ("shared memory", {"shared_gib": 0.0625}, "0.06 GiB are free in /dev/shm"),
-    ("open files", {"files": 1024}, "a process may have 1024 open files"),
-    ("locked memory", {"locked_memory": 65536}, "a process may lock 65536 bytes"),
-    ("unseen accelerators", {"devices": (), "device_memory": None}, "a driver offers accelerators (2), "),
-    ("unlike accelerators", {"devices": ("A", "B")}, "the accelerators are not alike: A, B"),
+    ("memory", {"memory_gib": 0.5}, "only 0.5 GiB of memory are free"),
+    ("shared memory", {"shared_gib": 0.0625}, "only 0.06 GiB are free in /dev/shm"),
+    ("open files", {"files": 1024}, "a process may open only 1024 files"),
+    ("locked memory", {"locked_memory": 65536}, "a process may lock only 65536 bytes"),
+    ("unseen accelerators", {"devices": (), "device_memory": None}, "the driver offers accelerators (2), "),
+    ("unlike accelerators", {"devices": ("A", "B")}, "the accelerators are of different kinds: A, B"),
     ("memory of accelerators", {"device_memory": (0.99, 0.4)}, "others use the accelerators: 99%, 40% of"),
     ("compiler", {"compiler": False}, "there is no C++ compiler"),
     ("audio core", {"audio_core": ""}, "the native core of unisono.audio was not built"),
     ("clock", {"clock_behind": 3600.0}, "the clock is 3600 s behind"),
     ("run directory", {"writable": "Read-only file system"}, "runs cannot be written to: Read-only file system"),
-    ("disk full", {"disk_gib": 0.5}, "0.50 GiB are free at runs"),
-    ("disk space", {"disk_gib": 5.0}, "5.0 GiB are free at runs"),
+    ("disk full", {"disk_gib": 0.5}, "only 0.50 GiB are free at runs"),
+    ("disk space", {"disk_gib": 5.0}, "only 5.0 GiB are free at runs"),
 ]  # fmt: skip
 
 
@@ -203,10 +203,12 @@ NEEDED = sorted({name for condition in CONDITIONS for name in condition.needs.sp
 def test_what_the_host_does_not_tell_is_said(name: str):
     told = on(**{name: None})
     assert told
-    assert {(finding.level, finding.what) for finding in told} == {("ABSTAIN", f"this system does not tell {name}")}
+    assert {(finding.level, finding.what) for finding in told} == {
+        ("ABSTAIN", f"not checked: this system does not report {name}")
+    }
 
 
 def test_a_host_that_tells_nothing_is_abstained_from_and_not_blamed():
-    told = list(rules.examine(Facts(environment={})))
+    told = list(rules.check_rules(HostFacts(environment={})))
     assert {finding.level for finding in told} == {"ABSTAIN"}
     assert [finding.rule for finding in told] == [condition.name for condition in CONDITIONS if condition.needs]

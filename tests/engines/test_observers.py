@@ -13,9 +13,9 @@ from tests import processes
 from tests.engines.torch.test_engine import layout, started
 from tests.runs import configuration, parameters
 from tests.tasks import TransformerTask
-from unisono.engines.observers import Observer, Observers, Verdict
+from unisono.engines.observers import Observer, Observers, StepVerdict
 from unisono.engines.protocol import StepResult
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError
 
 RESULT = StepResult(1.0, {}, {}, {}, 2.0)
@@ -47,7 +47,7 @@ class Noting(Observer):
         self.points.append("votes")
         return [1.0]
 
-    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
         self.points.append(f"reduced {votes}")
         return None
 
@@ -61,7 +61,9 @@ class Noting(Observer):
         self.points.append(f"end {step}")
 
 
-def run(place: Place, group: Group, strategy: str, observed: bool) -> tuple[list[str], dict[str, np.ndarray]]:
+def run(
+    place: ProcessInfo, group: Communicator, strategy: str, observed: bool
+) -> tuple[list[str], dict[str, np.ndarray]]:
     config = configuration(layout=layout(strategy, micro_batch=3), train={"steps": 2})
     engine, steps = started(place, group, TransformerTask(TransformerTask.Config(dropout=0.25)), config)
     noting = Noting(engine.view)
@@ -98,11 +100,11 @@ class Refusing(Observer):
     def votes(self) -> Sequence[float]:
         return [0.0, float(self.rank)]
 
-    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
-        return Verdict(GuardError(f"{votes[1]:g} rank refuses")) if votes[1] else None
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
+        return StepVerdict(GuardError(f"{votes[1]:g} rank refuses")) if votes[1] else None
 
 
-def refused(place: Place, group: Group) -> tuple[str, bool]:
+def refused(place: ProcessInfo, group: Communicator) -> tuple[str, bool]:
     engine, steps = started(place, group, TransformerTask(), configuration(layout=layout("ddp")))
     before = parameters(engine)
     engine.observe(Refusing(place.rank))
@@ -118,19 +120,19 @@ def test_what_one_rank_knows_refuses_the_step_on_all_of_them_before_the_update()
 
 
 class Says(Observer):
-    def __init__(self, count: int, verdict: Verdict | None) -> None:
+    def __init__(self, count: int, verdict: StepVerdict | None) -> None:
         self.count, self.verdict, self.seen = count, verdict, list[float]()
 
     def votes(self) -> Sequence[float]:
         return [float(self.count)] * self.count
 
-    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
         self.seen = list(votes)
         return self.verdict
 
 
 def test_each_observer_is_given_its_own_votes_and_the_first_reason_counts() -> None:
-    members = [Says(2, None), Says(0, Verdict(skip="a")), Says(1, Verdict(skip="b", recompiled="c"))]
+    members = [Says(2, None), Says(0, StepVerdict(skip="a")), Says(1, StepVerdict(skip="b", recompiled="c"))]
     observers = Observers(members)
     assert observers.votes() == [2.0, 2.0, 1.0]
     result = observers.on_reduced(RESULT, [20.0, 21.0, 10.0])

@@ -24,8 +24,8 @@ from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.observers import Observers
 from unisono.engines.protocol import StepResult
-from unisono.engines.spike_detection import SpikeDetection, limit
-from unisono.runtime.communicator import Group, Place
+from unisono.engines.spike_detection import SpikeDetection, spike_limit
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import SpikeError
 
 # the limit ----------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ LEVELS = st.lists(st.floats(0.1, 10.0), min_size=3, max_size=50)
 
 @given(LEVELS, st.floats(0.5, 20.0))
 def test_the_limit_is_above_the_median_and_grows_with_sigma(history: list[float], sigma: float) -> None:
-    assert limit(history, 2 * sigma) > limit(history, sigma) > median(history)
+    assert spike_limit(history, 2 * sigma) > spike_limit(history, sigma) > median(history)
 
 
 @given(LEVELS)
@@ -43,16 +43,16 @@ def test_one_spike_in_the_history_moves_the_limit_no_further_than_its_other_numb
     numbers = [*history, *history]
     spread = max(max(history) - min(history), 0.01 * max(history))
     farthest = max(history) + 6 * 1.4826 * spread + 1e-9
-    assert limit([*numbers, 1e9], 6.0) <= np.float32(farthest)  # as limits are rounded
+    assert spike_limit([*numbers, 1e9], 6.0) <= np.float32(farthest)  # as limits are rounded
 
 
 def test_deviations_are_those_of_normal_numbers() -> None:
     numbers = np.random.default_rng(0).normal(100.0, 3.0, size=20_000).tolist()
-    assert limit(numbers, 6.0) == pytest.approx(118.0, abs=0.5)
+    assert spike_limit(numbers, 6.0) == pytest.approx(118.0, abs=0.5)
 
 
 def test_equal_numbers_leave_room_for_the_next_digit() -> None:
-    assert limit([2.0] * 10, 6.0) == pytest.approx(2.12)
+    assert spike_limit([2.0] * 10, 6.0) == pytest.approx(2.12)
 
 
 # judgement ----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp×2": (2, {"strategy": "fsdp", "micro_batch": 2}),
     "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
 }
-PLAN = StreamPlan.of(Order(40, 0), 8, STEPS, None)
+PLAN = StreamPlan.create(Order(40, 0), 8, STEPS, None)
 SPIKE = int(PLAN.batch(CUT + 1)[5])  # so that it is judged by a history from before the checkpoint of step 8
 SKIPPED = [step + 1 for step in range(HISTORY, STEPS) if SPIKE in PLAN.batch(step)]
 
@@ -150,7 +150,7 @@ def config(layout: str, **spikes: Any) -> Any:
     )
 
 
-def train(place: Place, group: Group, runs: list[tuple[Any, Path, int | None]]) -> None:
+def train(place: ProcessInfo, group: Communicator, runs: list[tuple[Any, Path, int | None]]) -> None:
     for made, folder, until in runs:
         folder.mkdir(exist_ok=True)
         with training_of(Spiky(), made, place, group, folder) as training:
@@ -165,7 +165,7 @@ def go(layout: str, runs: list[tuple[Any, Path, int | None]]) -> None:
 
 
 def final(folder: Path) -> dict[str, np.ndarray]:
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     assert checkpoint.step == STEPS
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}

@@ -15,15 +15,15 @@ from torch import nn
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import LENGTH, Transformer, TransformerTask, Words
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import Job, StepResult
+from unisono.engines.protocol import EngineJob, StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics.precision import promotion
 from unisono.evaluation.held_out import HeldOut
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
 from unisono.task import Context, Loss, SampleContext
@@ -79,13 +79,15 @@ class ProbedTask(TransformerTask):
 
 
 @contextmanager
-def ready(place: Place, group: Group, config: Any, task: ProbedTask | None = None) -> Iterator[tuple[Any, HeldOut]]:
+def ready(
+    place: ProcessInfo, group: Communicator, config: Any, task: ProbedTask | None = None
+) -> Iterator[tuple[Any, HeldOut]]:
     """An engine that is set up, and the held-out rows."""
     task = task or ProbedTask()
     source, batch = task.data(), config.train.global_batch
-    split = Split.of(batch, place.world_size, config.layout.micro_batch)
-    loader = Loader(task, source, StreamPlan.of(Order(len(source), 0), batch, 4, None), split, place.rank)
-    engine = TorchEngine(Job(task, config, place, group, split))
+    split = BatchSplit.create(batch, place.world_size, config.layout.micro_batch)
+    loader = Loader(task, source, StreamPlan.create(Order(len(source), 0), batch, 4, None), split, place.rank)
+    engine = TorchEngine(EngineJob(task, config, place, group, split))
     try:
         engine.setup(next(loader.steps()), {"lr": 0.1})
         yield engine, HeldOut(task, task.held_out(), config, place, split.micro_batch)
@@ -95,7 +97,7 @@ def ready(place: Place, group: Group, config: Any, task: ProbedTask | None = Non
 
 
 def alone(**groups: Any) -> Any:
-    return ready(Place(), Alone(), configuration(train={"precision": "fp64"}, **groups))
+    return ready(ProcessInfo(), SingleProcess(), configuration(train={"precision": "fp64"}, **groups))
 
 
 def evaluate(engine: TorchEngine, held_out: HeldOut) -> StepResult:
@@ -105,7 +107,7 @@ def evaluate(engine: TorchEngine, held_out: HeldOut) -> StepResult:
 # the same everywhere ------------------------------------------------------------------------------------------------
 
 
-def evaluations(place: Place, group: Group, configs: list[Any]) -> list[tuple[StepResult, StepResult]]:
+def evaluations(place: ProcessInfo, group: Communicator, configs: list[Any]) -> list[tuple[StepResult, StepResult]]:
     """Each configuration's evaluation, twice."""
     results = []
     for config in configs:
@@ -212,7 +214,7 @@ class Masking(Augmenting):
 
 def held_out_arrays(task: ProbedTask, seed: int) -> list[dict[str, Any]]:
     config = configuration(run={"seed": seed}, eval={"micro_batch": 4})
-    held_out = HeldOut(task, task.held_out(), config, Place(), 4)
+    held_out = HeldOut(task, task.held_out(), config, ProcessInfo(), 4)
     try:
         return [micro.arrays for batches in held_out.batches() for micro in batches]
     finally:
@@ -244,9 +246,12 @@ def test_a_task_that_means_to_draw_in_evaluation_draws_the_same_for_a_row_every_
 
 def test_an_evaluation_is_made_without_dropout() -> None:
     config = configuration(train={"precision": "fp64"})
-    with ready(Place(), Alone(), config, ProbedTask(ProbedTask.Config(dropout=0.0))) as (engine, held_out):
+    with ready(ProcessInfo(), SingleProcess(), config, ProbedTask(ProbedTask.Config(dropout=0.0))) as (
+        engine,
+        held_out,
+    ):
         without = evaluate(engine, held_out)
-    with ready(Place(), Alone(), config) as (engine, held_out):
+    with ready(ProcessInfo(), SingleProcess(), config) as (engine, held_out):
         assert evaluate(engine, held_out) == without
 
 
@@ -269,7 +274,7 @@ class Sampling(ProbedTask):
 
 def test_what_an_evaluation_draws_is_the_same_every_time() -> None:
     config = configuration(train={"precision": "fp64"}, eval={"micro_batch": 4})
-    with ready(Place(), Alone(), config, Sampling()) as (engine, held_out):
+    with ready(ProcessInfo(), SingleProcess(), config, Sampling()) as (engine, held_out):
         first = evaluate(engine, held_out)
         torch.manual_seed(99)
         assert evaluate(engine, held_out) == first

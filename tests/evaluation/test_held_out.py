@@ -14,7 +14,7 @@ from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
 from unisono.data.loading.loader import MicroBatch
 from unisono.evaluation.held_out import HeldOut
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
 
 
@@ -28,7 +28,7 @@ class Numbers(LinearTask):
 def batches(size: int, world: int = 1, micro: int = 4, **evaluation: Any) -> list[list[list[MicroBatch]]]:
     """Rank by rank, step by step, the micro-batches of one evaluation."""
     config = configuration(eval=evaluation)
-    ranks = [HeldOut(Numbers(), range(size), config, Place(rank, world), micro) for rank in range(world)]
+    ranks = [HeldOut(Numbers(), range(size), config, ProcessInfo(rank, world), micro) for rank in range(world)]
     return [list(rank.batches()) for rank in ranks]
 
 
@@ -84,18 +84,18 @@ def test_the_micro_batch_is_that_of_evaluation_or_else_of_training(given: int | 
 
 
 def test_the_number_of_rows_is_told() -> None:
-    assert HeldOut(Numbers(), range(10), configuration(eval={"rows": 7}), Place(), 4).rows == 7
+    assert HeldOut(Numbers(), range(10), configuration(eval={"rows": 7}), ProcessInfo(), 4).rows == 7
 
 
 def test_held_out_rows_can_be_evaluated_as_often_as_wanted() -> None:
-    held_out = HeldOut(Numbers(), range(10), configuration(), Place(), 4)
+    held_out = HeldOut(Numbers(), range(10), configuration(), ProcessInfo(), 4)
     first, second = ([m.rows.tolist() for step in held_out.batches() for m in step] for _ in range(2))
     assert first == second == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_samples_of_held_out_rows_are_the_same_every_time() -> None:
     task = TransformerTask()
-    held_out = HeldOut(task, task.held_out(), configuration(), Place(), 4)
+    held_out = HeldOut(task, task.held_out(), configuration(), ProcessInfo(), 4)
     first, second = ([m.arrays["tokens"] for step in held_out.batches() for m in step] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -108,7 +108,7 @@ def test_an_evaluation_leaves_no_threads() -> None:
 
 def test_an_evaluation_that_breaks_off_leaves_no_threads() -> None:
     before = set(threading.enumerate())
-    running = HeldOut(Numbers(), range(10), configuration(), Place(), 2).batches()
+    running = HeldOut(Numbers(), range(10), configuration(), ProcessInfo(), 2).batches()
     next(running)
     running.close()
     assert set(threading.enumerate()) == before
@@ -116,4 +116,4 @@ def test_an_evaluation_that_breaks_off_leaves_no_threads() -> None:
 
 def test_an_empty_held_out_source_is_refused() -> None:
     with pytest.raises(DataError, match=r"Numbers\.held_out\(\) has no rows; return None for no evaluation"):
-        HeldOut(Numbers(), [], configuration(), Place(), 4)
+        HeldOut(Numbers(), [], configuration(), ProcessInfo(), 4)

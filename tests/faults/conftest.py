@@ -19,15 +19,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
         group = getattr(metafunc.module, "GROUP", None)
         quick = group is None
-        found = [f for f in report.known().values() if f.quick == quick and (quick or f.key[0] in group)]
+        found = [f for f in report.load_scenarios().values() if f.quick == quick and (quick or f.key[0] in group)]
         metafunc.parametrize("fault", found, ids=[f.key for f in found])
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[matrix.Ground]:
+def ground() -> Iterator[matrix.Sandbox]:
     """Where the faults of a module are shown."""
     if sys.platform != "linux":
         pytest.skip("processes are looked for in /proc")
     os.environ.setdefault(kills.KILLS, KILLS)
-    with matrix.ground() as found:
+    with matrix.open_sandbox() as found:
         yield found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.faults.matrix import Fault, Ground
+from unisono.faults.matrix import Sandbox, Scenario
 
 pytestmark = pytest.mark.slow
 GROUP = "DE"
 
 
-def test_promises_are_kept(fault: Fault, ground: Ground) -> None:
+def test_promises_are_kept(fault: Scenario, ground: Sandbox) -> None:
     outcome = fault.show(ground)
     if outcome.verdict == "ABSTAIN":
         pytest.skip(outcome.abstain)
-    assert not outcome.wrong, "\n".join(outcome.wrong)
+    assert not outcome.broken_promises, "\n".join(outcome.broken_promises)

@@ -21,15 +21,17 @@ from unisono.faults.matrix import Outcome
     ],
 )
 def test_what_is_of_this_machine_alone_is_left_out(said: str, plain: str) -> None:
-    assert report.plain(said) == plain
+    assert report.shorten_message(said) == plain
 
 
 def test_rows_that_are_not_shown_again_stay_as_they_are(tmp_path: Path) -> None:
-    page, faults = tmp_path / "page.md", report.known()
-    report.write(page, [(faults["A1"], Outcome(said="first")), (faults["B12"], Outcome(wrong=["no | yes"]))])
+    page, faults = tmp_path / "page.md", report.load_scenarios()
+    report.write_report(
+        page, [(faults["A1"], Outcome(said="first")), (faults["B12"], Outcome(broken_promises=["no | yes"]))]
+    )
     old = page.read_text().replace("| first | ", "| first | in 1999 ")
     page.write_text(f"# Before\n\n{old}\nafter\n")
-    report.write(page, [(faults["B12"], Outcome(said="third", lost=1))])
+    report.write_report(page, [(faults["B12"], Outcome(said="third", lost=1))])
     text = page.read_text()
     rows = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith(("| A1", "| B12"))}
     assert "| first | in 1999 " in rows["| A1"]
@@ -39,8 +41,8 @@ def test_rows_that_are_not_shown_again_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_never_measured_are_named(tmp_path: Path) -> None:
-    page, faults = tmp_path / "page.md", report.known()
-    report.write(page, [(fault, Outcome()) for key, fault in faults.items() if key not in ("A4", "S6")])
+    page, faults = tmp_path / "page.md", report.load_scenarios()
+    report.write_report(page, [(fault, Outcome()) for key, fault in faults.items() if key not in ("A4", "S6")])
     assert "Not measured: A4, S6." in page.read_text()
-    report.write(page, [(faults["A4"], Outcome()), (faults["S6"], Outcome())])
+    report.write_report(page, [(faults["A4"], Outcome()), (faults["S6"], Outcome())])
     assert "Not measured" not in page.read_text()

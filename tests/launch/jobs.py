@@ -155,7 +155,7 @@ def wait_for(true: Callable[[], bool], seconds: float) -> None:
 def events(run: Path) -> list[dict[str, Any]]:
     """The steps and evaluations in `events.jsonl` of a run."""
     lines = (json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines())
-    return [event for event in lines if not events_.NOTES & event.keys()]
+    return [event for event in lines if not events_.NOTE_KEYS & event.keys()]
 
 
 def _alive(path: Path) -> bool:

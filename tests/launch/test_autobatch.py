@@ -79,7 +79,7 @@ def test_a_size_within_a_tenth_of_the_limit_is_found_without_running_out_of_memo
 
     auto = limited(tmp_path, "train", *WORDS, "layout.micro_batch=auto", "run.name=auto", space=SPACE)
     assert auto.returncode == 0, "what was found fits: " + auto.stderr
-    assert "measured before" in auto.stdout
+    assert "measured by an earlier start" in auto.stdout
     config = yaml.safe_load((tmp_path / "runs" / "auto" / "config.yaml").read_text())
     assert config["layout"]["micro_batch"] == chosen, "the number is frozen in the run"
     a_tenth_more = min(n for n in range(1, 5041) if 1260 % n == 0 and n >= 1.1 * fits)
@@ -102,7 +102,7 @@ def config(folder: Path, *words: str) -> Any:
 
 def kept(told: Any, peaks: dict[int, int], **more: Any) -> None:
     """Put measurements where a search leaves them."""
-    path = search.cache_dir() / "autobatch" / f"{search._key(told)}.json"
+    path = search.cache_dir() / "autobatch" / f"{search._cache_key(told)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"peaks": peaks, "kind": "resident", "limit": 0, "source": "", "failed": None, **more}
     path.write_text(search.json.dumps(values))
@@ -115,50 +115,50 @@ def test_what_was_measured_is_used_for_another_limit_where_it_says_enough(
     peaks = {1: 101_000_000, 4: 104_000_000, 15: 115_000_000, 60: 160_000_000, 210: 310_000_000}
     kept(config(tmp_path), peaks)
     for limit, expected in ((0.34, 210), (0.166, 60)):
-        found = search.find(config(tmp_path, f"layout.max_memory_gb={limit}"), processes=False)
-        assert (found.micro_batch, found.rows, found.known) == (expected, 1260, True)
+        found = search.find_micro_batch(config(tmp_path, f"layout.max_memory_gb={limit}"), processes=False)
+        assert (found.micro_batch, found.rows, found.from_cache) == (expected, 1260, True)
     with pytest.raises(ConfigError, match="measures with processes of its own"):
-        search.find(config(tmp_path, "layout.max_memory_gb=9"), processes=False)
+        search.find_micro_batch(config(tmp_path, "layout.max_memory_gb=9"), processes=False)
     with pytest.raises(ConfigError, match="measures with processes of its own"):
-        search.find(config(tmp_path, "layout.max_memory_gb=0.34", "optim.lr=1"), processes=False)
+        search.find_micro_batch(config(tmp_path, "layout.max_memory_gb=0.34", "optim.lr=1"), processes=False)
 
 
 def test_a_limit_that_one_row_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = config(tmp_path, "layout.max_memory_gb=0.05")
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
     measured = {"peaks": {"1": 101_000_000}, "kind": "resident", "limit": 50_000_000, "source": "it", "failed": None}
-    monkeypatch.setattr(search, "_measured", lambda *_: measured)
-    with pytest.raises(ConfigError, match=r"a micro-batch of one row takes 0\.101 GB, and a process has 0\.050 GB"):
-        search.find(told)
+    monkeypatch.setattr(search, "_measure", lambda *_: measured)
+    with pytest.raises(ConfigError, match=r"a micro-batch of one row takes 0\.101 GB, but a process may use 0\.050 GB"):
+        search.find_micro_batch(told)
 
 
 def test_what_a_process_has_is_given_or_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = memory.limit(config(tmp_path, "layout.max_memory_gb=1.5"), "cpu", 2)
+    told = memory.memory_limit(config(tmp_path, "layout.max_memory_gb=1.5"), "cpu", 2)
     assert (told.amount, told.source, told.kind) == (1_500_000_000, "layout.max_memory_gb", "resident")
-    host = memory.limit(config(tmp_path), "cpu", 1)
+    host = memory.memory_limit(config(tmp_path), "cpu", 1)
     assert 0 < host.amount < 1 << 50
     group = tmp_path / "group"
     group.mkdir()
     for name, text in (("memory.max", "800000000"), ("memory.current", "500000000")):
         (group / name).write_text(text)
     (group / "memory.stat").write_text("anon 1\ninactive_file 100000000\n")
-    monkeypatch.setattr(memory, "_own_groups", lambda: [group, tmp_path])
-    mine = memory.limit(config(tmp_path), "cpu", 2)
+    monkeypatch.setattr(memory, "_own_cgroups", lambda: [group, tmp_path])
+    mine = memory.memory_limit(config(tmp_path), "cpu", 2)
     assert mine.source == "the control group"
-    assert mine.amount == pytest.approx(200_000_000 + memory._status()["VmRSS"], abs=5e7)
+    assert mine.amount == pytest.approx(200_000_000 + memory._read_status()["VmRSS"], abs=5e7)
     (group / "memory.max").write_text("max")
-    assert memory.limit(config(tmp_path), "cpu", 1).source != "the control group"
+    assert memory.memory_limit(config(tmp_path), "cpu", 1).source != "the control group"
 
 
 def test_the_peak_is_that_of_what_was_done_since_it_was_forgotten() -> None:
-    memory.forget("resident")
-    before = memory.peak("resident")
+    memory.reset_peak("resident")
+    before = memory.read_peak("resident")
     block = torch.ones(25_000_000, dtype=torch.float64)
-    assert memory.peak("resident") - before > 150_000_000
+    assert memory.read_peak("resident") - before > 150_000_000
     del block
-    memory.forget("resident")
-    assert memory.peak("resident") - before < 100_000_000
-    assert memory.peak("address space") > before
+    memory.reset_peak("resident")
+    assert memory.read_peak("resident") - before < 100_000_000
+    assert memory.read_peak("address space") > before
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.cluster import OURS, complete, process_info
-from unisono.runtime.communicator import Place
+from unisono.launch.cluster import RUN_ID_VARIABLE, process_info, set_rendezvous_variables
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 TORCHRUN = {
@@ -25,7 +25,7 @@ def completed(**variables: str) -> dict[str, str]:
     environment = {**SLURM, **variables}
     found = process_info(environment)
     assert found is not None
-    complete(found, environment)
+    set_rendezvous_variables(found, environment)
     return environment
 
 
@@ -38,12 +38,12 @@ def test_nobody_launched_a_process_without_variables():
 
 
 def test_torchrun_s_variables_are_a_place():
-    assert process_info(TORCHRUN) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info(TORCHRUN) == ProcessInfo(3, 4, 1, 2, "torchrun")
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_torchrun_s_variables_in_part_are_refused_with_the_one_that_is_missing(name: str):
-    with pytest.raises(ConfigError, match=f"not {name}; unset them or set all"):
+    with pytest.raises(ConfigError, match=f"not {name}; set all of them or none"):
         process_info({key: value for key, value in TORCHRUN.items() if key != name})
 
 
@@ -53,19 +53,19 @@ def test_all_missing_variables_of_torchrun_are_named_at_once():
 
 
 def test_processes_of_our_own_launcher_are_told_from_those_of_torchrun():
-    ours = {**TORCHRUN, OURS: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-77"}
-    assert process_info(ours) == Place(3, 4, 1, 2, "unisono")
-    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == Place(3, 4, 1, 2, "torchrun")
+    ours = {**TORCHRUN, RUN_ID_VARIABLE: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-77"}
+    assert process_info(ours) == ProcessInfo(3, 4, 1, 2, "unisono")
+    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == ProcessInfo(3, 4, 1, 2, "torchrun")
 
 
 def test_a_run_id_of_torchrun_may_begin_as_it_likes():
-    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
+    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == ProcessInfo(3, 4, 1, 2, "torchrun")
 
 
 def test_torchrun_inside_of_a_process_of_a_run_is_torchrun():
-    inner = {**TORCHRUN, OURS: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-78"}
-    assert process_info(inner) == Place(3, 4, 1, 2, "torchrun")
-    assert process_info({**TORCHRUN, OURS: "unisono-77"}) == Place(3, 4, 1, 2, "torchrun")
+    inner = {**TORCHRUN, RUN_ID_VARIABLE: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-78"}
+    assert process_info(inner) == ProcessInfo(3, 4, 1, 2, "torchrun")
+    assert process_info({**TORCHRUN, RUN_ID_VARIABLE: "unisono-77"}) == ProcessInfo(3, 4, 1, 2, "torchrun")
 
 
 def test_torchrun_inside_of_slurm_is_torchrun():
@@ -76,7 +76,7 @@ def test_torchrun_inside_of_slurm_is_torchrun():
 
 def test_torchrun_s_address_is_left_as_it_is():
     environment = dict(TORCHRUN)
-    complete(Place(3, 4, 1, 2, "torchrun"), environment)
+    set_rendezvous_variables(ProcessInfo(3, 4, 1, 2, "torchrun"), environment)
     assert environment == TORCHRUN
 
 
@@ -84,7 +84,7 @@ def test_torchrun_s_address_is_left_as_it_is():
 
 
 def test_slurm_s_variables_are_a_place():
-    assert process_info(SLURM) == Place(3, 4, 1, 2, "slurm")
+    assert process_info(SLURM) == ProcessInfo(3, 4, 1, 2, "slurm")
 
 
 def test_a_batch_script_is_no_process_of_a_step():
@@ -175,4 +175,4 @@ def test_an_address_that_the_user_has_set_is_kept():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_is_the_first(rank: Any):
-    assert Place(rank, 2, rank, 2).is_first == (rank == 0)
+    assert ProcessInfo(rank, 2, rank, 2).is_first == (rank == 0)

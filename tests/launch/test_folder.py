@@ -19,7 +19,7 @@ from unisono.config import fingerprint, foreign_run
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
-from unisono.runtime.communicator import Alone
+from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 from unisono.task import Task
 from unisono.task_config import load_config, read_run
@@ -40,14 +40,14 @@ def config(*overrides: str, name: str | None = "a") -> RunConfig:
 
 def check(told: RunConfig) -> RunConfig:
     """The configuration that a start would have, with nothing touched."""
-    return resolve.decide(layout.concrete(told, None)).config
+    return resolve.plan_run(layout.resolve_layout(told, None)).config
 
 
 def written(told: RunConfig, data: DataFacts, task: Task) -> Path:
     """The directory of a start, without what it was trained on."""
-    run = resolve.decide(layout.concrete(told, None), data)
+    run = resolve.plan_run(layout.resolve_layout(told, None), data)
     run.directory.mkdir(parents=True, exist_ok=True)
-    run_directory.write(run, data, task)
+    run_directory.write_run(run, data, task)
     return run.directory
 
 
@@ -58,8 +58,8 @@ def make(*overrides: str, facts: dict[str, Any] | None = None, name: str = "a") 
 def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> None:
     """A checkpoint of nothing, by the run that lies there."""
     kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
-    said = {**provenance.of(read_run(path, trust=True)), **told}
-    commit.save(path / "checkpoints", step, [], kept, Alone(), keep=9, about=said)
+    said = {**provenance.describe_run(read_run(path, trust=True)), **told}
+    commit.save_checkpoint(path / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=said)
 
 
 def refusal(told: RunConfig) -> str:
@@ -74,11 +74,11 @@ def refusal(told: RunConfig) -> str:
 
 
 def test_a_run_keeps_the_name_it_was_given():
-    assert run_directory.named(config(name="mine")).run.name == "mine"
+    assert run_directory.with_name(config(name="mine")).run.name == "mine"
 
 
 def test_a_run_without_a_name_gets_one_from_the_task_and_the_time():
-    name = run_directory.named(config(name=None)).run.name
+    name = run_directory.with_name(config(name=None)).run.name
     assert name is not None
     assert name.startswith("tasks-2")
 
@@ -86,29 +86,29 @@ def test_a_run_without_a_name_gets_one_from_the_task_and_the_time():
 def test_two_runs_without_a_name_never_share_a_folder():
     names = []
     for _ in range(5):
-        told = run_directory.named(config(name=None))
-        run_directory.path_of(told).mkdir(parents=True)
+        told = run_directory.with_name(config(name=None))
+        run_directory.run_path(told).mkdir(parents=True)
         names.append(told.run.name)
     assert len(set(names)) == 5
 
 
 def test_two_starts_that_found_the_same_free_name_never_share_a_folder():
-    told = run_directory.named(config(name=None))
-    first, second, third = (run_directory.claim(told) for _ in range(3))
+    told = run_directory.with_name(config(name=None))
+    first, second, third = (run_directory.claim_directory(told) for _ in range(3))
     assert first == told
-    assert len({run_directory.path_of(c) for c in (first, second, third) if run_directory.path_of(c).is_dir()}) == 3
+    assert len({run_directory.run_path(c) for c in (first, second, third) if run_directory.run_path(c).is_dir()}) == 3
 
 
 def test_a_place_that_cannot_be_claimed_is_refused_by_name(here: Path):
     (here / "file").write_text("no folder")
-    with pytest.raises(RunError, match=r"file/tasks-.* cannot be written: Not a directory"):
-        run_directory.claim(run_directory.named(config("run.dir=file", name=None)))
+    with pytest.raises(RunError, match=r"cannot write to .*file/tasks-.*: Not a directory"):
+        run_directory.claim_directory(run_directory.with_name(config("run.dir=file", name=None)))
 
 
 def test_a_job_that_is_queued_again_finds_its_run_by_its_number():
-    assert run_directory.named(config(name=None), job="77").run.name == "tasks-job77"
+    assert run_directory.with_name(config(name=None), job="77").run.name == "tasks-job77"
     make(name="tasks-job77")
-    assert run_directory.named(config(name=None), job="77").run.name == "tasks-job77"
+    assert run_directory.with_name(config(name=None), job="77").run.name == "tasks-job77"
 
 
 # a new run ----------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_run_is_written_down_so_that_it_can_be_read_back():
 
 def test_a_run_is_described_with_its_mathematics_data_and_versions():
     described = json.loads((make(facts={"rows": 7}) / "fingerprint.json").read_text())
-    assert described["mathematics"] == fingerprint.digest(config())
+    assert described["mathematics"] == fingerprint.config_digest(config())
     assert described["data"] == {"rows": 7}
     assert {"unisono", "python", "torch", "numpy"} <= described["versions"].keys()
 
@@ -162,10 +162,10 @@ def test_a_place_that_even_root_cannot_write_to_is_refused():
 
 
 def test_a_place_that_becomes_unwritable_after_the_check_is_refused_by_name(here: Path):
-    run = resolve.decide(layout.concrete(config("run.dir=place"), None))
+    run = resolve.plan_run(layout.resolve_layout(config("run.dir=place"), None))
     (here / "place").write_text("no folder")
-    with pytest.raises(RunError, match=r"place/a cannot be written: .*; choose another run\.dir"):
-        run_directory.write(run, DataFacts({}, {}), tasks.LinearTask())
+    with pytest.raises(RunError, match=r"cannot write to .*place/a: .*; choose another run\.dir"):
+        run_directory.write_run(run, DataFacts({}, {}), tasks.LinearTask())
 
 
 def test_a_folder_with_other_things_in_it_is_refused(here: Path):
@@ -178,7 +178,7 @@ def test_a_folder_with_other_things_in_it_is_refused(here: Path):
 
 def test_an_empty_folder_is_taken(here: Path):
     (here / "runs" / "a").mkdir(parents=True)
-    assert resolve.decide(layout.concrete(config(), None)).resume is None
+    assert resolve.plan_run(layout.resolve_layout(config(), None)).resume is None
 
 
 # a run that is there ------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_an_empty_folder_is_taken(here: Path):
 
 def test_the_same_configuration_goes_on_with_its_run():
     make()
-    assert fingerprint.changes(read_run(Path("runs/a"), trust=True), check(config()), random=True) == {}
+    assert fingerprint.changed_keys(read_run(Path("runs/a"), trust=True), check(config()), random=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_another_run_is_refused_with_every_key_that_differs():
         "runs/a already holds another run:",
         "  optim.lr: 1.0 there, 2.0 here",
         "  task.rows: 7 there, 8 here",
-        "Choose another run.name, or go on with these changes by run.allow_change=[optim.lr,task.rows]",
+        "Choose another run.name, or resume with these changes: run.allow_change=[optim.lr,task.rows]",
     ]
 
 
 def test_the_way_out_that_a_refusal_offers_works():
     make("task.rows=7", "optim.lr=1")
-    offered = refusal(config("task.rows=8", "optim.lr=2")).rpartition(" by ")[2]
+    offered = refusal(config("task.rows=8", "optim.lr=2")).rpartition(": ")[2]
     assert check(config("task.rows=8", "optim.lr=2", offered)).optim.lr == 2
 
 
@@ -226,20 +226,20 @@ def test_a_run_whose_name_differs_in_large_and_small_letters_alone_is_another_wh
 ):
     make()
     (here / "runs" / "A").symlink_to("a")
-    monkeypatch.setattr(run_directory, "folds", lambda path: path.name in ("a", "A"))
+    monkeypatch.setattr(run_directory, "ignores_case", lambda path: path.name in ("a", "A"))
     assert refusal(config(name="A")) == (
-        "runs/A already holds the run 'a': this file system does not tell large letters from small ones. "
-        "Choose another run.name, or go on with that run by run.name=a"
+        "runs/A already holds the run 'a': this file system ignores upper and lower case. "
+        "Choose another run.name, or resume that run with run.name=a"
     )
     assert check(config()).run.name == "a"
 
 
 def test_large_and_small_letters_are_told_apart_where_both_names_are_listed_or_one_is_not_there(here: Path):
     make()
-    assert not run_directory.folds(here / "runs" / "a")
+    assert not run_directory.ignores_case(here / "runs" / "a")
     make(name="A")
-    assert not run_directory.folds(here / "runs" / "a")
-    assert not run_directory.folds(here / "runs" / "1")
+    assert not run_directory.ignores_case(here / "runs" / "a")
+    assert not run_directory.ignores_case(here / "runs" / "1")
 
 
 def test_a_run_whose_folder_was_renamed_goes_on_under_its_new_name(here: Path):
@@ -308,7 +308,7 @@ import sys, time
 from pathlib import Path
 from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
-with run_directory.held(Path("runs/a")):
+with run_directory.hold_directory(Path("runs/a")):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -316,14 +316,15 @@ with run_directory.held(Path("runs/a")):
 
 def test_a_run_is_held_by_one_start_at_a_time():
     with (
-        run_directory.held(Path("runs/a")),
+        run_directory.hold_directory(Path("runs/a")),
         pytest.raises(
-            RunError, match=f"runs/a is held by process {os.getpid()} on {platform.node()}, which trains this run; "
+            RunError,
+            match=f"runs/a is in use by process {os.getpid()} on {platform.node()}, which is training this run; ",
         ),
-        run_directory.held(Path("runs/a")),
+        run_directory.hold_directory(Path("runs/a")),
     ):
         pass
-    with run_directory.held(Path("runs/a")), run_directory.held(Path("runs/b")):
+    with run_directory.hold_directory(Path("runs/a")), run_directory.hold_directory(Path("runs/b")):
         pass
 
 
@@ -332,18 +333,18 @@ def test_a_run_is_let_go_of_when_its_process_is_killed(here: Path):
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with (
-            pytest.raises(RunError, match=f"runs/a is held by process {process.pid} on "),
-            run_directory.held(Path("runs/a")),
+            pytest.raises(RunError, match=f"runs/a is in use by process {process.pid} on "),
+            run_directory.hold_directory(Path("runs/a")),
         ):
             pass
         process.kill()
         process.wait()
-    with run_directory.held(Path("runs/a")):
+    with run_directory.hold_directory(Path("runs/a")):
         pass
 
 
 def test_a_start_that_ended_before_it_wrote_anything_leaves_a_folder_that_can_be_used():
-    with run_directory.held(Path("runs/a")):
+    with run_directory.hold_directory(Path("runs/a")):
         pass
     assert check(config("run.resume=never")).run.name == "a"
 
@@ -433,7 +434,7 @@ def test_a_run_is_not_continued_on_other_data(before: dict[str, Any], now: dict[
     content = {file: file.read_text() for file in path.rglob("*.*")}
     with pytest.raises(RunError) as caught:
         make("optim.lr=9", facts=now)
-    assert str(caught.value).startswith("runs/a was trained on other data: ")
+    assert str(caught.value).startswith("runs/a was trained on different data: ")
     assert {file: file.read_text() for file in path.rglob("*.*")} == content
 
 
@@ -442,7 +443,9 @@ def test_a_file_that_changed_since_the_checkpoint_is_named():
     now = {**before, "web": [{"name": "a.parquet", "rows": 7, "digest": "y"}]}
     written(config(), DataFacts({"fingerprint": "x"}, before), tasks.LinearTask())
     written(config(), DataFacts({"fingerprint": "x"}, before), tasks.LinearTask())
-    with pytest.raises(RunError, match=r"other data: of source 'web', a\.parquet has changed: it has other content; "):
+    with pytest.raises(
+        RunError, match=r"different data: of source 'web', a\.parquet has changed: it has other content; "
+    ):
         written(config(), DataFacts({"fingerprint": "y"}, now), tasks.LinearTask())
 
 
@@ -488,7 +491,9 @@ def test_a_configuration_that_is_replaced_is_kept():
 
 def test_a_name_in_allow_change_that_is_no_key_is_refused_for_a_new_run_and_for_one_that_goes_on():
     for there in (make, lambda: checkpoint(make()), lambda: None):
-        with pytest.raises(ConfigError, match=r"run\.allow_change names 'optim\.lrr', .*did you mean 'optim\.lr'\?"):
+        with pytest.raises(
+            ConfigError, match=r"run\.allow_change: there is no key 'optim\.lrr'; did you mean 'optim\.lr'\?"
+        ):
             check(config("run.allow_change=[optim.lrr]"))
         there()
 
@@ -498,7 +503,7 @@ def test_an_exact_start_is_refused_before_processes_start_where_anything_could_c
     with pytest.raises(RunError) as caught:
         check(config("run.resume=exact", "layout.world_size=2"))
     told = str(caught.value)
-    assert told.startswith("runs/a cannot be continued exactly (run.resume=exact); ")
+    assert told.startswith("runs/a cannot be resumed exactly (run.resume=exact); ")
     assert "\n  layout.world_size: 1 there, 2 here\n" in told
     assert "\n  versions: torch is '1.0' there and " in told
     assert "\n  code: " in told
@@ -527,11 +532,11 @@ def test_a_newest_checkpoint_whose_manifest_is_damaged_leaves_the_one_before_it_
     checkpoint(path, step=4)
     file = torn(path, 4)
     assert check(config("optim.lr=1")).optim.lr == 1
-    with pytest.raises(CheckpointError, match=rf"{file} cannot be read.*No other may be taken with run\.resume=exact"):
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be read.*run\.resume=exact accepts no other"):
         check(config("optim.lr=1", "run.resume=exact"))
     torn(path, 3)
     for how in ("auto", "must"):
-        with pytest.raises(CheckpointError, match=r"no checkpoint is whole\. .*or choose another run\.name"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint is intact\. .*or choose another run\.name"):
             check(config("optim.lr=1", f"run.resume={how}"))
 
 

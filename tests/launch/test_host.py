@@ -36,7 +36,7 @@ def config(*words: str) -> Any:
 
 def refusal(*words: str) -> str:
     with pytest.raises((ConfigError, RunError)) as caught:
-        host_check.check(config("layout.world_size=2", "layout.strategy=ddp", *words))
+        host_check.check_host(config("layout.world_size=2", "layout.strategy=ddp", *words))
     return str(caught.value)
 
 
@@ -47,8 +47,8 @@ def refusal(*words: str) -> str:
         ("CUDA_VISIBLE_DEVICES", "0;1", "numbers with commas: 0,1"),
         ("TORCH_NCCL_BLOCKING_WAIT", "maybe", "1 or 0, or unset it"),
         ("TORCH_DISTRIBUTED_DEBUG", "VERBOSE", "OFF, INFO or DETAIL"),
-        ("GLOO_SOCKET_IFNAME", "nosuch0", "but the interfaces that are up are"),
-        ("NCCL_SOCKET_IFNAME", "=nosuch0", "but the interfaces that are up are"),
+        ("GLOO_SOCKET_IFNAME", "nosuch0", "but only these interfaces are up: "),
+        ("NCCL_SOCKET_IFNAME", "=nosuch0", "but only these interfaces are up: "),
     ],
 )
 def test_a_variable_that_cannot_be_read_is_named_with_its_remedy(
@@ -62,7 +62,7 @@ def test_a_variable_that_cannot_be_read_is_named_with_its_remedy(
 
 def test_interfaces_are_no_matter_to_a_single_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    host_check.check(config("layout.world_size=1", "layout.strategy=single"))
+    host_check.check_host(config("layout.world_size=1", "layout.strategy=single"))
 
 
 def test_a_variable_that_is_misspelt_is_told_and_no_more(
@@ -70,10 +70,10 @@ def test_a_variable_that_is_misspelt_is_told_and_no_more(
 ):
     monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS", "5")
     monkeypatch.setenv("NCCL_OWN_PLUGIN_THING", "5")
-    host_check.check(config("layout.world_size=1", "layout.strategy=single"))
+    host_check.check_host(config("layout.world_size=1", "layout.strategy=single"))
     assert capsys.readouterr().err == (
-        "unisono: WARNING: TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS is set, which nothing reads: is "
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC meant?\n"
+        "unisono: WARNING: TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS is set, but nothing reads it; did you mean "
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC?\n"
     )
 
 
@@ -86,7 +86,7 @@ soft, hard, workers = map(int, sys.argv[1:4])
 config = load_config(sys.argv[4], ["run.name=a", "train.steps=2", "layout.world_size=2", f"data.workers={workers}"])[0]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:
-    host_check.open_files(config)
+    host_check.raise_open_files_limit(config)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 except RunError as error:
     print(error)
@@ -101,7 +101,7 @@ except RunError as error:
         (("1024", "2048", "2"), "1024"),
         (
             ("128", "300", "2"),
-            "a process of this run needs about 328 open files (2 processes, 2 data workers), and",
+            "a process of this run needs about 328 open files (2 processes, 2 data workers), but",
         ),
     ],
 )
@@ -117,9 +117,9 @@ def test_a_container_with_little_shared_memory_is_refused(free: int, fits: bool,
     asked = config("layout.world_size=2", "layout.strategy=ddp")
     asked = asked.model_copy(update={"layout": asked.layout.model_copy(update={"device": "cuda"})})
     if fits:
-        return host_check.check(asked)
-    with pytest.raises(RunError, match="63 MiB free, and 2 processes on one host need about 64 MiB"):
-        host_check.check(asked)
+        return host_check.check_host(asked)
+    with pytest.raises(RunError, match="63 MiB free, but 2 processes on one host need about 64 MiB"):
+        host_check.check_host(asked)
     return None
 
 
@@ -129,7 +129,7 @@ def test_a_run_and_its_check_are_refused_alike_before_anything_is_written(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage")
     for verb in ("check", "train"):
         assert main.main([verb, *WORDS]) == 2
-        assert capsys.readouterr().err.startswith("unisono: error: PYTORCH_ALLOC_CONF=garbage: torch cannot read it")
+        assert capsys.readouterr().err.startswith("unisono: error: PYTORCH_ALLOC_CONF=garbage: torch cannot parse it")
     assert not (here / "runs").exists()
 
 
@@ -159,7 +159,7 @@ def test_links_in_a_circle_are_refused(here: Path, capsys: pytest.CaptureFixture
     (here / "one").symlink_to("two")
     (here / "two").symlink_to("one")
     assert trained(here, "a", "run.dir=one") == 2
-    assert "one/a cannot be a directory: symbolic links that lead in a circle" in capsys.readouterr().err
+    assert "one/a cannot be a directory: its symbolic links form a loop" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("mount"), reason="needs a folder that cannot be written to")

@@ -9,7 +9,7 @@ import pytest
 from tests import tasks
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout as layouts
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import load_config
 
@@ -20,14 +20,14 @@ def config(*overrides: str) -> RunConfig:
     return load_config(TASK, overrides)[0]
 
 
-def layout(*overrides: str, place: Place | None = None) -> tuple[int | str, str, str]:
-    found = layouts.concrete(config(*overrides), place).layout
+def layout(*overrides: str, place: ProcessInfo | None = None) -> tuple[int | str, str, str]:
+    found = layouts.resolve_layout(config(*overrides), place).layout
     return found.world_size, found.strategy, found.device
 
 
-def refusal(*overrides: str, place: Place | None = None) -> str:
+def refusal(*overrides: str, place: ProcessInfo | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        layouts.concrete(config(*overrides), place)
+        layouts.resolve_layout(config(*overrides), place)
     return str(caught.value)
 
 
@@ -71,13 +71,13 @@ def test_double_precision_runs_on_cuda(host: Any):
 
 def test_a_launcher_decides_the_number_of_processes(host: Any):
     host("cpu", 0)
-    assert layout("layout.world_size=7", place=Place(3, 4, 1, 2, "torchrun")) == (4, "ddp", "cpu")
+    assert layout("layout.world_size=7", place=ProcessInfo(3, 4, 1, 2, "torchrun")) == (4, "ddp", "cpu")
 
 
 def test_a_launcher_s_processes_on_this_host_decide_the_device(host: Any):
     host("cuda", 2)
-    assert layout(place=Place(3, 4, 1, 2, "slurm")) == (4, "ddp", "cuda")
-    assert layout(place=Place(3, 4, 3, 4, "slurm")) == (4, "ddp", "cpu")
+    assert layout(place=ProcessInfo(3, 4, 1, 2, "slurm")) == (4, "ddp", "cuda")
+    assert layout(place=ProcessInfo(3, 4, 3, 4, "slurm")) == (4, "ddp", "cpu")
 
 
 def test_a_strategy_that_was_asked_for_is_kept(host: Any):
@@ -95,20 +95,18 @@ def test_one_process_takes_all_accelerators_where_rows_are_shared_out_among_devi
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_one_process_with_all_devices_is_refused_where_a_launcher_has_started_several(host: Any, launcher: str):
     host("cuda", 4)
-    told = refusal("layout.strategy=dp", place=Place(0, 4, 0, 4, launcher))
-    assert told.startswith(
-        f"layout.strategy=dp is one process with all devices of its host, but {launcher} has started 4"
-    )
-    assert layout("layout.strategy=dp", place=Place(0, 1, 0, 1, launcher)) == (1, "dp", "cuda")
+    told = refusal("layout.strategy=dp", place=ProcessInfo(0, 4, 0, 4, launcher))
+    assert told.startswith(f"layout.strategy=dp is one process with all devices of its host, but {launcher} started 4")
+    assert layout("layout.strategy=dp", place=ProcessInfo(0, 1, 0, 1, launcher)) == (1, "dp", "cuda")
 
 
 def test_an_ordered_reduction_runs_on_one_thread_per_process(host: Any):
     host("cpu", 0)
-    assert layouts.concrete(config("layout.reduction=ordered"), None).layout.threads == 1
+    assert layouts.resolve_layout(config("layout.reduction=ordered"), None).layout.threads == 1
 
 
 def test_a_host_s_cores_are_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layouts, "cores", lambda: 12)
+    monkeypatch.setattr(layouts, "usable_cores", lambda: 12)
     assert [layouts.threads_per_process(n) for n in (1, 4, 5, 24)] == [12, 3, 2, 1]
 
 
@@ -143,12 +141,12 @@ def test_what_mps_cannot_do_is_refused(host: Any, override: str):
 def test_an_ordered_reduction_over_an_odd_number_of_processes_is_refused_with_the_next_powers_of_two(host: Any):
     host("cpu", 0)
     told = refusal("layout.reduction=ordered", "layout.world_size=6")
-    assert told == "layout.reduction=ordered needs a power of two of processes, not 6; use 4 or 8"
+    assert told == "layout.reduction=ordered: the number of processes must be a power of two, not 6; use 4 or 8"
 
 
 def test_what_a_launcher_s_number_of_processes_makes_impossible_is_refused(host: Any):
     host("cpu", 0)
-    told = refusal("layout.strategy=hsdp", "layout.shards=2", place=Place(0, 3, 0, 3, "torchrun"))
+    told = refusal("layout.strategy=hsdp", "layout.shards=2", place=ProcessInfo(0, 3, 0, 3, "torchrun"))
     assert told == "layout.shards=2 does not divide layout.world_size=3; these do: [1, 3]"
 
 
@@ -170,12 +168,12 @@ def test_the_device_is_decided_by_the_processes_of_one_node(host: Any):
 
 def test_several_nodes_share_one_copy_of_the_model_inside_of_a_node(host: Any):
     host("cpu", 0)
-    found = layouts.concrete(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
+    found = layouts.resolve_layout(config(*NODES, "layout.world_size=8", "layout.strategy=hsdp"), None).layout
     assert found.shards == 4
-    place = Place(3, 6, 1, 2, "slurm")
-    assert layouts.concrete(config("layout.strategy=hsdp"), place).layout.shards == 2
+    place = ProcessInfo(3, 6, 1, 2, "slurm")
+    assert layouts.resolve_layout(config("layout.strategy=hsdp"), place).layout.shards == 2
     asked = config(*NODES, "layout.world_size=8", "layout.strategy=hsdp", "layout.shards=2")
-    assert layouts.concrete(asked, None).layout.shards == 2
+    assert layouts.resolve_layout(asked, None).layout.shards == 2
 
 
 @pytest.mark.parametrize("words", [["layout.world_size=4"], [*NODES, "layout.world_size=2"]])
@@ -186,11 +184,11 @@ def test_shards_have_to_be_given_where_nodes_do_not_say_them(host: Any, words: l
 
 def test_nodes_are_not_for_processes_of_another_launcher(host: Any):
     host("cpu", 0)
-    told = refusal(*NODES, place=Place(0, 2, 0, 1, "slurm"))
-    assert told.startswith("launch.nodes=2, but slurm has started this process")
+    told = refusal(*NODES, place=ProcessInfo(0, 2, 0, 1, "slurm"))
+    assert told.startswith("launch.nodes=2, but slurm started this process")
 
 
 def test_several_processes_of_a_launcher_cannot_be_a_single_one(host: Any, monkeypatch: pytest.MonkeyPatch):
     host("cpu", 0)
-    told = refusal("layout.strategy=single", place=Place(0, 2, 0, 2, "torchrun"))
+    told = refusal("layout.strategy=single", place=ProcessInfo(0, 2, 0, 2, "torchrun"))
     assert "layout.strategy=single is one process, but layout.world_size=2" in told

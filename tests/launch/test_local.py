@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import tasks
-from unisono.launch.cluster import OURS
+from unisono.launch.cluster import RUN_ID_VARIABLE
 from unisono.launch.processes import children, exit_report, local_processes
 from unisono.runtime.communicator import Node
 from unisono.task_config import load_config
@@ -29,7 +29,7 @@ class Ended:
     def __init__(self, count: int) -> None:
         self.pids, self.codes = [0] * count, dict.fromkeys(range(count), 0)
 
-    def look(self, seconds: float) -> None:
+    def wait_for_exit(self, seconds: float) -> None:
         pass
 
 
@@ -48,7 +48,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[Sequence[Mapping[str,
         act(environments)
         return Ended(len(environments))
 
-    monkeypatch.setattr(children, "start", start)
+    monkeypatch.setattr(children, "start_children", start)
 
 
 def launch(folder: Path, threads: int) -> None:
@@ -65,7 +65,7 @@ def test_a_launch_leaves_the_environment_as_it_was(
     launch(tmp_path, 3)
     assert dict(os.environ) == before
     launch(tmp_path, 2)
-    assert [(found["OMP_NUM_THREADS"], found[OURS], found["RANK"]) for found in seen] == [
+    assert [(found["OMP_NUM_THREADS"], found[RUN_ID_VARIABLE], found["RANK"]) for found in seen] == [
         (threads, f"unisono-{os.getpid()}", rank) for threads in ("3", "2") for rank in ("0", "1")
     ]
     assert dict(os.environ) == before
@@ -96,11 +96,11 @@ def test_a_launch_notes_signals_while_it_waits_and_then_leaves_them_to_whom_they
             super().__init__(count)
             self.codes = {}
 
-        def look(self, seconds: float) -> None:
+        def wait_for_exit(self, seconds: float) -> None:
             during.append(signal.getsignal(signal.SIGINT))
             self.codes = dict.fromkeys(range(len(self.pids)), 0)
 
-    monkeypatch.setattr(children, "start", lambda *words: Once(len(words[-1])))
+    monkeypatch.setattr(children, "start_children", lambda *words: Once(len(words[-1])))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     launch(tmp_path, 1)
     assert during and during[0] is not before[signal.SIGINT]
@@ -156,20 +156,20 @@ def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float
         fault = {"rank": rank, "kind": kind, "text": f"{kind} of {rank}", "code": code, "time": time.time() - ago}
         fault["fault"] = ""
         (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
-    told = exit_report.headline(folder, {first + place: code for place, code in exits.items()})
+    told = exit_report.select_fault(folder, {first + place: code for place, code in exits.items()})
     return str(told), told.exit_code
 
 
 def test_what_the_fault_is_called_is_kept(tmp_path: Path):
     report = {"rank": 0, "kind": "GuardError", "text": "no", "code": 4, "fault": "Replicas drift apart", "time": 0.0}
     (tmp_path / "rank-0.fault.json").write_text(json.dumps(report))
-    assert exit_report.headline(tmp_path, {0: 4}).fault == "Replicas drift apart"
+    assert exit_report.select_fault(tmp_path, {0: 4}).fault == "Replicas drift apart"
 
 
 def test_a_death_is_not_told_as_the_preemption_that_another_rank_takes_the_launcher_s_signal_for(tmp_path: Path):
     told, code = headline(tmp_path, {0: 1, 1: -9}, (0, "Preempted", 0.2))
     assert (told, code) == (
-        f"rank 1 died without a message (killed by signal 9, as one that is out of memory may be); see {tmp_path}",
+        f"rank 1 died without a message (killed by signal 9 (SIGKILL), possibly by the OOM killer); see {tmp_path}",
         9,
     )
 
@@ -180,18 +180,18 @@ def test_a_preemption_of_all_ranks_is_told_as_one(tmp_path: Path):
 
 def test_a_process_that_the_launcher_ended_does_not_hide_who_waited_for_it(tmp_path: Path):
     told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.2))
-    assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 1", 5)
+    assert (told, code) == ("DeadlineError of 0\nRanks that did not respond until the launcher stopped them: 1", 5)
 
 
 def test_ranks_of_a_later_node_are_told_as_those_of_the_whole_job(tmp_path: Path):
     told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.3), (2, "DeadlineError", 0.2), first=2)
-    assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 3", 5)
+    assert (told, code) == ("DeadlineError of 0\nRanks that did not respond until the launcher stopped them: 3", 5)
     assert headline(tmp_path / "none", {1: -9}, first=2)[0].startswith("rank 3 died without a message")
 
 
 def test_a_process_that_did_not_listen_to_the_launcher_does_not_hide_who_waited_for_it(tmp_path: Path):
     told, code = headline(tmp_path, {0: 5, 1: -9, 2: 5}, (0, "DeadlineError", 5.3), (2, "DeadlineError", 5.1))
-    assert (told, code) == ("DeadlineError of 0\nRanks that said nothing until the launcher ended them: 1", 5)
+    assert (told, code) == ("DeadlineError of 0\nRanks that did not respond until the launcher stopped them: 1", 5)
 
 
 def test_a_process_that_was_killed_from_outside_is_named_before_those_that_waited_for_it(tmp_path: Path):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from unisono.launch.nodes import tcp_rendezvous
-from unisono.launch.nodes.tcp_rendezvous import Meeting
+from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
 from unisono.runtime.authenticated_line import AuthenticatedLine, TokenError
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def together(
-    *acts: Callable[[Meeting], Any], size: int | None = None, ranks: list[int] | None = None, start: float = 5,
+    *acts: Callable[[NodeCommunicator], Any], size: int | None = None, ranks: list[int] | None = None, start: float = 5,
     timeout: float = 2,
 ) -> list[Any]:  # fmt: skip
     """What each node's act returned or raised; one thread is one node."""
@@ -36,7 +36,7 @@ def together(
     def node(number: int) -> None:
         rank = number if ranks is None else ranks[number]
         try:
-            with tcp_rendezvous.meet(rank, size or len(acts), where, start, timeout, folder) as met:
+            with tcp_rendezvous.connect_nodes(rank, size or len(acts), where, start, timeout, folder) as met:
                 ends[number] = acts[number](met)
         except UnisonoError as error:
             ends[number] = error
@@ -68,24 +68,24 @@ def test_nodes_may_come_in_any_order():
 
 
 def test_a_refusal_of_one_node_is_everyone_s():
-    def act(met: Meeting) -> Any:
+    def act(met: NodeCommunicator) -> Any:
         def refuse() -> int:
             if met.rank == 1:
                 raise ConfigError("no such file")
             return 1
 
-        return met.everywhere(refuse, "files")
+        return met.run_on_all_nodes(refuse, "files")
 
     ends = together(act, act, act)
     assert [(type(end), str(end)) for end in ends] == [(RunError, "node 1: no such file")] * 3
 
 
 def test_what_all_refuse_is_told_without_a_name():
-    def act(met: Meeting) -> Any:
+    def act(met: NodeCommunicator) -> Any:
         def refuse() -> int:
             raise ConfigError("no such file")
 
-        return met.everywhere(refuse, "files")
+        return met.run_on_all_nodes(refuse, "files")
 
     assert [str(end) for end in together(act, act)] == ["no such file"] * 2
 
@@ -96,15 +96,15 @@ def test_what_all_refuse_is_told_without_a_name():
 def test_a_node_that_does_not_come_is_named_to_all_who_did():
     ends = together(*[lambda met: None] * 2, size=4, start=1)
     assert [type(end) for end in ends] == [DeadlineError] * 2
-    assert {str(end)[: len("of 4 nodes, node 2, 3 did not come to 127.0.0.1:")] for end in ends} == {
-        "of 4 nodes, node 2, 3 did not come to 127.0.0.1:"
+    assert {str(end)[: len("node 2, 3 of 4 did not connect to 127.0.0.1:")] for end in ends} == {
+        "node 2, 3 of 4 did not connect to 127.0.0.1:"
     }
 
 
 def test_node_0_that_does_not_come_is_told_with_its_address():
     (end,) = together(lambda met: None, size=2, ranks=[1], start=0.5)
     assert isinstance(end, DeadlineError)
-    assert "node 1 could not meet node 0 at 127.0.0.1:" in str(end)
+    assert "node 1 could not connect to node 0 at 127.0.0.1:" in str(end)
     assert "within 0.5 s (launch.start_timeout): Connection refused." in str(end)
 
 
@@ -115,7 +115,7 @@ def test_who_does_not_know_the_token_is_sent_away_and_the_nodes_meet_all_the_sam
     port, ends = free_port(), []
 
     def node(rank: int) -> None:
-        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{port}", 10, 5, tmp_path) as met:
+        with tcp_rendezvous.connect_nodes(rank, 2, f"127.0.0.1:{port}", 10, 5, tmp_path) as met:
             ends.append(met.gather(rank, "ranks"))
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
@@ -135,14 +135,14 @@ def test_who_does_not_know_the_token_is_sent_away_and_the_nodes_meet_all_the_sam
     threads[1].start()
     for thread in threads:
         thread.join(20)
-    assert "node 0 has sent away far: it does not know the token of this run (UNISONO_TOKEN)" in capsys.readouterr().err
+    assert "node 0 refused far: it does not know the token of this run (UNISONO_TOKEN)" in capsys.readouterr().err
     assert ends == [[0, 1], [0, 1]]
 
 
 def test_two_nodes_of_one_number_are_refused():
     ends = together(*[lambda met: None] * 3, ranks=[0, 1, 1])
     assert [type(end) for end in ends] == [ConfigError] * 3
-    assert all(str(end).startswith("launch.node_rank=1 was given to two nodes: node 1 (") for end in ends)
+    assert all(str(end).startswith("two nodes have launch.node_rank=1: node 1 (") for end in ends)
 
 
 def test_nodes_that_were_told_different_numbers_of_nodes_are_refused(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_nodes_that_were_told_different_numbers_of_nodes_are_refused(tmp_path: P
 
     def node(rank: int) -> None:
         try:
-            with tcp_rendezvous.meet(rank, 2 + rank, where, 5, 5, tmp_path):
+            with tcp_rendezvous.connect_nodes(rank, 2 + rank, where, 5, 5, tmp_path):
                 pass
         except UnisonoError as error:
             ends[rank] = error
@@ -162,7 +162,7 @@ def test_nodes_that_were_told_different_numbers_of_nodes_are_refused(tmp_path: P
     for thread in threads:
         thread.join(20)
     assert [type(end) for end in ends] == [ConfigError] * 2
-    assert all(str(end).startswith("launch.nodes is 2 on node 0 and 3 on node 1 (") for end in ends)
+    assert all(str(end).startswith("launch.nodes is 2 on node 0 but 3 on node 1 (") for end in ends)
 
 
 def test_a_port_in_use_is_told(tmp_path: Path):
@@ -170,22 +170,24 @@ def test_a_port_in_use_is_told(tmp_path: Path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="of this node is in use; choose another, on all nodes"):
-            tcp_rendezvous.meet(0, 2, where, 5, 5, tmp_path).__enter__()
+        with pytest.raises(ConfigError, match="of this node is in use; use another port on all nodes"):
+            tcp_rendezvous.connect_nodes(0, 2, where, 5, 5, tmp_path).__enter__()
 
 
 def test_a_rendezvous_at_another_host_is_told_with_the_addresses_of_this_one(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"must be an address of node 0, and this node, .* has others: lo 127.0.0.1"):
-        tcp_rendezvous.meet(0, 2, "192.0.2.1:29400", 5, 5, tmp_path).__enter__()  # an address of nobody (RFC 5737)
+    with pytest.raises(ConfigError, match=r"must be an address of node 0, but this node, .* has these: lo 127.0.0.1"):
+        tcp_rendezvous.connect_nodes(
+            0, 2, "192.0.2.1:29400", 5, 5, tmp_path
+        ).__enter__()  # an address of nobody (RFC 5737)
 
 
 def test_whoever_is_no_node_of_ours_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tcp_rendezvous, "_GREETING", 0.3)
+    monkeypatch.setattr(tcp_rendezvous, "_GREETING_TIMEOUT", 0.3)
     where = free_port()
     ends: list[Any] = [None, None]
 
     def node(rank: int) -> None:
-        with tcp_rendezvous.meet(rank, 2, f"127.0.0.1:{where}", 10, 5, tmp_path) as met:
+        with tcp_rendezvous.connect_nodes(rank, 2, f"127.0.0.1:{where}", 10, 5, tmp_path) as met:
             ends[rank] = met.gather(rank, "ranks")
 
     first = threading.Thread(target=node, args=(0,))
@@ -205,7 +207,7 @@ def test_a_node_that_leaves_before_the_others_are_done_with_it_is_named():
     assert [type(ends[i]) for i in (0, 2)] == [DeadlineError] * 2
     for i in (0, 2):
         assert str(ends[i]).startswith("node 1 (")
-        assert str(ends[i]).endswith("is gone, in wait for the data")
+        assert str(ends[i]).endswith("disconnected while waiting for the data")
 
 
 def test_a_node_that_says_nothing_is_named_after_the_deadline():
@@ -213,7 +215,7 @@ def test_a_node_that_says_nothing_is_named_after_the_deadline():
     began = time.monotonic()
     ends = together(lambda met: met.gather(0, "the data"), lambda met: silent.wait(4), timeout=1)
     assert time.monotonic() - began < 10
-    assert str(ends[0]).endswith("has said nothing for 1 s, in wait for the data")
+    assert str(ends[0]).endswith("for 1 s while waiting for the data")
 
 
 # while processes run ------------------------------------------------------------------------------------------------
@@ -228,11 +230,11 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def watched(seconds: float) -> Callable[[Meeting], str | None]:
-    def act(met: Meeting) -> str | None:
-        with met.watched():
+def watched(seconds: float) -> Callable[[NodeCommunicator], str | None]:
+    def act(met: NodeCommunicator) -> str | None:
+        with met.watch_nodes():
             time.sleep(seconds)
-        return met.lost
+        return met.failure
 
     return act
 
@@ -248,32 +250,32 @@ def test_a_node_that_is_done_sooner_is_not_given_up(ended: list[float]):
 
 
 def test_a_node_that_fails_ends_the_others(ended: list[float]):
-    def fails(met: Meeting) -> None:
-        with met.watched():
+    def fails(met: NodeCommunicator) -> None:
+        with met.watch_nodes():
             raise RunError("the sky fell")
 
     ends = together(watched(1.5), fails, timeout=5)
-    assert str(ends[0]).endswith("has ended with an error, which it tells there")
+    assert str(ends[0]).endswith("ended with an error (see its own output)")
     assert len(ended) == 1
 
 
 def test_a_node_that_is_gone_ends_the_others(ended: list[float]):
     ends = together(watched(1.5), lambda met: None, timeout=5)
-    assert str(ends[0]).endswith("is gone, in wait for a sign of life")
+    assert str(ends[0]).endswith("disconnected while waiting for a sign of life")
     assert len(ended) == 1
 
 
 def test_a_node_that_falls_silent_ends_the_others_after_the_deadline(ended: list[float]):
     ends = together(watched(3.0), lambda met: time.sleep(3.5), timeout=1)
-    assert str(ends[0]).endswith("has said nothing for 1 s, in wait for a sign of life")
+    assert str(ends[0]).endswith("for 1 s while waiting for a sign of life")
     assert len(ended) == 1
 
 
 def test_an_end_by_the_watch_is_told_as_a_deadline(monkeypatch: pytest.MonkeyPatch):
-    def act(met: Meeting) -> None:
-        with met.watched():
-            met.lost = "node 1 is gone"
+    def act(met: NodeCommunicator) -> None:
+        with met.watch_nodes():
+            met.failure = "node 1 is gone"
             raise KeyboardInterrupt
 
     ends = together(act, lambda met: time.sleep(0.3))
-    assert str(ends[0]) == "node 1 is gone. The processes of this node were ended"
+    assert str(ends[0]) == "node 1 is gone. The processes of this node were stopped"

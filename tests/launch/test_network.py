@@ -22,55 +22,55 @@ FOUND = [
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with these interfaces, on which the other is behind eth0."""
     monkeypatch.setattr(network, "interfaces", lambda: FOUND)
-    monkeypatch.setattr(network, "towards", lambda host, port: "10.0.0.5")
+    monkeypatch.setattr(network, "find_own_address", lambda host, port: "10.0.0.5")
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1", "10.0.0.1:", ":29400", "a:b", "a:0", "a:65536", "fd00::1:29400", ""])
 def test_a_rendezvous_without_host_and_port_is_refused_with_an_example(text: str):
     with pytest.raises(ConfigError, match=r"as in 10\.0\.0\.1:29400"):
-        network.rendezvous(text)
+        network.parse_rendezvous(text)
 
 
 def test_a_name_that_leads_nowhere_is_refused():
-    with pytest.raises(ConfigError, match=r"this host knows no address of 'no-such-host\.invalid'"):
-        network.resolve("no-such-host.invalid", 1)
+    with pytest.raises(ConfigError, match=r"cannot resolve the host name 'no-such-host\.invalid'"):
+        network.resolve_host("no-such-host.invalid", 1)
 
 
 def test_the_loopback_is_found_by_its_address():
     names = {i.name for i in network.interfaces() if "127.0.0.1" in i.addresses}
-    assert network.choose(None, "127.0.0.1", 29400, {}) == (names.pop(), "127.0.0.1")
+    assert network.choose_interface(None, "127.0.0.1", 29400, {}) == (names.pop(), "127.0.0.1")
 
 
 def test_the_interface_that_leads_to_the_other_node_is_chosen(host: None):
-    assert network.choose(None, "10.0.0.1", 29400, {}) == ("eth0", "10.0.0.5")
+    assert network.choose_interface(None, "10.0.0.1", 29400, {}) == ("eth0", "10.0.0.5")
 
 
 def test_what_is_asked_for_comes_first_and_then_the_user_s_environment(host: None):
-    assert network.choose("eth0", "10.0.0.1", 1, {network.GLOO: "lo"}) == ("eth0", "10.0.0.5")
-    assert network.choose(None, "10.0.0.1", 1, {network.GLOO: "lo"}) == ("lo", "127.0.0.1")
+    assert network.choose_interface("eth0", "10.0.0.1", 1, {network.GLOO: "lo"}) == ("eth0", "10.0.0.5")
+    assert network.choose_interface(None, "10.0.0.1", 1, {network.GLOO: "lo"}) == ("lo", "127.0.0.1")
 
 
 def test_the_address_is_of_the_other_node_s_family(host: None):
-    assert network.choose("eth0", "fd00::1", 1, {}) == ("eth0", "fd00::5")
+    assert network.choose_interface("eth0", "fd00::1", 1, {}) == ("eth0", "fd00::5")
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("eth3", "launch.interface=eth3: this host has no such interface, did you mean 'eth"),
-        ("eth1", "launch.interface=eth1: this interface is down; choose another: lo 127.0.0.1, eth0 10.0.0.5, eth1"),
+        ("eth1", "launch.interface=eth1: this interface is down; choose another of lo 127.0.0.1, eth0 10.0.0.5, eth1"),
         ("ib0", "launch.interface=ib0: this interface has no address"),
     ],
 )
 def test_an_interface_that_cannot_be_used_is_refused_with_those_that_can(host: None, name: str, told: str):
     with pytest.raises(ConfigError) as caught:
-        network.choose(name, "10.0.0.1", 1, {})
+        network.choose_interface(name, "10.0.0.1", 1, {})
     assert str(caught.value).startswith(told)
 
 
 def test_an_interface_that_the_environment_names_in_vain_is_told_as_such(host: None):
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=wlan9: this host has no such interface"):
-        network.choose(None, "10.0.0.1", 1, {network.GLOO: "wlan9"})
+        network.choose_interface(None, "10.0.0.1", 1, {network.GLOO: "wlan9"})
 
 
 def test_no_way_to_a_host_is_told_with_the_interfaces(monkeypatch: pytest.MonkeyPatch):
@@ -80,7 +80,7 @@ def test_no_way_to_a_host_is_told_with_the_interfaces(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(network.socket, "socket", NoWay)
     with pytest.raises(ConfigError, match=r"no route to 10.0.0.1 \(Network is unreachable\); its interfaces: "):
-        network.towards("10.0.0.1", 1)
+        network.find_own_address("10.0.0.1", 1)
 
 
 # where the processes of one host meet ---------------------------------------------------------------------------------
@@ -97,21 +97,21 @@ def test_processes_of_one_host_meet_at_the_loopback_of_either_kind(
             raise OSError(99, "Cannot assign requested address")
         return socket.socket()
 
-    monkeypatch.setattr(network, "reserved", reserved)
-    assert network.loopback() == found
+    monkeypatch.setattr(network, "reserve_port", reserved)
+    assert network.find_loopback() == found
 
 
 def test_a_host_whose_loopback_is_down_is_told_how_to_mend_it(host: None, monkeypatch: pytest.MonkeyPatch):
     def reserved(address: str) -> socket.socket:
         raise OSError(99, "Cannot assign requested address")
 
-    monkeypatch.setattr(network, "reserved", reserved)
+    monkeypatch.setattr(network, "reserve_port", reserved)
     with pytest.raises(ConfigError, match=r"neither 127\.0\.0\.1 nor ::1.* eth0 10\.0\.0\.5.*`ip link set lo up`"):
-        network.loopback()
+        network.find_loopback()
 
 
 def test_a_port_that_is_kept_is_nobody_else_s():
-    with network.reserved("127.0.0.1") as kept, socket.socket() as other:
+    with network.reserve_port("127.0.0.1") as kept, socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
             other.bind(kept.getsockname())

@@ -171,7 +171,7 @@ class TestTwoHosts:
         precision = yaml.safe_load((folder / "runs" / "a" / "config.yaml").read_text())["train"]["precision"]
         words = ("train.steps=6", f"train.precision={precision}", "layout.world_size=1")
         done = jobs.unisono(*TRAIN, *words, cwd=folder)
-        assert "all 6 steps were made before" in done.stdout
+        assert "nothing to do: all 6 steps are already done" in done.stdout
 
 
 # a job that cannot start --------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class TestAJobIsRefused:
     def test_where_a_node_does_not_come(self, pair: tuple[Host, Host], here: Path):
         (done,) = run(pair[:1], here, "layout.world_size=2", "launch.start_timeout=2")
         assert done.returncode == 5
-        assert fault(done).startswith("of 2 nodes, node 1 did not come to 10.99.0.1:29400 within 2 s")
+        assert fault(done).startswith("node 1 of 2 did not connect to 10.99.0.1:29400 within 2 s")
         assert not list((here / "runs").glob("*")), "neither a run nor the token is left"
 
     def test_where_the_rendezvous_is_nobody_s(self, pair: tuple[Host, Host], here: Path):
@@ -191,7 +191,7 @@ class TestAJobIsRefused:
         assert (first.returncode, second.returncode) == (2, 5)
         assert "launch.rendezvous=10.99.0.7:29400 must be an address of node 0" in fault(first)
         assert f"{pair[0].interface} 10.99.0.1" in fault(first)
-        assert "node 1 could not meet node 0 at 10.99.0.7:29400 within 2 s" in fault(second)
+        assert "node 1 could not connect to node 0 at 10.99.0.7:29400 within 2 s" in fault(second)
 
     def test_where_interfaces_do_not_lead_to_each_other(self, pair: tuple[Host, Host], here: Path):
         interfaces = ((f"launch.interface={pair[0].interface}",), ("launch.interface=other",))
@@ -218,7 +218,7 @@ class TestAJobIsRefused:
         (here / "runs").mkdir()
         done = run(pair, here, "layout.world_size=2", before=("", f"mount -t tmpfs none {here}/runs"))
         assert [one.returncode for one in done] == [2, 2]
-        told = f"{here}/runs/a, which node 0 has made for this run, is not here: run.dir must lie on a file system"
+        told = f"{here}/runs/a, which node 0 created for this run, does not exist on this node: run.dir must be on a "
         assert [told in fault(one) for one in done] == [True, True]
 
     def test_where_the_token_of_node_0_is_in_a_folder_that_is_not_shared(self, pair: tuple[Host, Host], here: Path):
@@ -227,7 +227,7 @@ class TestAJobIsRefused:
         first, second = run(pair, here, *words, before=("", f"mount -t tmpfs none {here}/runs"))
         assert (first.returncode, second.returncode) == (5, 5)
         assert "node 1 did not come" in fault(first)
-        assert "run.dir must lie on a file system that all nodes share, under the same path" in fault(second)
+        assert "run.dir must be on a file system that all nodes share, under the same path" in fault(second)
 
     def test_where_data_differ(self, pair: tuple[Host, Host], here: Path):
         more = jobs.SMALL.replace("self.config.rows)", "len(Path('rows').read_text()))")
@@ -282,15 +282,15 @@ class TestBothHostsEnd:
             done = ends(processes, 60)
         assert [one.returncode for one in done] == [5, 5]
         assert "rank 0 waited for " in fault(done[0])
-        assert "has ended with an error, which it tells there. The processes of this node were ended" in fault(done[1])
+        assert "ended with an error (see its own output). The processes of this node were stopped" in fault(done[1])
 
 
 # the folder, without processes --------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_holds_the_number_of_this_start_is_shared(tmp_path: Path):
-    agreement.shared(tmp_path, agreement.mark(tmp_path))
-    agreement.unmark(tmp_path, Node(0, 2, "", 0, ""))
+    agreement.check_shared_directory(tmp_path, agreement.write_token(tmp_path))
+    agreement.remove_token(tmp_path, Node(0, 2, "", 0, ""))
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
@@ -298,11 +298,11 @@ def test_a_folder_of_an_earlier_start_on_a_disk_of_its_own_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
-    agreement.mark(tmp_path)
+    agreement.write_token(tmp_path)
     with pytest.raises(
-        RunError, match=r"is another folder here: run\.dir must lie on a file system that all nodes share"
+        RunError, match=r"is a different folder on this node: run\.dir must be on a file system that all nodes share"
     ):
-        agreement.shared(tmp_path, "the number of node 0")
+        agreement.check_shared_directory(tmp_path, "the number of node 0")
     shutil.rmtree(tmp_path)
-    with pytest.raises(RunError, match="is not here"):
-        agreement.shared(tmp_path, "the number of node 0")
+    with pytest.raises(RunError, match="does not exist on this node"):
+        agreement.check_shared_directory(tmp_path, "the number of node 0")

@@ -1,4 +1,4 @@
-"""A job that has to go: real processes, real signals, and that the command which it prints goes on as if nothing had been."""
+"""A job that has to go: real processes and signals; the command that it prints goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_a_rank_that_does_not_come_to_a_boundary_is_ended_by_the_deadline(here: 
         _, told = process.communicate(timeout=20)
         assert jobs.all_gone(here, 5)
     assert process.returncode == 75, told
-    assert told.startswith("unisono: preempted: the deadline of 2 s (launch.preempt_deadline) came before all ranks"), (
-        told
-    )
+    assert told.startswith(
+        "unisono: preempted: the deadline of 2 s (launch.preempt_deadline) passed before all ranks"
+    ), told
 
 
 def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch):

@@ -210,7 +210,7 @@ def test_those_who_waited_for_a_process_that_hangs_say_so_and_the_process_is_nam
     done = jobs.unisono(*TRAIN, *words, cwd=here)
     assert done.returncode == 5, done.stderr
     assert done.stderr.startswith("unisono: error: rank 0 waited for ")
-    assert "\nRanks that said nothing until the launcher ended them: 1\n" in done.stderr
+    assert "\nRanks that did not respond until the launcher stopped them: 1\n" in done.stderr
     assert "rank 0 ERROR: rank 0 waited for " in (here / "runs" / "a" / "logs" / "rank-00000.log").read_text()
 
 
@@ -223,7 +223,7 @@ def test_a_run_is_refused_while_it_trains_and_goes_on_once_it_was_killed(here: P
         jobs.training(here / "marks", 2)
         second = jobs.unisono(*words, cwd=here)
         assert second.returncode == 2
-        assert second.stderr.startswith(f"unisono: error: runs/a is held by process {process.pid} on ")
+        assert second.stderr.startswith(f"unisono: error: runs/a is in use by process {process.pid} on ")
         process.kill()
         process.wait()
         for mark in (here / "marks").iterdir():
@@ -256,18 +256,19 @@ def test_a_launcher_that_was_killed_leaves_no_orphans(here: Path):
     ) as process:
         assert len(jobs.training(here / "marks", 2)) == 2
         told = {
-            p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in processes.family([_now(process)])
+            p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0")
+            for p in processes.find_descendants([_now(process)])
         }
         ((monitor, words),) = [(p, words) for p, words in told.items() if b"unisono.supervise.monitor" in words]
         shared = Path(json.loads(words[words.index(b"unisono.supervise.monitor") + 1])["directory"])
         assert shared.is_dir()
         process.kill()
         assert jobs.all_gone(here, 10)
-        jobs.wait_for(lambda: processes.look(monitor) is None and not shared.exists(), 10)
+        jobs.wait_for(lambda: processes.find_process(monitor) is None and not shared.exists(), 10)
 
 
 def _now(process: subprocess.Popen[str]) -> processes.Process:
-    found = processes.look(process.pid)
+    found = processes.find_process(process.pid)
     assert found is not None
     return found
 
@@ -343,7 +344,7 @@ def test_ranks_with_different_configurations_are_refused_with_the_key(here: Path
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr == (
         "unisono: error on rank 0: rank 0 and rank 1 differ in the configuration: optim.lr is 0.1 on rank 0 and 0.2 on "
-        "rank 1. Start all ranks with one command, one environment, one copy of the code and the same data\n"
+        "rank 1. Start all ranks with the same command, environment, code and data\n"
     )
     assert second.stderr == ""
     assert not (here / "runs").exists()
@@ -371,7 +372,7 @@ def test_what_the_first_rank_refuses_ends_all_ranks_and_is_told_once(here: Path)
 def test_a_rank_that_does_not_come_is_named(here: Path, present: tuple[int, ...], absent: str):
     words = [*TRAIN, "launch.start_timeout=5"]
     first, *others = by_hand([words] * len(present), here, present, 3)
-    told = f"unisono: error on rank 0: rank 0: of 3 processes, {absent}, or found no way to 127.0.0.1:"
+    told = f"unisono: error on rank 0: rank 0: of 3 processes, {absent}, or could not reach 127.0.0.1:"
     (line,) = [line for line in first.stderr.splitlines() if line.startswith(told)]  # torch warns before it
     assert line.endswith(", within 5 s (launch.start_timeout)")
     assert {done.returncode for done in (first, *others)} == {5}
@@ -380,10 +381,10 @@ def test_a_rank_that_does_not_come_is_named(here: Path, present: tuple[int, ...]
 def test_a_first_rank_that_does_not_come_is_told_with_its_address(here: Path):
     (done,) = by_hand([[*TRAIN, "launch.start_timeout=1"]], here, (2,), 3)
     assert done.returncode == 5
-    assert "unisono: error on rank 2: rank 2 could not meet the other processes at 127.0.0.1:" in done.stderr
+    assert "unisono: error on rank 2: rank 2 could not reach the other processes at 127.0.0.1:" in done.stderr
 
 
 def test_a_launcher_s_variables_in_part_are_refused(here: Path):
     done = jobs.unisono(*TRAIN, cwd=here, RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2
-    assert done.stderr.startswith("unisono: error: RANK and WORLD_SIZE are set, as by torchrun, but not LOCAL_RANK")
+    assert done.stderr.startswith("unisono: error: RANK and WORLD_SIZE are set, as torchrun does, but not LOCAL_RANK")

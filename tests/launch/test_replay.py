@@ -12,11 +12,11 @@ import pytest
 
 from unisono.checkpoint.core import commit, manifest
 from unisono.cli import main
-from unisono.engines.state import Shard
+from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
 from unisono.launch import cluster
-from unisono.launch.replay import FOLDER, replay
-from unisono.runtime.communicator import Place
+from unisono.launch.replay import REPLAYS, replay
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
 WORDS = (
@@ -52,27 +52,27 @@ def test_what_nothing_has_disturbed_comes_out_as_it_was(
 ) -> None:
     before = inside(run)
     replayed = replay(run, *asked)
-    assert replayed.same
+    assert replayed.is_same
     assert replayed.steps == steps
-    assert replayed.compared > 10
+    assert replayed.array_count > 10
     assert inside(run) == before
-    assert not (run / FOLDER).exists()
+    assert not (run / REPLAYS).exists()
 
 
 def changed(run: Path, step: int, name: str) -> None:
     """Change one number of an array of a checkpoint, as a run would have written it that computed it wrong."""
     path = run / "checkpoints" / f"step-{step:08d}"
-    checkpoint = commit.open_(path)
+    checkpoint = commit.open_checkpoint(path)
     reader = checkpoint.reader()
     shards = []
     for each, shape in reader.shapes.items():
-        data = saved_tensors.read(reader, each, (0,) * len(shape), shape).clone()
+        data = saved_tensors.read_tensor(reader, each, (0,) * len(shape), shape).clone()
         if each == name:
             data.view(-1)[0] += 1e-6
-        shards.append(Shard(each, tuple(shape), (0,) * len(shape), data))
+        shards.append(ArrayShard(each, tuple(shape), (0,) * len(shape), data))
     shutil.rmtree(path)
-    commit.save(
-        path.parent, step, shards, checkpoint.state, commit.Alone(), 9, about=checkpoint.about, holds=checkpoint.holds
+    commit.save_checkpoint(
+        path.parent, step, shards, checkpoint.state, SingleProcess(), 9, about=checkpoint.about, holds=checkpoint.holds
     )
 
 
@@ -80,15 +80,15 @@ def test_a_number_that_is_not_what_it_was_is_told_by_the_name_of_its_array(run: 
     name = weight(run)
     changed(run, 4, name)
     replayed = replay(run, 2, 4)
-    assert not replayed.same
+    assert not replayed.is_same
     assert (replayed.arrays, replayed.step, replayed.state) == ([name], None, [])
     told = "\n".join(replayed.lines(run))
-    assert f"steps 3 to 4 of {run} do not come out as they were" in told
+    assert f"steps 3 to 4 of {run} give a different result when repeated" in told
     assert f"'{name}'" in told
     assert replayed.folder is not None
-    assert commit.find(replayed.folder / "checkpoints")
+    assert commit.find_checkpoints(replayed.folder / "checkpoints")
     again = replay(run, 4, 6)  # what follows from the wrong number is not what was made from the right one
-    assert not again.same
+    assert not again.is_same
     assert again.step in (5, 6)
 
 
@@ -101,7 +101,7 @@ def test_a_step_that_is_not_what_it_was_is_told_by_its_number_and_what_it_came_t
             line["loss"] = loss + 1e-9
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     replayed = replay(run, 2, 6)
-    assert (replayed.step, dict(replayed.apart)) == (4, {"loss": (loss + 1e-9, loss)})
+    assert (replayed.step, dict(replayed.differing_values)) == (4, {"loss": (loss + 1e-9, loss)})
     assert "step 4: loss was" in "\n".join(replayed.lines(run))
     assert not replayed.arrays
 
@@ -115,25 +115,27 @@ def test_the_verb_says_by_its_exit_code_whether_they_do(run: Path, capsys: pytes
 
 def weight(run: Path) -> str:
     """A name of the model's."""
-    return next(name for name in commit.read(run / "checkpoints" / "step-00000004").arrays if name.startswith("model/"))
+    return next(
+        name for name in commit.read_manifest(run / "checkpoints" / "step-00000004").arrays if name.startswith("model/")
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "why"),
-    [((3, None), "of step 3; there are those of steps 2, 4, 6"), ((None, 5), "of step 5"), ((6, None), "after step 6"),
+    [((3, None), "of step 3; available steps: 2, 4, 6"), ((None, 5), "of step 5"), ((6, None), "after step 6"),
      ((4, 2), "after step 4")],
 )  # fmt: skip
 def test_steps_that_cannot_be_made_again_are_refused(run: Path, asked: tuple[int | None, int | None], why: str) -> None:
     with pytest.raises(RunError, match=why):
         replay(run, *asked)
-    assert not (run / FOLDER).exists()
+    assert not (run / REPLAYS).exists()
 
 
 def test_a_checkpoint_of_the_model_alone_is_no_beginning(run: Path) -> None:
     path = run / "checkpoints" / "step-00000004" / manifest.NAME
     content = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
-    path.write_bytes(manifest.dumps({**content, "holds": "model"}))
-    with pytest.raises(RunError, match="holds the model only"):
+    path.write_bytes(manifest.encode({**content, "holds": "model"}))
+    with pytest.raises(RunError, match="holds only the model"):
         replay(run, 4, 6)
 
 
@@ -144,19 +146,19 @@ def test_a_damaged_checkpoint_is_told_before_anything_starts(run: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"):
         replay(run, 2)
-    assert not (run / FOLDER).exists()
+    assert not (run / REPLAYS).exists()
 
 
 def test_it_is_one_command_and_about_a_run(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         replay(tmp_path)
-    monkeypatch.setattr(cluster, "process_info", lambda: Place(world_size=2, launcher="torchrun"))
+    monkeypatch.setattr(cluster, "process_info", lambda: ProcessInfo(world_size=2, launcher="torchrun"))
     with pytest.raises(ConfigError, match="without torchrun"):
         replay(run)
 
 
 def test_the_numbers_of_the_tests_are_not_those_of_nothing(made: Path) -> None:
-    reader = [commit.open_(path).reader() for path in commit.find(made / "checkpoints")]
+    reader = [commit.open_checkpoint(path).reader() for path in commit.find_checkpoints(made / "checkpoints")]
     name = next(name for name, shape in reader[0].shapes.items() if name.startswith("model/") and len(shape) == 2)
     values = [each.read(name, (0, 0), each.shapes[name]) for each in reader]
     assert not np.array_equal(values[0], values[1])

@@ -19,7 +19,7 @@ from unisono.launch.preflight import DataFacts
 from unisono.launch.processes import local_processes, restart
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.observe.events import Events
-from unisono.runtime.communicator import Place, SingleProcess
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.supervise import preemption
 from unisono.task_config import load_config, read_run
@@ -34,10 +34,10 @@ def start(tmp_path: Path) -> Callable[..., ResolvedRun]:
     """A run as a start has resolved it and written it down."""
 
     def resolved(*words: str) -> ResolvedRun:
-        concrete = layout.concrete(config(f"run.dir={tmp_path}", "run.name=a", *words), None)
-        run = resolve.decide(concrete)
+        concrete = layout.resolve_layout(config(f"run.dir={tmp_path}", "run.name=a", *words), None)
+        run = resolve.plan_run(concrete)
         run.directory.mkdir(exist_ok=True)
-        run_directory.write(run, DataFacts({}, {}), tasks.LinearTask())
+        run_directory.write_run(run, DataFacts({}, {}), tasks.LinearTask())
         return run
 
     return resolved
@@ -61,14 +61,14 @@ RANDOM: list[bool | None] = [False]  # what the processes say of their forward p
 
 def failed(run: ResolvedRun) -> str:
     with pytest.raises(WorkerError) as caught:
-        restart.launch(run, 1)
+        restart.launch_with_restarts(run, 1)
     return str(caught.value)
 
 
 def checkpoint(run: ResolvedRun, step: int, random: bool = False) -> None:
     kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
-    about = provenance.of(read_run(run.directory, trust=True))
-    commit.save(run.directory / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=about)
+    about = provenance.describe_run(read_run(run.directory, trust=True))
+    commit.save_checkpoint(run.directory / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=about)
 
 
 @pytest.mark.parametrize("code", [5, 9, 10])
@@ -117,7 +117,7 @@ def test_every_attempt_resumes_from_what_is_its_newest_checkpoint_by_then(
 
     def launch(config: RunConfig, directory: Path, _: int, arguments: tuple[str, ...], **__: object) -> None:
         digests.append(arguments[0])
-        there = resolve.read(directory, arguments[0])
+        there = resolve.read_resolved_run(directory, arguments[0])
         assert (there.resume.step if there.resume else 0) == 5 * (len(digests) - 1)
         checkpoint(run, 5 * len(digests))
         raise WorkerError("rank 1 died", 9)
@@ -125,8 +125,8 @@ def test_every_attempt_resumes_from_what_is_its_newest_checkpoint_by_then(
     monkeypatch.setattr(local_processes, "launch", launch)
     failed(run)
     assert len(set(digests)) == 3
-    with pytest.raises(RunError, match="is not what this start was resolved to"):
-        resolve.read(run.directory, digests[0])
+    with pytest.raises(RunError, match="was replaced by another start of this run"):
+        resolve.read_resolved_run(run.directory, digests[0])
 
 
 # out of memory --------------------------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batche
     checkpoint(run, 5)
     text = failed(run)
     assert [rows for _, rows in attempts] == [6, 3, 2, 1]
-    assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is one row already: use " in text
+    assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is already one row. Use " in text
     told = capsys.readouterr().err
     assert "restarting all processes from the checkpoint of step 5, with layout.micro_batch=3 (attempt 1 of 9" in told
     assert read_run(run.directory, trust=True).layout.micro_batch == 1
-    later = resolve.decide(
-        layout.concrete(config(f"run.dir={run.directory.parent}", "run.name=a", "train.global_batch=12"), None)
+    later = resolve.plan_run(
+        layout.resolve_layout(config(f"run.dir={run.directory.parent}", "run.name=a", "train.global_batch=12"), None)
     )
     assert later.layout.micro_batch == 1, "a later start keeps what fits"
 
@@ -161,8 +161,8 @@ def test_a_run_that_draws_random_numbers_gets_no_other_micro_batch_unless_that_i
     run = start("launch.max_restarts=1", "train.global_batch=12")
     if known_by == "checkpoint":
         checkpoint(run, 5, random=True)
-        run = resolve.again(run)
-    assert "a smaller micro-batch is another run. If that is meant, resume with:\n  " in (text := failed(run))
+        run = resolve.plan_restart(run)
+    assert "a smaller micro-batch changes the results. To accept that, resume with:\n  " in (text := failed(run))
     assert '"run.allow_change": "[layout.micro_batch]"' in text and '"layout.micro_batch": "3"' in text
     assert [rows for _, rows in attempts] == [6]
     attempts.clear()
@@ -187,12 +187,12 @@ def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
     )
     Events(tmp_path / "events.jsonl", first_step=4).close()
     assert [event.get("restart") for event in jobs.events(tmp_path)] == [None, 1]
-    assert train.outcome(tmp_path).loss == 2.0
+    assert train.read_outcome(tmp_path).loss == 2.0
 
 
 def test_processes_that_others_started_or_that_are_on_other_nodes_are_not_started_again():
-    with pytest.raises(ConfigError, match=r"launch\.max_restarts=1, but torchrun has started this process"):
-        layout.concrete(config("launch.max_restarts=1"), Place(0, 2, 0, 2, "torchrun"))
+    with pytest.raises(ConfigError, match=r"launch\.max_restarts=1, but torchrun started this process"):
+        layout.resolve_layout(config("launch.max_restarts=1"), ProcessInfo(0, 2, 0, 2, "torchrun"))
     nodes = ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400")
     with pytest.raises(ConfigError, match="a run on several nodes is not started again by itself"):
         config("launch.max_restarts=1", *nodes)
@@ -205,7 +205,7 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
     task = f"{tasks.__file__}:LinearTask"
     path = f"run.dir={tmp_path}"
     words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
-    train.start(load_config(task, words)[0])
+    train.start_run(load_config(task, words)[0])
     assert ("has no effect on a single process" in capsys.readouterr().err) == warned
 
 
@@ -213,6 +213,6 @@ def test_who_was_asked_to_end_is_not_started_again(
     start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CODE", "10")
-    monkeypatch.setattr(preemption, "waited", lambda: 3.0)
+    monkeypatch.setattr(preemption, "seconds_since_signal", lambda: 3.0)
     assert failed(start("launch.max_restarts=2")) == "rank 1 died.\nMore of it."
     assert len(attempts) == 1

@@ -20,13 +20,13 @@ from tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
 from unisono.launch import layout, load, preflight, run_directory, task_objects, train
-from unisono.launch.cluster import OURS
+from unisono.launch.cluster import RUN_ID_VARIABLE
 from unisono.launch.processes import local_processes
 from unisono.observe import events
-from unisono.recipes.microbiome.settings import Model, Simulated, Study
+from unisono.recipes.microbiome.settings import ModelSettings, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
-from unisono.task import set_up
+from unisono.task import run_setup
 from unisono.task_config import find_task, load_config, read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
@@ -65,18 +65,18 @@ class Choosy(LinearTask):
 @pytest.mark.parametrize(
     ("task", "told"),
     [
-        (NoNumbers(), r"NoNumbers\.data\(\) returned a generator, whose rows cannot be had by number"),
+        (NoNumbers(), r"NoNumbers\.data\(\) returned a generator, whose rows cannot be accessed by index"),
         (NoRows(), r"NoRows\.data\(\) has no rows"),
         (Choosy(), "the file of names is missing"),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(task: LinearTask, told: str):
     with pytest.raises(DataError, match=told):
-        preflight.preflight(task, layout.concrete(config(), None))
+        preflight.preflight(task, layout.resolve_layout(config(), None))
 
 
 def test_less_than_one_row_of_an_epoch_is_refused():
-    told = layout.concrete(config("train.steps=null", "train.epochs=0.001"), None)
+    told = layout.resolve_layout(config("train.steps=null", "train.epochs=0.001"), None)
     with pytest.raises(ConfigError, match=r"train\.epochs=0\.001 of 40 rows is less than one row"):
         preflight.preflight(LinearTask(), told)
 
@@ -86,7 +86,7 @@ def test_the_facts_of_a_run_are_its_rows_its_steps_and_what_the_task_adds():
         def facts(self) -> dict[str, Any]:
             return {"words": 61}
 
-    told = layout.concrete(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
+    told = layout.resolve_layout(config("train.steps=null", "train.epochs=2", "train.global_batch=4"), None)
     assert preflight.preflight(Telling(), told).facts == {"rows": 27, "held_out": 11, "steps": 14, "words": 61}
 
 
@@ -101,7 +101,7 @@ def test_a_task_object_is_trained_with_its_own_settings():
 
 def test_the_result_of_a_run_tells_its_folder_its_length_its_loss_and_its_evaluation():
     result = unisono.train(tasks.TransformerTask, {**SHORT, "run.name": "a"})
-    told = events.read(result.folder / "events.jsonl")
+    told = events.read_events(result.folder / "events.jsonl")
     assert (result.folder, result.step) == (Path("runs/a"), 3)
     assert result.loss == [event["loss"] for event in told if not event.get("eval")][-1]
     assert result.evaluation["accuracy"] == told[-1]["accuracy"]
@@ -125,7 +125,7 @@ def test_an_override_changes_the_settings_of_a_task_object_and_leaves_the_others
     assert result.loss == expected.loss  # what is written down is what was trained
 
 
-SMALL = Model(features=8, heads=2, encoder="taxon", taxon_layers=1, sample_layers=1, recompute=False)
+SMALL = ModelSettings(features=8, heads=2, encoder="taxon", taxon_layers=1, sample_layers=1, recompute=False)
 
 
 def test_an_object_of_a_packaged_recipe_keeps_its_settings_before_those_of_the_recipes_files():
@@ -204,7 +204,7 @@ def test_a_run_goes_on_where_it_was_interrupted():
     first = unisono.train(LinearTask, {**SHORT, "run.name": "a", "checkpoint.every": 2, "checkpoint.at_end": False})
     again = unisono.train(LinearTask, {**SHORT, "run.name": "a"})
     assert again.loss == first.loss
-    assert [event["step"] for event in events.steps(events.read(Path("runs/a/events.jsonl")))] == [1, 2, 3]
+    assert [event["step"] for event in events.step_events(events.read_events(Path("runs/a/events.jsonl")))] == [1, 2, 3]
 
 
 def test_a_run_that_is_finished_is_not_trained_again():
@@ -223,7 +223,7 @@ def test_a_process_of_a_run_cannot_start_a_run_while_it_imports_its_task(monkeyp
     torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in torchrun:
         monkeypatch.setenv(name, "1")
-    for name in (OURS, "TORCHELASTIC_RUN_ID"):
+    for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "unisono-1")
     monkeypatch.setattr(
         local_processes, "launch", lambda *_: pytest.fail("processes were started by a process of a run")
@@ -287,7 +287,7 @@ class Remembering(LinearTask):
 def remembering() -> Remembering:
     task = Remembering()
     assert task.answer == 42
-    set_up(task)
+    run_setup(task)
     assert task.question == "?"
     return task
 
@@ -295,7 +295,9 @@ def remembering() -> Remembering:
 def test_a_task_object_with_state_of_its_own_is_refused_where_other_processes_make_it_anew(here: Path):
     task = remembering()
     task.more = 16
-    with pytest.raises(ConfigError, match="the Remembering object has more besides its settings, but other processes"):
+    with pytest.raises(
+        ConfigError, match="the Remembering object has more in addition to its settings, but other processes"
+    ):
         unisono.train(task, {**SHORT, "layout.world_size": 2})
     assert not (here / "runs").exists()
     assert unisono.train(task, SHORT).step == 3
@@ -304,14 +306,16 @@ def test_a_task_object_with_state_of_its_own_is_refused_where_other_processes_ma
 def test_a_task_object_with_state_of_its_own_is_refused_where_the_configuration_changes_its_settings():
     task = remembering()
     task.more = 16
-    with pytest.raises(ConfigError, match="has more besides its settings, but the configuration changes its settings"):
+    with pytest.raises(
+        ConfigError, match="has more in addition to its settings, but the configuration changes its settings"
+    ):
         unisono.train(task, {**SHORT, "task.rows": 9})
 
 
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
     started = []
     monkeypatch.setattr(local_processes, "launch", lambda config, *_, **__: started.append(config.layout.world_size))
-    monkeypatch.setattr(train, "outcome", lambda path: None)
+    monkeypatch.setattr(train, "read_outcome", lambda path: None)
     unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
     assert started == [2]
 
@@ -323,7 +327,7 @@ def test_a_start_in_the_same_second_takes_another_folder(monkeypatch: pytest.Mon
     real, taken = preflight.preflight, []
 
     def meanwhile(*arguments: Any) -> Any:
-        name = run_directory.named(config()).run.name
+        name = run_directory.with_name(config()).run.name
         assert name is not None
         taken.append(Path("runs", name))
         taken[0].mkdir(parents=True)
@@ -337,7 +341,7 @@ def test_a_start_in_the_same_second_takes_another_folder(monkeypatch: pytest.Mon
 
 
 def test_a_run_that_trains_is_not_started_again():
-    with run_directory.held(Path("runs/a")), pytest.raises(RunError, match="runs/a is held by process"):
+    with run_directory.hold_directory(Path("runs/a")), pytest.raises(RunError, match="runs/a is in use by process"):
         unisono.train(LinearTask, {**SHORT, "run.name": "a"})
     assert not Path("runs/a/config.yaml").exists()
     assert unisono.train(LinearTask, {**SHORT, "run.name": "a"}).step == 3
@@ -363,7 +367,7 @@ def test_a_run_on_the_cpu_of_a_host_with_accelerators_is_told_so(host: Any, caps
     host("mps", 1)
     unisono.train(LinearTask, {**SHORT, "train.precision": "fp64"})
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("unisono: WARNING: this run (1 × fp64) goes to the CPU, though this host has 1 × mps")
+    assert line.startswith("unisono: WARNING: this run (1 × fp64) uses the CPU, although this host has 1 × mps")
 
 
 @pytest.mark.parametrize(("kind", "count", "device"), [("mps", 1, "cpu"), ("cpu", 0, "auto")])
@@ -377,9 +381,9 @@ def test_a_run_that_is_meant_for_the_cpu_is_not_warned(
 
 def test_one_process_with_all_devices_says_where_there_is_only_one(capsys: pytest.CaptureFixture[str]):
     made = unisono.train(LinearTask, {**SHORT, "layout.strategy": "dp", "layout.device": "cpu", "run.name": "dp"})
-    assert "layout.strategy=dp shares rows among several devices" in capsys.readouterr().err
+    assert "layout.strategy=dp splits rows over several devices" in capsys.readouterr().err
     alone = unisono.train(LinearTask, {**SHORT, "layout.strategy": "single", "layout.device": "cpu", "run.name": "one"})
-    assert "shares rows" not in capsys.readouterr().err
+    assert "splits rows" not in capsys.readouterr().err
     assert made.loss == alone.loss
 
 
@@ -452,7 +456,7 @@ def through_hydra(value: Any) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    parsed = OverridesParser.create().parse_override(f"x={task_objects.override_text(value)}")
+    parsed = OverridesParser.create().parse_override(f"x={task_objects.format_override(value)}")
     return OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"]  # type: ignore[index]
 
 
@@ -487,7 +491,7 @@ def test_values_of_other_kinds_come_through_as_plain_ones(value: Any, plain: Any
 
 def test_the_outcome_of_a_run_without_a_step_is_empty(here: Path):
     (here / "events.jsonl").write_text("")
-    found = train.outcome(here)
+    found = train.read_outcome(here)
     assert (found.folder, found.step, found.loss, dict(found.evaluation)) == (here, 0, None, {})
 
 
@@ -496,7 +500,7 @@ def test_the_outcome_of_a_run_is_its_last_step_and_its_last_evaluation(here: Pat
         '{"step": 1, "loss": 3.0}\n{"step": 1, "eval": true, "loss": 9.0, "rows": 2, "seconds": 1.0}\n'
         '{"step": 2, "loss": 2.0}\n{"step": 2, "eval": true, "loss": 8.0, "accuracy": 0.5, "rows": 2, "seconds": 1.0}\n'
     )
-    found = train.outcome(here)
+    found = train.read_outcome(here)
     assert (found.step, found.loss, dict(found.evaluation)) == (2, 2.0, {"loss": 8.0, "accuracy": 0.5})
 
 
@@ -512,13 +516,13 @@ def test_a_process_that_died_over_a_file_that_changed_leaves_its_name_to_the_lau
     watched = [open_source(path, "text")]
     with (
         pytest.raises(local_processes.LostWorkerError, match=r"^rank 1 died$"),
-        preflight.naming_changed_files(watched),
+        preflight.report_changed_files(watched),
     ):
         raise local_processes.LostWorkerError("rank 1 died", 9)
     path.write_text("")
-    with pytest.raises(local_processes.LostWorkerError) as lost, preflight.naming_changed_files(watched):
+    with pytest.raises(local_processes.LostWorkerError) as lost, preflight.report_changed_files(watched):
         raise local_processes.LostWorkerError("rank 1 died", 9)
     assert f"rank 1 died {path} has changed since it was opened: it had 126 bytes and has 0;" in str(lost.value)
     assert lost.value.exit_code == 9
-    with pytest.raises(RunError, match=r"^another reason$"), preflight.naming_changed_files(watched):
+    with pytest.raises(RunError, match=r"^another reason$"), preflight.report_changed_files(watched):
         raise RunError("another reason")

@@ -20,7 +20,7 @@ import pytest
 from tests.launch import jobs
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
-from unisono.supervise import fault_injection, processes
+from unisono.supervise import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "layout.world_size=2", "train.steps=8")
@@ -50,7 +50,7 @@ class Told:
         return [line for line in self.errors.splitlines() if line.startswith("unisono: rank ")]
 
     def state(self) -> dict[str, np.ndarray]:
-        newest = commit.open_(commit.find(self.run / "checkpoints")[-1])
+        newest = commit.open_checkpoint(commit.find_checkpoints(self.run / "checkpoints")[-1])
         assert newest.step == 8
         reader = ArrayReader(newest.path, newest.arrays)
         return {name: reader.read(name, (0,) * len(s), s) for name, s in reader.shapes.items()}
@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     with jobs.started([jobs.UNISONO, *TRAIN, *words], folder) as process:
         jobs.training(folder / "marks", 2, 200)
         (monitor,) = [
-            p.pid for p in processes.everyone() if p.parent == process.pid and "supervise.monitor" in line(p.pid)
+            p.pid for p in processes.list_processes() if p.parent == process.pid and "supervise.monitor" in line(p.pid)
         ]
         subprocess.run(["kill", "-9", str(monitor)], check=True)
         _, errors = process.communicate(timeout=120)
@@ -85,7 +85,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     faults = ";".join(f"{fault},attempt={number}" for number, fault in enumerate(FAULTS))
     folder = tmp_path_factory.mktemp("disturbed")
     words = (f"launch.max_restarts={len(FAULTS)}", "launch.stuck_after=2", "launch.deadlines={data: 3, shape: 60}")
-    return told(folder, *words, **{fault_injection.VARIABLE: faults})
+    return told(folder, *words, "--harm", faults)
 
 
 def line(pid: int) -> str:
@@ -95,8 +95,8 @@ def line(pid: int) -> str:
 def test_a_monitor_that_dies_is_told_and_replaced_and_the_run_goes_on(undisturbed: Told):
     assert undisturbed.code == 0, undisturbed.errors
     (warning,) = undisturbed.errors.splitlines()
-    assert re.match(r"unisono: WARNING: the monitor \(process \d+\) is gone: killed by signal 9", warning)
-    assert warning.endswith("Another one was started")
+    assert re.match(r"unisono: WARNING: the monitor \(process \d+\) died: killed by signal 9", warning)
+    assert warning.endswith("It was restarted")
 
 
 def test_after_four_faults_a_run_ends_bit_for_bit_as_if_it_had_never_failed(undisturbed: Told, disturbed: Told):
@@ -121,7 +121,7 @@ def test_after_four_faults_a_run_ends_bit_for_bit_as_if_it_had_never_failed(undi
             2,
             r"rank 1 \(.*, process \d+\) is stuck in step 5, data, at .*, for \d+ s \(limit 3 s, launch.deadlines.data",
         ),
-        (3, r"rank 1 \(.*, process \d+\) died without a message, in step 6, compute: exit code 0, before the run"),
+        (3, r"rank 1 \(.*, process \d+\) died without a message, in step 6, compute: exit code 0 before the run"),
     ],
 )
 def test_each_fault_is_told_in_one_sentence(disturbed: Told, attempt: int, sentence: str):
@@ -150,7 +150,7 @@ def test_all_stacks_are_kept_of_processes_that_could_not_answer(disturbed: Told)
     ]
     assert kept == [["rank-00000.txt", "rank-00001.txt"]] * 2
     frozen, held = sorted((disturbed.run / "logs" / "stacks").iterdir())
-    assert "in _hold" in (held / "rank-00001.txt").read_text()
+    assert "in _sleep_with_gil" in (held / "rank-00001.txt").read_text()
     waits = (frozen / "rank-00000.txt").read_text()
     assert "loop.py" in waits, waits  # a slow machine may show it on its way to where it waits
 
@@ -158,7 +158,7 @@ def test_all_stacks_are_kept_of_processes_that_could_not_answer(disturbed: Told)
 def test_nothing_is_left_of_a_run(disturbed: Told, undisturbed: Told):
     for one in (disturbed, undisturbed):
         assert jobs.working_in(one.folder) == []
-    assert not [p for p in processes.everyone() if str(disturbed.run) in line(p.pid)]
+    assert not [p for p in processes.list_processes() if str(disturbed.run) in line(p.pid)]
 
 
 def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(tmp_path: Path):
@@ -174,7 +174,7 @@ def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(t
     assert (record["kind"], record["code"], record["rank"], record["where"]) == ("StuckError", 10, 1, place)
     assert record["text"] in errors[0]
     assert (one.run / record["stacks"] / "rank-00001.txt").is_file()
-    assert commit.open_(commit.find(one.run / "checkpoints")[-1]).step == 2
+    assert commit.open_checkpoint(commit.find_checkpoints(one.run / "checkpoints")[-1]).step == 2
     assert jobs.working_in(tmp_path) == []
 
 
@@ -193,10 +193,10 @@ def test_a_rank_that_is_slower_than_the_others_is_named_and_not_ended(tmp_path: 
 def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_processes(tmp_path: Path):
     jobs.task_file(tmp_path)
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0"]
+    words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0", "--harm", "rank=1,step=4,phase=forward,act=gil"]
     done = jobs.finished(
         [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", "--no-python", jobs.UNISONO, *words], tmp_path,
-        UNISONO_FAULT="rank=1,step=4,phase=forward,act=gil", GLOO_SOCKET_IFNAME="lo",
+        GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr  # torchrun has no other code
     told = [line for line in done.stderr.splitlines() if line.startswith("unisono: error: ")]

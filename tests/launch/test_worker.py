@@ -15,7 +15,7 @@ import pytest
 from unisono.launch import cluster
 from unisono.launch.processes import rank_process
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
 
 
@@ -28,7 +28,7 @@ def stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> Any:
         raise Left(code)
 
-    monkeypatch.setattr(rank_process, "leave_now", leave)
+    monkeypatch.setattr(rank_process, "exit_now", leave)
 
 
 def ended(error: Exception, rank: int, report: Path | None = None) -> int:
@@ -38,7 +38,7 @@ def ended(error: Exception, rank: int, report: Path | None = None) -> int:
         raise error
 
     with pytest.raises(Left) as caught:
-        rank_process.guarded(work, Place(rank, 2, rank, 2, "torchrun"), report)
+        rank_process.run_and_exit(work, ProcessInfo(rank, 2, rank, 2, "torchrun"), report)
     code: int = caught.value.args[0]
     return code
 
@@ -77,7 +77,7 @@ def test_the_launcher_reads_what_the_fault_is_called(tmp_path: Path, error: Exce
     [(CheckpointError("the sky fell"), " rank 3 ERROR: the sky fell"), (KeyError("x"), "KeyError: 'x'")],
 )
 def test_a_fault_is_in_the_rank_s_log(tmp_path: Path, error: Exception, line: str):
-    with pytest.raises(type(error)), rank_process.logged(tmp_path, Place(3, 4, 1, 2, "slurm")):
+    with pytest.raises(type(error)), rank_process.log_errors(tmp_path, ProcessInfo(3, 4, 1, 2, "slurm")):
         raise error
     assert (tmp_path / "logs" / "rank-00003.log").read_text().splitlines()[-1].endswith(line)
 
@@ -85,15 +85,17 @@ def test_a_fault_is_in_the_rank_s_log(tmp_path: Path, error: Exception, line: st
 def test_a_fault_that_the_folder_has_no_room_for_is_left_in_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(heartbeat.DIRECTORY_VARIABLE, str(tmp_path))
     (tmp_path / "logs").touch()  # nothing can be written into it
-    rank_process._record(tmp_path / "logs" / "rank-00003.fault.json", Place(3, 4, 1, 2), SaveError("no space"))
+    rank_process._write_fault(
+        tmp_path / "logs" / "rank-00003.fault.json", ProcessInfo(3, 4, 1, 2), SaveError("no space")
+    )
     told = json.loads((tmp_path / "rank-00003.fault.json").read_text())
     assert (told["rank"], told["kind"], told["text"], told["code"]) == (3, "SaveError", "no space", 7)
 
 
 def test_a_process_without_our_launcher_leaves_its_fault_for_whoever_explains_the_run(tmp_path: Path):
-    with pytest.raises(SaveError), rank_process.recorded(tmp_path, Place(0, 1, 0, 1)):
+    with pytest.raises(SaveError), rank_process.record_errors(tmp_path, ProcessInfo(0, 1, 0, 1)):
         raise SaveError("no space")
     told = json.loads((tmp_path / "logs" / "rank-00000.fault.json").read_text())
     assert (told["text"], told["code"]) == ("no space", 7)
@@ -108,12 +110,12 @@ def test_a_process_whose_launcher_was_killed_before_it_came_to_itself_ends_at_on
     program = "from unisono.launch.processes import rank_process; rank_process.die_with_parent(); print('goes on')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
-        env={**os.environ, cluster.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id},
+        env={**os.environ, cluster.RUN_ID_VARIABLE: run_id, "TORCHELASTIC_RUN_ID": run_id},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == ((-signal.SIGKILL, "") if killed else (0, "goes on\n"))
 
 
 def test_a_process_that_another_launcher_has_started_has_none_of_ours() -> None:
-    assert cluster.launcher({}) is None
-    assert cluster.launcher({cluster.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "theirs"}) is None
-    assert cluster.launcher({cluster.OURS: "unisono-7", "TORCHELASTIC_RUN_ID": "unisono-7"}) == 7
+    assert cluster.launcher_pid({}) is None
+    assert cluster.launcher_pid({cluster.RUN_ID_VARIABLE: "unisono-7", "TORCHELASTIC_RUN_ID": "theirs"}) is None
+    assert cluster.launcher_pid({cluster.RUN_ID_VARIABLE: "unisono-7", "TORCHELASTIC_RUN_ID": "unisono-7"}) == 7

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unisono.observe.events import Events, last_evaluation, read
+from unisono.observe.events import Events, last_evaluation, read_events
 from unisono.runtime.errors import RecordError
 
 
@@ -37,7 +37,7 @@ def test_each_event_is_a_line_of_json(path: Path) -> None:
 def test_an_event_can_be_read_before_the_file_is_closed(path: Path) -> None:
     file = Events(path)
     file.write({"step": 1})
-    assert read(path) == [{"step": 1}]
+    assert read_events(path) == [{"step": 1}]
     file.close()
 
 
@@ -50,13 +50,13 @@ def test_a_number_that_json_cannot_hold_becomes_null(path: Path, value: float) -
 def test_a_resumed_run_takes_back_the_lines_of_steps_that_it_will_make_again(path: Path) -> None:
     written(path, *({"step": step, "try": 1} for step in (1, 2, 3, 4)))
     written(path, {"step": 3, "try": 2}, first_step=2)
-    assert read(path) == [{"step": 1, "try": 1}, {"step": 2, "try": 1}, {"step": 3, "try": 2}]
+    assert read_events(path) == [{"step": 1, "try": 1}, {"step": 2, "try": 1}, {"step": 3, "try": 2}]
 
 
 def test_an_evaluation_after_the_last_saved_step_is_kept_and_a_later_one_is_taken_back(path: Path) -> None:
     written(path, {"step": 2}, {"step": 2, "eval": True}, {"step": 3}, {"step": 3, "eval": True})
     written(path, first_step=2)
-    assert read(path) == [{"step": 2}, {"step": 2, "eval": True}]
+    assert read_events(path) == [{"step": 2}, {"step": 2, "eval": True}]
 
 
 def test_a_run_that_starts_anew_takes_back_everything(path: Path) -> None:
@@ -75,7 +75,7 @@ def test_every_step_stands_once_however_often_a_run_was_interrupted(path: Path, 
 @pytest.mark.parametrize("cut", ['{"step": 2, "lo', '{"step": 2', "{", '{"loss": 1.0}', "\0\0\0", "2"])
 def test_a_last_line_that_was_cut_off_is_dropped_in_reading_and_on_resume(path: Path, cut: str) -> None:
     path.write_text('{"step": 1}\n' + cut)
-    assert read(path) == [{"step": 1}]
+    assert read_events(path) == [{"step": 1}]
     written(path, {"step": 2, "again": True}, first_step=1)
     assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n'
 
@@ -112,8 +112,10 @@ def test_a_full_disk_is_told_as_a_checkpoint_that_cannot_be_written(path: Path) 
     assert events._file is not None
     events._file.close()
     events._file = Path("/dev/full").open("a")  # noqa: SIM115
-    with pytest.raises(RecordError, match=rf"{path} cannot be written \(No space left on device\). Make room") as told:
+    with pytest.raises(
+        RecordError, match=rf"{path} cannot be written \(No space left on device\). Free some space"
+    ) as told:
         events.write({"step": 2})
     assert told.value.exit_code == 7
     events.close()
-    assert [event["step"] for event in read(path)] == [1]
+    assert [event["step"] for event in read_events(path)] == [1]

@@ -12,10 +12,10 @@ from tests import processes, runs
 from tests.runs import configuration
 from tests.tasks import TransformerTask
 from unisono.config.schema.run import Observe
-from unisono.engines.torch.profiler import Profiler
+from unisono.engines.torch.profiler import TorchProfiler
 from unisono.observe import events
-from unisono.observe.profile import PARTS, breakdown, read, table
-from unisono.runtime.communicator import Group, Place
+from unisono.observe.profile import PARTS, breakdown, format_table, read_trace
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 OWN, GPU_OWN = "user_annotation", "gpu_user_annotation"
 
@@ -102,8 +102,8 @@ def test_a_trace_without_a_step_is_refused() -> None:
 
 def test_the_table_shows_every_part_of_every_rank() -> None:
     ranks = [{**dict.fromkeys(PARTS, 1.0), "step": 7.0}, {**dict.fromkeys(PARTS, 2.0), "step": 14.0}]
-    lines = table(ranks, (3, 5))
-    assert lines[0] == "where the time goes, ms a step (steps 3 to 5)"
+    lines = format_table(ranks, (3, 5))
+    assert lines[0] == "where the time goes, ms per step (steps 3 to 5)"
     assert [line.split()[0] for line in lines[2:]] == [*PARTS, "step"]
     assert lines[2].split() == ["data", "1.00", "14", "%", "2.00", "14", "%"]
 
@@ -117,8 +117,8 @@ def test_steps_that_are_none_are_refused(steps: list[int]) -> None:
 # real runs ------------------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, place: Place | None = None, group: Group | None = None, **observe: Any) -> Path:
-    place = place or Place()
+def run(folder: Path, place: ProcessInfo | None = None, group: Communicator | None = None, **observe: Any) -> Path:
+    place = place or ProcessInfo()
     config = configuration(
         layout={"world_size": place.world_size, "micro_batch": 3, "strategy": "ddp" if group else "single"},
         train={"steps": 5},
@@ -129,14 +129,14 @@ def run(folder: Path, place: Place | None = None, group: Group | None = None, **
     return folder
 
 
-def on_two(place: Place, group: Group, folder: Path) -> None:
+def on_two(place: ProcessInfo, group: Communicator, folder: Path) -> None:
     run(folder, place, group, profile=(2, 4))
 
 
 def test_a_profile_changes_no_bit_of_a_run_and_adds_up(tmp_path: Path) -> None:
     without, profiled = run(tmp_path / "without"), run(tmp_path / "profiled", profile=(2, 4))
     told = [
-        [(line["step"], line["loss"], line.get("grad_norm")) for line in events.read(folder / "events.jsonl")]
+        [(line["step"], line["loss"], line.get("grad_norm")) for line in events.read_events(folder / "events.jsonl")]
         for folder in (without, profiled)
     ]
     assert told[0] == told[1]
@@ -147,9 +147,9 @@ def test_a_profile_changes_no_bit_of_a_run_and_adds_up(tmp_path: Path) -> None:
     assert described["steps"] == [2, 4]
     assert sum(parts[part] for part in PARTS) == pytest.approx(parts["step"], rel=1e-6)
     assert all(parts[part] > 0 for part in ("data", "transfer", "forward", "backward", "reduction", "optimizer"))
-    timed = [line["seconds"] for line in events.read(profiled / "events.jsonl") if line["step"] in (2, 3, 4)][:2]
+    timed = [line["seconds"] for line in events.read_events(profiled / "events.jsonl") if line["step"] in (2, 3, 4)][:2]
     assert parts["step"] == pytest.approx(1e3 * sum(timed) / len(timed), rel=2.0)
-    names = [e["name"] for e in read(profiled / "profile" / "rank-00000.trace.json.gz") if e.get("cat") == OWN]
+    names = [e["name"] for e in read_trace(profiled / "profile" / "rank-00000.trace.json.gz") if e.get("cat") == OWN]
     assert names.count("unisono/step") == 3
     assert names.count("unisono/forward") == names.count("unisono/backward") == 3 * 4
     assert "unisono/eval" not in names
@@ -170,30 +170,30 @@ def test_every_rank_has_a_trace_and_a_column(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_left_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, profile=(8, 9), progress=True)
-    assert "none of these steps is left to make" in capsys.readouterr().out
+    assert "none of these steps is still to come" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
 def test_a_disk_that_is_full_is_warned_of_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stop = Profiler.stop
+    stop = TorchProfiler.stop
 
-    def full(self: Profiler, path: Path | None) -> None:
+    def full(self: TorchProfiler, path: Path | None) -> None:
         stop(self, None)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Profiler, "stop", full)
+    monkeypatch.setattr(TorchProfiler, "stop", full)
     run(tmp_path, profile=(2, 3))
     assert (
         "the profile could not be written (rank 0: OSError: [Errno 28] No space left on device)"
         in capfd.readouterr().err
     )
-    assert [e["step"] for e in events.read(tmp_path / "events.jsonl") if not e.get("eval")] == [1, 2, 3, 4, 5]
+    assert [e["step"] for e in events.read_events(tmp_path / "events.jsonl") if not e.get("eval")] == [1, 2, 3, 4, 5]
 
 
 def test_without_a_profile_a_part_is_nothing() -> None:
     import torch
 
-    profiler = Profiler(torch.device("cpu"))
+    profiler = TorchProfiler(torch.device("cpu"))
     assert profiler.part("forward") is profiler.part("backward")

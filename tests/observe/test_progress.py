@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from unisono.observe import progress
-from unisono.observe.progress import Progress, Speed, Stopwatch, short
+from unisono.observe.progress import Progress, Speed, Stopwatch, format_count
 
 
 def speed(mfu: float | None = None, seconds: float = 1.0, wait: float = 0.0) -> Speed:
@@ -154,7 +154,7 @@ def test_the_cursor_comes_back_after_an_error(terminal: io.StringIO) -> None:
     ],
 )  # fmt: skip
 def test_a_number_is_short_for_people(number: float, text: str) -> None:
-    assert short(number) == text
+    assert format_count(number) == text
 
 
 class Clock:

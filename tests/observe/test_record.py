@@ -13,8 +13,8 @@ from unisono.config.schema.run import Observe
 from unisono.engines.protocol import StepResult
 from unisono.observe import events, trackers
 from unisono.observe.progress import Speed
-from unisono.observe.run_record import Record
-from unisono.runtime.communicator import Place
+from unisono.observe.run_record import RunRecord
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 SPEED = Speed("tokens", 2000.0, None, 0.25, 0.5)
@@ -25,15 +25,15 @@ def result(loss: float = 3.0, terms: Mapping[str, float] | None = None, **metric
     return StepResult(loss, terms or {"next": loss}, metrics, {"tokens": 1000.0, "rows": 8.0}, grad_norm=1.5)
 
 
-def record(folder: Path, first_step: int = 0, rank: int = 0, writing: bool = True, **observe: Any) -> Record:
-    return Record(folder, Observe(**observe), Place(rank, rank + 1), first_step, 4, writing)
+def record(folder: Path, first_step: int = 0, rank: int = 0, writing: bool = True, **observe: Any) -> RunRecord:
+    return RunRecord(folder, Observe(**observe), ProcessInfo(rank, rank + 1), first_step, 4, writing)
 
 
 def step_event(folder: Path, done: StepResult, scalars: Mapping[str, float] = SCALARS, how: Speed = SPEED) -> Any:
     """What the file says of one step."""
     with record(folder) as recording:
         recording.step(1, done, scalars, how)
-    (event,) = events.read(folder / "events.jsonl")
+    (event,) = events.read_events(folder / "events.jsonl")
     return event
 
 
@@ -41,7 +41,7 @@ def eval_event(folder: Path, done: StepResult) -> Any:
     """What the file says of one evaluation."""
     with record(folder) as recording:
         recording.evaluation(2, done.values, rows=11, seconds=0.5)
-    (event,) = events.read(folder / "events.jsonl")
+    (event,) = events.read_events(folder / "events.jsonl")
     return event
 
 
@@ -62,14 +62,14 @@ def test_the_first_steps_that_lack_samples_are_told_whoever_was_to_make_them(
         for step in range(1, 7):
             work = {"tokens": 1000.0, "rows": 8.0, "masked": float(step % 3)}
             recording.step(step, StepResult(3.0, {"next": 3.0}, {}, work, grad_norm=1.5), SCALARS, SPEED)
-    told = [line for line in capsys.readouterr().out.splitlines() if "could not be made" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "could not be built" in line]
     assert [line.partition(" could")[0] for line in told] == [
         "step 1: 1 sample",
         "step 2: 2 samples",
         "step 4: 1 sample",
     ]
     assert "events.jsonl" in told[-1]
-    assert [event.get("masked") for event in events.read(tmp_path / "events.jsonl")] == [1, 2, None, 1, 2, None]
+    assert [event.get("masked") for event in events.read_events(tmp_path / "events.jsonl")] == [1, 2, None, 1, 2, None]
 
 
 def test_metrics_and_scheduled_scalars_of_a_step_are_recorded_by_name(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_only_evaluations_are_marked_as_such(tmp_path: Path) -> None:
     with record(tmp_path) as recording:
         recording.step(1, result(), SCALARS, SPEED)
         recording.evaluation(1, result().values, 11, 0.5)
-    assert [event.get("eval", False) for event in events.read(tmp_path / "events.jsonl")] == [False, True]
+    assert [event.get("eval", False) for event in events.read_events(tmp_path / "events.jsonl")] == [False, True]
 
 
 # the console ----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_without_progress_the_console_is_silent_and_the_file_is_written(
         recording.evaluation(1, result().values, 11, 0.5)
         recording.say("a line")
     assert capsys.readouterr() == ("", "")
-    assert len(events.read(tmp_path / "events.jsonl")) == 2
+    assert len(events.read_events(tmp_path / "events.jsonl")) == 2
 
 
 @pytest.mark.parametrize("which", [{"rank": 1}, {"rank": 3}, {"writing": False}])

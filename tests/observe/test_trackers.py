@@ -21,8 +21,8 @@ from tests import runs
 from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono.observe import trackers
-from unisono.observe.trackers import Tracked
-from unisono.runtime.communicator import Place
+from unisono.observe.trackers import TrackedRun
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 CURVE = tuple[int, float]
@@ -37,7 +37,7 @@ class Fake:
     made: ClassVar[list[Fake]] = []
     release: ClassVar[threading.Event] = threading.Event()
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self.run, self.calls, self.thread = run, [], threading.current_thread().name
         Fake.made.append(self)
         if "start" in run.config.get("raises", ()):
@@ -71,7 +71,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 
 
 def opened(folder: Path, timeout: float = 20.0, first_step: int = 0, **config: Any) -> trackers.Trackers:
-    return trackers.open_(["wandb"], folder, "project", first_step, config, {"host": "here"}, timeout)
+    return trackers.open_trackers(["wandb"], folder, "project", first_step, config, {"host": "here"}, timeout)
 
 
 def test_a_tracker_is_told_what_the_run_is_and_every_value_in_order(fake: type[Fake], tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_tracker_that_fails_is_warned_of_once_and_left(
         tracked.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("wandb failed (")
-    assert "the run goes on without it" in said
+    assert "the run continues without it" in said
 
 
 @pytest.mark.parametrize("when", ["start", 3, "close"])
@@ -140,7 +140,7 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_is_left_behind_at_the_deadlin
 def test_a_tracker_that_is_too_far_behind_loses_events_and_the_run_none_of_its_time(
     fake: type[Fake], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "_BEHIND", 4)
+    monkeypatch.setattr(trackers, "_MAX_PENDING", 4)
     with caplog.at_level(logging.WARNING):
         tracked = opened(tmp_path, hangs=["start"])
         for step in range(1, 20):
@@ -149,7 +149,7 @@ def test_a_tracker_that_is_too_far_behind_loses_events_and_the_run_none_of_its_t
         threading.Timer(0.2, fake.release.set).start()
         tracked.close()
     assert fake.made[0].calls[-1][0] == "close", "it learns of the end nevertheless"
-    assert "events are lost to it" in caplog.text
+    assert "events were dropped" in caplog.text
 
 
 # before the start -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_tracker_that_is_too_far_behind_loses_events_and_the_run_none_of_its_t
 def test_a_missing_tracker_is_refused_with_the_extra_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"observe\.trackers={name} needs {name}: pip install 'unisono\[{name}\]'"):
-        trackers.check([name])
+        trackers.check_trackers([name])
 
 
 def test_wandb_without_a_key_is_refused_before_it_asks_on_the_terminal(
@@ -173,10 +173,10 @@ def test_wandb_without_a_key_is_refused_before_it_asks_on_the_terminal(
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no API key is known for wandb\. Run `wandb login`.*WANDB_MODE=offline"):
-        trackers.check(["wandb"])
+        trackers.check_trackers(["wandb"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb_setup, "_singleton", None)
-    trackers.check(["wandb"])
+    trackers.check_trackers(["wandb"])
 
 
 # real trackers: a resumed run is the same tracked run -----------------------------------------------------------------
@@ -295,8 +295,8 @@ def test_a_resumed_run_goes_on_in_trackio(resumed: tuple[Path, str]) -> None:
 
 def test_only_rank_0_has_trackers(tmp_path: Path) -> None:
     from unisono.config.schema.run import Observe
-    from unisono.observe.run_record import Record
+    from unisono.observe.run_record import RunRecord
 
-    with Record(tmp_path, Observe(trackers=["tensorboard"]), Place(1, 2), 0, 4):
+    with RunRecord(tmp_path, Observe(trackers=["tensorboard"]), ProcessInfo(1, 2), 0, 4):
         pass
     assert list(tmp_path.iterdir()) == []

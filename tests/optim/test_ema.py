@@ -40,11 +40,13 @@ def test_the_decay_rises_to_its_value_and_never_past_it(decay: float, start: int
 def test_an_average_that_would_never_begin_is_refused(start: int) -> None:
     ema.check(Ema(decay=0.9, start=start), total=start + 1)
     ema.check(Ema(), total=1)
-    with pytest.raises(ConfigError, match=rf"ema\.start={start} .* after {start + 1} updates, but the run has {start}"):
+    with pytest.raises(
+        ConfigError, match=rf"ema\.start={start} .* after {start + 1} updates, but the run has only {start};"
+    ):
         ema.check(Ema(decay=0.9, start=start), total=start)
 
 
 @pytest.mark.parametrize("key", ["start", "every", "warmup"])
 def test_settings_of_an_average_that_is_not_kept_are_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"ema\.{key} says nothing without an average; give ema\.decay"):
+    with pytest.raises(ValueError, match=rf"ema\.{key} has no effect without ema\.decay"):
         Ema.model_validate({key: {"start": 5, "every": 2, "warmup": False}[key]})

@@ -18,10 +18,10 @@ from tests import processes
 from tests.optim.test_optimizers import config
 from tests.tasks import Transformer
 from unisono.config.schema.optimizers import OptimizerGroup
-from unisono.engines.torch.parallel.wrap import blocks
-from unisono.optim.muon import Muon, adjustment, dealt_out, orthogonalised
-from unisono.optim.optimizers import Together, build, schedule, told
-from unisono.runtime.communicator import Group, Place
+from unisono.engines.torch.parallel.wrap import find_blocks
+from unisono.optim.muon import Muon, apply_distributed, lr_adjustment, orthogonalise
+from unisono.optim.optimizers import CombinedOptimizer, apply_schedule, build_optimizer, describe_updates
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -44,17 +44,17 @@ def test_the_iteration_is_a_polynomial_of_the_singular_values(rows: int, columns
     a, b, c = COEFFICIENTS
     for _ in range(5):
         values = a * values + b * values**3 + c * values**5
-    made = orthogonalised(of, COEFFICIENTS, steps=5, eps=1e-7)
+    made = orthogonalise(of, COEFFICIENTS, steps=5, eps=1e-7)
     np.testing.assert_allclose(made.numpy(), left @ np.diag(values) @ right, atol=1e-11)
 
 
 def test_singular_values_come_near_one() -> None:
-    values = np.linalg.svd(orthogonalised(matrix(32, 48), COEFFICIENTS, 5, 1e-7).numpy(), compute_uv=False)
+    values = np.linalg.svd(orthogonalise(matrix(32, 48), COEFFICIENTS, 5, 1e-7).numpy(), compute_uv=False)
     assert 0.6 < values.min() < values.max() < 1.2
 
 
 def test_a_matrix_of_zeros_stays_one() -> None:
-    assert not orthogonalised(torch.zeros(3, 2), COEFFICIENTS, 5, 1e-7).any()
+    assert not orthogonalise(torch.zeros(3, 2), COEFFICIENTS, 5, 1e-7).any()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_matrix_of_zeros_stays_one() -> None:
     [("original", (8, 2), 2.0), ("original", (2, 8), 1.0), ("match_rms_adamw", (4, 16), 0.8)],
 )
 def test_the_rate_is_adjusted_to_the_shape(kind: str, shape: tuple[int, int], factor: float) -> None:
-    assert adjustment(kind, *shape) == pytest.approx(factor)
+    assert lr_adjustment(kind, *shape) == pytest.approx(factor)
 
 
 # formula ------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_muon_is_its_formula(adjust: str, nesterov: bool, shape: tuple[int, int]
         values = values / np.linalg.norm(direction)
         for _ in range(5):
             values = COEFFICIENTS[0] * values + COEFFICIENTS[1] * values**3 + COEFFICIENTS[2] * values**5
-        p = p * (1 - 0.1 * 0.3) - 0.1 * adjustment(adjust, *shape) * left @ np.diag(values) @ right
+        p = p * (1 - 0.1 * 0.3) - 0.1 * lr_adjustment(adjust, *shape) * left @ np.diag(values) @ right
     np.testing.assert_allclose(mine, p, rtol=1e-11, atol=1e-11)
 
 
@@ -112,7 +112,7 @@ def test_options_mean_what_they_mean_for_torch(adjust: str, nesterov: bool, shap
 # whole matrices -----------------------------------------------------------------------------------------------------
 
 
-def dealt(place: Place, group: Group, layout: str) -> list[tuple[np.ndarray, int]]:
+def dealt(place: ProcessInfo, group: Communicator, layout: str) -> list[tuple[np.ndarray, int]]:
     """Each matrix through a function of the whole, and how often this process called it."""
     meshes = {
         "fsdp": lambda: (init_device_mesh("cpu", (place.world_size,)), [Shard(0)]),
@@ -126,9 +126,9 @@ def dealt(place: Place, group: Group, layout: str) -> list[tuple[np.ndarray, int
 
     def function(whole: torch.Tensor) -> torch.Tensor:
         calls.append(whole.shape)
-        return orthogonalised(whole, COEFFICIENTS, 5, 1e-7)
+        return orthogonalise(whole, COEFFICIENTS, 5, 1e-7)
 
-    made = dealt_out(function, parts, parameters)
+    made = apply_distributed(function, parts, parameters)
     assert all(torch.equal(p, w) for p, w in zip(parameters, wholes, strict=True)) if not mesh else True
     result = [
         DTensor.from_local(part, mesh, placements, shape=whole.shape, stride=whole.stride()).full_tensor()
@@ -161,8 +161,8 @@ HIDDEN = {
 
 
 def of_muon(of: OptimizerGroup, model: nn.Module) -> set[str]:
-    optimizer = build(of, model, blocks(model))
-    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    optimizer = build_optimizer(of, model, find_blocks(model))
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     held = {id(p) for part in parts if isinstance(part, Muon) for group in part.param_groups for p in group["params"]}
     everything = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(everything) == sorted(id(p) for p in model.parameters() if p.requires_grad)
@@ -187,7 +187,7 @@ def test_a_pattern_takes_matrices_away_from_muon_and_gives_it_others() -> None:
 
 
 def test_a_pattern_that_gives_muon_a_bias_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gives 'blocks.0.up.bias' of shape \(64,\) to Muon"):
+    with pytest.raises(ConfigError, match=r"assigns 'blocks.0.up.bias' of shape \(64,\) to Muon"):
         of_muon(config("muon", groups=[{"match": "*.up.bias", "muon": True}]), Transformer(0.0))
 
 
@@ -207,7 +207,7 @@ def test_muon_in_a_pattern_belongs_to_muon() -> None:
 
 def test_it_is_told_what_updates_what() -> None:
     of, model = config("muon", lr=0.1, weight_decay=0.5, rest={"kind": "lion", "lr": 0.2}), Transformer(0.0)
-    lines = told(of, build(of, model, blocks(model)), model)
+    lines = describe_updates(of, build_optimizer(of, model, find_blocks(model)), model)
     assert lines[0].startswith("muon, lr 0.1, weight decay 0.5: 6,144 parameters in blocks.0.attention.query.weight, ")
     assert lines[0].endswith(" and 8 more")
     assert {line.split(",")[0] for line in lines[1:]} == {"lion"}
@@ -237,8 +237,8 @@ def test_the_rest_has_no_settings_that_count_for_all(values: dict[str, Any]) -> 
 
 def test_schedules_reach_both_parts_in_proportion() -> None:
     of, model = config("muon", lr=0.1, weight_decay=0.5, rest={"kind": "adamw", "lr": 0.2}), Transformer(0.0)
-    optimizer = build(of, model, blocks(model))
-    schedule(optimizer, {"lr": 0.01, "weight_decay": 0.25}, of)
+    optimizer = build_optimizer(of, model, find_blocks(model))
+    apply_schedule(optimizer, {"lr": 0.01, "weight_decay": 0.25}, of)
     found = {(group["muon"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {(True, 0.01, 0.25), (False, 0.02, 0.0)}
     (matrices,) = [part for part in optimizer.parts if isinstance(part, Muon)]  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from unisono.config.schema.optimizers import Optimizer, OptimizerGroup
-from unisono.optim.optimizers import build, parameter_groups, schedule
+from unisono.optim.optimizers import apply_schedule, build_optimizer, parameter_groups
 from unisono.runtime.errors import ConfigError
 
 
@@ -141,19 +141,19 @@ def test_a_pattern_whose_parameters_were_all_taken_before_it_is_fine() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'midle\.weight' matches no parameter, did you mean 'middle\.weight'\?"):
-        build(config(groups=[{"match": "midle.weight"}]), Net())
+        build_optimizer(config(groups=[{"match": "midle.weight"}]), Net())
 
 
 def test_patterns_do_not_fold_case() -> None:
     with pytest.raises(ConfigError, match="matches no parameter"):
-        build(config(groups=[{"match": "MIDDLE.*"}]), Net())
+        build_optimizer(config(groups=[{"match": "MIDDLE.*"}]), Net())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_the_optimizer_has_the_settings_of_its_groups(kind: str) -> None:
     groups = [{"match": "middle.weight", "weight_decay": 0.3}, {"match": "head.*", "lr_scale": 0.5}]
     of, model = config(kind, weight_decay=0.1, groups=groups), Net()
-    optimizer = build(of, model)
+    optimizer = build_optimizer(of, model)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert found[id(model.middle.weight)]["weight_decay"] == 0.3
     assert found[id(model.head.weight)]["lr_scale"] == 0.5
@@ -166,13 +166,13 @@ def test_the_optimizer_has_the_settings_of_its_groups(kind: str) -> None:
 def test_frozen_parameters_are_in_no_group() -> None:
     model = Net()
     model.middle.requires_grad_(False)
-    held = {id(p) for group in build(config(), model).param_groups for p in group["params"]}
+    held = {id(p) for group in build_optimizer(config(), model).param_groups for p in group["params"]}
     assert held == {id(p) for name, p in model.named_parameters() if not name.startswith("middle")}
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trainable parameter"):
-        build(config(), Net().requires_grad_(False))
+        build_optimizer(config(), Net().requires_grad_(False))
 
 
 # schedules ----------------------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 def _scheduled(of: OptimizerGroup, **scalars: float) -> dict[str, dict[str, Any]]:
     model = Net()
-    optimizer = build(of, model)
-    schedule(optimizer, scalars, of)
+    optimizer = build_optimizer(of, model)
+    apply_schedule(optimizer, scalars, of)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
 
@@ -214,9 +214,9 @@ def test_a_scheduled_decay_leaves_alone_what_does_not_decay() -> None:
 
 def test_a_schedule_does_not_compound() -> None:
     of, model = config(weight_decay=0.1, groups=GROUPS), Net()
-    optimizer = build(of, model)
+    optimizer = build_optimizer(of, model)
     for _ in range(3):
-        schedule(optimizer, {"lr": 0.02, "weight_decay": 0.05}, of)
+        apply_schedule(optimizer, {"lr": 0.02, "weight_decay": 0.05}, of)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert found[id(model.head.weight)]["lr"] == 0.01
     assert found[id(model.head.weight)]["weight_decay"] == pytest.approx(0.2)
@@ -237,10 +237,10 @@ def _torch(of: OptimizerGroup, start: np.ndarray, gradients: list[np.ndarray]) -
     model = nn.Linear(start.shape[1], start.shape[0], bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(start))
-    optimizer = build(of, model)
+    optimizer = build_optimizer(of, model)
     for gradient in gradients:
         model.weight.grad = torch.from_numpy(gradient.copy())
-        schedule(optimizer, {"lr": of.lr}, of)
+        apply_schedule(optimizer, {"lr": of.lr}, of)
         optimizer.step()
     return model.weight.detach().numpy()
 
@@ -320,5 +320,7 @@ def test_all_kernels_of_adamw_make_the_same_update(
 def test_the_kernel_is_the_one_that_was_asked_for(
     kind: str, implementation: str, fused: bool | None, foreach: bool | None
 ) -> None:
-    (group,) = build(config(kind, implementation=implementation, decay_all=True), nn.Linear(3, 2)).param_groups
+    (group,) = build_optimizer(
+        config(kind, implementation=implementation, decay_all=True), nn.Linear(3, 2)
+    ).param_groups
     assert (group["fused"], group["foreach"]) == (fused, foreach)

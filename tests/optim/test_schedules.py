@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from unisono.config.schema.schedules import Schedule, ScheduleGroup
-from unisono.optim.schedules import check, factor, value
+from unisono.optim.schedules import check, schedule_factor, scheduled_value
 from unisono.runtime.errors import ConfigError
 
 KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
@@ -27,7 +27,7 @@ def schedule(kind: str, **settings: Any) -> ScheduleGroup:
 
 
 def factors(kind: str, total: int, **settings: Any) -> list[float]:
-    return [factor(schedule(kind, **settings), step, total) for step in range(total)]
+    return [schedule_factor(schedule(kind, **settings), step, total) for step in range(total)]
 
 
 @st.composite
@@ -116,8 +116,8 @@ def test_cosine_is_half_a_cosine(step: int, expected: float) -> None:
 @pytest.mark.parametrize("kind", FALLING)
 def test_the_last_update_stands_one_step_before_the_floor(kind: str) -> None:
     made = schedule(kind, warmup=10, floor=0.1)
-    assert factor(made, 99, 100) > 0.1
-    assert factor(made, 100, 100) == pytest.approx(0.1)
+    assert schedule_factor(made, 99, 100) > 0.1
+    assert schedule_factor(made, 100, 100) == pytest.approx(0.1)
 
 
 def test_the_last_update_of_linear_is_not_lost_at_zero() -> None:
@@ -186,7 +186,7 @@ def test_inverse_sqrt_has_no_jump(warmup: int, more: int | None, floor: float) -
 def test_a_value_lies_between_floor_and_peak_after_the_warm_up(of: tuple[ScheduleGroup, int], peak: float) -> None:
     made, total = of
     for step in range(warm_up(made, total), 2 * total):
-        assert made.floor * peak * (1 - 1e-12) <= value(made, peak, step, total) <= peak * (1 + 1e-12)
+        assert made.floor * peak * (1 - 1e-12) <= scheduled_value(made, peak, step, total) <= peak * (1 + 1e-12)
 
 
 @settings(max_examples=200, deadline=None)
@@ -194,14 +194,14 @@ def test_a_value_lies_between_floor_and_peak_after_the_warm_up(of: tuple[Schedul
 def test_a_factor_lies_between_start_and_one_in_the_warm_up(of: tuple[ScheduleGroup, int]) -> None:
     made, total = of
     for step in range(warm_up(made, total)):
-        assert made.start <= factor(made, step, total) <= 1 + 1e-12
+        assert made.start <= schedule_factor(made, step, total) <= 1 + 1e-12
 
 
 @settings(max_examples=200, deadline=None)
 @given(of=schedules())
 def test_a_factor_rises_in_the_warm_up_and_never_after(of: tuple[ScheduleGroup, int]) -> None:
     made, total = of
-    values, warm = [factor(made, step, total) for step in range(2 * total)], warm_up(of[0], total)
+    values, warm = [schedule_factor(made, step, total) for step in range(2 * total)], warm_up(of[0], total)
     assert all(a <= b + 1e-12 for a, b in pairwise(values[:warm]))
     assert all(a >= b - 1e-12 for a, b in pairwise(values[warm:]))
 
@@ -212,13 +212,15 @@ def test_a_factor_does_not_depend_on_the_steps_asked_for_before(of: tuple[Schedu
     made, total = of
     steps = list(range(total))
     random.Random(seed).shuffle(steps)
-    assert {step: factor(made, step, total) for step in steps} == {s: factor(made, s, total) for s in range(total)}
+    assert {step: schedule_factor(made, step, total) for step in steps} == {
+        s: schedule_factor(made, s, total) for s in range(total)
+    }
 
 
 @settings(max_examples=50, deadline=None)
 @given(of=schedules(), peak=st.floats(1e-6, 1e3), step=st.integers(0, 300))
 def test_a_value_is_the_peak_times_the_factor(of: tuple[ScheduleGroup, int], peak: float, step: int) -> None:
-    assert value(of[0], peak, step, of[1]) == peak * factor(of[0], step, of[1])
+    assert scheduled_value(of[0], peak, step, of[1]) == peak * schedule_factor(of[0], step, of[1])
 
 
 # what is refused ----------------------------------------------------------------------------------------------------

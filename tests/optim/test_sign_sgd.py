@@ -1,4 +1,4 @@
-"""Sign SGD by rows: its formula, on rows that have a gradient and on no others, beside whichever optimizer has the rest."""
+"""Sign SGD by rows: its formula, on rows that have a gradient only, beside whichever optimizer has the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from unisono.config.schema.optimizers import Optimizer
-from unisono.optim.optimizers import build
+from unisono.optim.optimizers import build_optimizer
 from unisono.optim.sign_sgd import RowSignSgd
 
 
@@ -27,7 +27,7 @@ def test_a_pattern_gives_rows_to_it_and_the_optimizer_keeps_the_rest(kind: str) 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = build(config, model, [model[1]])
+    optimizer = build_optimizer(config, model, [model[1]])
     model(torch.tensor([1, 3])).square().sum().backward()
     gradient = model[0].weight.grad.clone()
     optimizer.step()
@@ -36,7 +36,7 @@ def test_a_pattern_gives_rows_to_it_and_the_optimizer_keeps_the_rest(kind: str) 
     torch.testing.assert_close(change, -0.25 * gradient.sign(), rtol=1e-6, atol=1e-7)
     assert not torch.equal(model[1].weight, before["1.weight"])
     saved = optimizer.state_dict()
-    again = build(config, model, [model[1]])
+    again = build_optimizer(config, model, [model[1]])
     again.load_state_dict(saved)
     assert again.state_dict().keys() == saved.keys()
 

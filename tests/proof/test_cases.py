@@ -7,16 +7,16 @@ from typing import Any, get_args
 import pytest
 
 from tests.runs import configuration
-from unisono.proof.cases import Case, Proof, Variation, cases, layout_of
-from unisono.proof.prove import phases
+from unisono.proof.cases import Case, ProofSettings, Variation, build_cases, parse_layout
+from unisono.proof.prove import plan_phases
 from unisono.runtime.errors import ConfigError
 
 EVERY = [*get_args(Variation)]
 
 
 def made(precision: str = "fp32", **settings: Any) -> dict[str, Case]:
-    proof = Proof.model_validate(settings)
-    return {case.name: case for case in cases(proof, configuration(train={"precision": precision}))}
+    proof = ProofSettings.model_validate(settings)
+    return {case.name: case for case in build_cases(proof, configuration(train={"precision": precision}))}
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def made(precision: str = "fp32", **settings: Any) -> dict[str, Case]:
     ],
 )
 def test_a_layout_is_read(text: str, world: int, keys: dict[str, Any]) -> None:
-    assert layout_of(text) == (world, keys)
+    assert parse_layout(text) == (world, keys)
 
 
 @pytest.mark.parametrize("text", ["ddp", "ddp:x", "hsdp:4", "tp:2", "ddp:2x2", ""])
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp"):
-        layout_of(text)
+        parse_layout(text)
 
 
 @pytest.mark.parametrize("layout", ["ddp:3", "ddp:1"])
@@ -52,7 +52,7 @@ def test_references_come_before_what_is_compared_with_them() -> None:
 
 def test_a_case_is_run_after_the_one_that_it_continues_and_processes_start_seldom() -> None:
     every = list(made(vary=EVERY, layouts=["ddp:2", "hsdp:2x2", "fsdp:4"]).values())
-    runs = phases(every)
+    runs = plan_phases(every)
     done: set[str] = {""}
     for phase in runs:
         assert len({case.world_size for case in phase}) == 1
@@ -99,7 +99,7 @@ def test_the_micro_batch_is_one_row_where_accumulation_is_varied() -> None:
 
 def synchronised(**settings: Any) -> dict[str, Case]:
     config = configuration(layout={"sync_batch_norm": True})
-    return {case.name: case for case in cases(Proof.model_validate(settings), config)}
+    return {case.name: case for case in build_cases(ProofSettings.model_validate(settings), config)}
 
 
 def test_with_common_batch_statistics_every_layout_is_compared_with_the_whole_batch_on_one_process() -> None:
@@ -115,13 +115,13 @@ def test_with_common_batch_statistics_every_layout_is_compared_with_the_whole_ba
 
 
 def test_an_order_that_no_layout_changes_is_not_asked_of_common_batch_statistics() -> None:
-    with pytest.raises(ConfigError, match=r"not with layout\.sync_batch_norm=true"):
+    with pytest.raises(ConfigError, match=r"does not work with layout\.sync_batch_norm=true"):
         synchronised(vary=["ordered"])
 
 
 def test_the_last_batch_is_short_and_the_others_are_full() -> None:
     for batch in (2, 4, 8, 12):
-        rows = Proof(global_batch=batch).rows
+        rows = ProofSettings(global_batch=batch).rows
         assert 0 < rows - 2 * batch < batch or batch == 2
 
 
@@ -135,7 +135,7 @@ def test_a_run_is_interrupted_once_and_after_every_kth_update() -> None:
 
 
 def test_no_place_for_an_interruption_is_refused() -> None:
-    with pytest.raises(ConfigError, match="resume_every=3 interrupts no run of steps=3"):
+    with pytest.raises(ConfigError, match="resume_every=3 must be smaller than steps=3"):
         made(resume_every=3)
     assert made(resume_every=3, vary=["workers"])
 

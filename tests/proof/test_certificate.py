@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from unisono.engines.torch import devices
 from unisono.launch import layout, preflight, resolve, run_directory
 from unisono.launch.processes import local_processes
 from unisono.proof import case_process, certificate, prove
-from unisono.proof.cases import Proof, cases
-from unisono.proof.comparison import Compared
+from unisono.proof.cases import ProofSettings, build_cases
+from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import RunError
 from unisono.task_config import load_config
@@ -45,20 +45,30 @@ def configured(*overrides: str) -> RunConfig:
 
 
 def certify(
-    *overrides: str, name: str = "proved", mark: Callable[[str], Any] = lambda case: "PASS", **settings: Any
+    *overrides: str,
+    name: str = "proved",
+    mark: Callable[[str], Any] = lambda case: "PASS",
+    more: Sequence[ComparedQuantity] = (),
+    **settings: Any,
 ) -> Path:
-    """The certificate of a proof that was not run: all its cases have the marks they are given."""
+    """The certificate of a proof that was not run: all its cases have the marks they are given, and `more`."""
     config = configured(f"run.name={name}", *overrides)
-    every = cases(Proof.model_validate({"layouts": ["ddp:2"], **settings}), config)
-    proof = Proof()
+    every = build_cases(ProofSettings.model_validate({"layouts": ["ddp:2"], **settings}), config)
+    proof = ProofSettings()
     about = {
-        **prove.about(config, proof, FACTS),
-        "code": code_digest.digests(config.recipe),
-        "layouts": {c.name: certificate.described(case_process.configured(config, c, proof, None)) for c in every},
+        **prove.describe_proof(config, proof, FACTS),
+        "code": code_digest.digest_sources(config.recipe),
+        "layouts": {
+            c.name: certificate.describe_case(case_process.build_case_config(config, c, proof, None), c) for c in every
+        },
     }
-    found = [Verdict(c.name, c.reference, c.bitwise, [Compared("loss", mark(c.name))]) for c in every if c.reference]
+    found = [
+        Verdict(c.name, c.reference, c.bitwise, [ComparedQuantity("loss", mark(c.name), why="it is random"), *more])
+        for c in every
+        if c.reference
+    ]
     alone = [Verdict(c.name, "", False) for c in every if not c.reference and not c.perturbed]
-    return certificate.write(run_directory.path_of(config), found, alone, about)
+    return certificate.write_certificate(run_directory.run_path(config), found, alone, about)
 
 
 def changed(file: Path, **values: Any) -> None:
@@ -69,7 +79,7 @@ def changed(file: Path, **values: Any) -> None:
 def asked(*overrides: str, facts: dict[str, Any] | None = FACTS) -> str:
     """The line about the certificate that fits."""
     words = ["small.py:Small", *TWO, *overrides]
-    return certificate.require(layout.concrete(configured(*overrides), None), facts, words)[0]
+    return certificate.require_certificate(layout.resolve_layout(configured(*overrides), None), facts, words)[0]
 
 
 def refusal(*overrides: str, facts: dict[str, Any] | None = FACTS) -> list[str]:
@@ -77,8 +87,8 @@ def refusal(*overrides: str, facts: dict[str, Any] | None = FACTS) -> list[str]:
     with pytest.raises(RunError) as caught:
         asked(*overrides, facts=facts)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("--proved asks for a certificate, and ")
-    assert lines[-2] == "This makes one, if it passes:"
+    assert lines[0].startswith("--proved needs a certificate, but ")
+    assert lines[-2] == "If it passes, this creates one:"
     assert lines[-1].startswith("  unisono prove small.py:Small ")
     return [line.strip() for line in (*lines[1:-2], lines[-1])]
 
@@ -113,24 +123,24 @@ def test_a_certificate_is_there_whole_or_as_it_was(monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError, match="no space left"):
             certify()
     assert file.read_text() == before
-    resolve.decide(
-        layout.concrete(configured("run.name=proved"), None)
+    resolve.plan_run(
+        layout.resolve_layout(configured("run.name=proved"), None)
     )  # what is left behind does not keep a run from starting
 
 
 def test_a_proof_in_the_folder_of_another_one_says_what_it_takes_the_place_of():
     certify("optim.lr=1")
-    told = certificate.superseded(Path("runs/proved"), configured("optim.lr=2"))
+    told = certificate.describe_superseded(Path("runs/proved"), configured("optim.lr=2"))
     assert told is not None
     assert "runs/proved/certificate.json (PASS, " in told
-    assert told.endswith(" of another configuration: optim.lr: 1.0 there, 2.0 here")
+    assert told.endswith(" of a different configuration: optim.lr: 1.0 there, 2.0 here")
 
 
 @pytest.mark.parametrize(("verdict", "lr"), [("FAIL", "2"), ("PASS", "1")])
 def test_nothing_is_said_where_no_other_proof_is_lost(verdict: str, lr: str):
-    assert certificate.superseded(Path("runs/proved"), configured()) is None
+    assert certificate.describe_superseded(Path("runs/proved"), configured()) is None
     changed(certify("optim.lr=1"), verdict=verdict)
-    assert certificate.superseded(Path("runs/proved"), configured(f"optim.lr={lr}")) is None
+    assert certificate.describe_superseded(Path("runs/proved"), configured(f"optim.lr={lr}")) is None
 
 
 # what fits ----------------------------------------------------------------------------------------------------------
@@ -145,7 +155,7 @@ def test_a_certificate_of_the_same_run_fits():
 
 def test_other_world_sizes_are_covered_and_told():
     certify()
-    assert asked("layout.world_size=4").endswith("covers ddp in fp32 on cpu, with 2 processes where this run has 4")
+    assert asked("layout.world_size=4").endswith("covers ddp in fp32 on cpu, with 2 processes (this run has 4)")
 
 
 def test_one_process_needs_no_layout():
@@ -182,11 +192,11 @@ def test_a_file_that_is_no_certificate_is_skipped_and_named():
         path = Path("runs") / name
         path.mkdir()
         (path / "certificate.json").write_text(text)
-    config = layout.concrete(configured(), None)
-    told, skipped = certificate.require(config, FACTS, ["small.py:Small"])
+    config = layout.resolve_layout(configured(), None)
+    told, skipped = certificate.require_certificate(config, FACTS, ["small.py:Small"])
     assert "runs/b/certificate.json" in told
-    assert [line.split(" is skipped: ")[0] for line in skipped] == [f"runs/{n}/certificate.json" for n in "acde"]
-    assert "it is no certificate of this version (time: Field required)" in skipped[1]
+    assert [line.split(": ")[0] for line in skipped] == [f"skipped runs/{n}/certificate.json" for n in "acde"]
+    assert "not a certificate of this version (time: Field required)" in skipped[1]
     Path("runs/b/certificate.json").unlink()
     assert refusal()[:-1] == skipped
 
@@ -198,8 +208,8 @@ def test_without_any_certificate_the_proof_is_named():
     with pytest.raises(RunError) as caught:
         asked("run.resume=auto")
     assert str(caught.value).splitlines() == [
-        "--proved asks for a certificate, and there is none under runs",
-        "This makes one, if it passes:",
+        "--proved needs a certificate, but there is none under runs",
+        "If it passes, this creates one:",
         f"  unisono prove small.py:Small {' '.join(TWO)} 'layouts=[ddp:2]'",
     ]
 
@@ -252,7 +262,7 @@ def test_a_case_on_another_device_covers_nothing():
     file = certify()
     layouts = json.loads(file.read_text())["layouts"]
     changed(file, layouts={**layouts, "ddp:2 m4 fp32": {**layouts["ddp:2 m4 fp32"], "device": "H200"}})
-    assert refusal()[:-1] == ["no case of ddp in fp32 on cpu passed there"]
+    assert refusal()[:-1] == ["no case of ddp in fp32 on cpu passed in it"]
 
 
 @pytest.mark.parametrize("verdict", ["FAIL", "ABSTAIN"])
@@ -283,7 +293,7 @@ def test_what_no_case_covers_is_named_and_the_proposed_proof_covers_it(
 ):
     certify()
     line, command = refusal(*overrides)
-    assert line == f"no case {missing} on cpu passed there"
+    assert line == f"no case {missing} on cpu passed in it"
     assert f"'{proposed}'" in command
     certify_by(command)
     assert "proved: " in asked(*overrides)
@@ -297,26 +307,66 @@ def certify_by(command: str) -> None:
 
 def test_several_micro_batches_need_a_case_that_has_them():
     certify(vary=[])
-    assert refusal("layout.micro_batch=2")[:-1] == ["no case of ddp with several micro-batches on cpu passed there"]
+    assert refusal("layout.micro_batch=2")[:-1] == ["no case of ddp with several micro-batches on cpu passed in it"]
     certify()
     assert "with several micro-batches" in asked("layout.micro_batch=2")
 
 
+def test_what_abstained_between_micro_batch_sizes_covers_one_size_only():
+    certify(mark=lambda case: "ABSTAIN" if case == "single m1 fp64" else "PASS")
+    assert asked().endswith(" covers ddp in fp32 on cpu, for one micro-batch size only")
+    line, reason, _ = refusal("layout.micro_batch=2")
+    assert line == "no case of ddp with several micro-batches on cpu passed in it"
+    assert reason.startswith("single m1 fp64 abstained: ") and reason.endswith("one micro-batch per process")
+    line, _, _ = refusal("layout.world_size=1", "layout.micro_batch=2")
+    assert line == "no case with several micro-batches on cpu passed in it"
+
+
+def test_a_certificate_lists_what_it_covers_and_what_abstained():
+    held = json.loads(certify(mark=lambda case: "ABSTAIN" if case == "single m1 fp64" else "PASS").read_text())
+    covers = {one["case"]: one for one in held["covers"]}
+    assert covers["ddp:2 m1 fp64"] == {
+        "case": "ddp:2 m1 fp64", "strategy": "ddp", "world_size": 2, "precision": "fp64",
+        "micro_batches": "equal", "resume": False, "evaluation": False,
+    }  # fmt: skip
+    assert covers["ddp:2 m4 resumed fp64"]["resume"]
+    assert "single m1 fp64" not in covers
+    assert held["abstained"] == [{"case": "single m1 fp64", "quantity": "loss", "why": "it is random"}]
+    covers = {one["case"]: one for one in json.loads(certify().read_text())["covers"]}
+    assert covers["single m1 fp64"]["micro_batches"] == covers["ddp:2 m1 fp64"]["micro_batches"] == "varied"
+
+
+def test_a_proof_that_never_resumed_says_so():
+    certify(vary=["accumulate"])
+    assert asked().endswith(" covers ddp in fp32 on cpu, without resuming")
+
+
+@pytest.mark.parametrize("quantity", ["evaluation", "buffers"])
+def test_a_quantity_that_abstained_is_named_by_the_run_that_starts(quantity: str):
+    certify(more=[ComparedQuantity(quantity, "ABSTAIN", why="statistics of one process")])
+    assert asked().endswith(f" covers ddp in fp32 on cpu, without {quantity}")
+
+
+def test_a_case_whose_gradients_abstained_covers_nothing():
+    certify(more=[ComparedQuantity("raw gradients", "ABSTAIN", why="rounding alone comes to 1")])
+    assert refusal()[:-1] == ["no case of ddp in fp32 on cpu passed in it"]
+
+
 def test_the_precision_of_the_run_needs_a_case():
     certify(precisions=["fp64"])
-    assert refusal()[:-1] == ["no case of ddp in fp32 on cpu passed there"]
+    assert refusal()[:-1] == ["no case of ddp in fp32 on cpu passed in it"]
 
 
 def test_a_case_that_abstained_covers_nothing():
     certify(layouts=["ddp:2", "fsdp:2"], mark=lambda case: "ABSTAIN" if case.startswith("fsdp") else "PASS")
     assert asked()
-    assert refusal("layout.strategy=fsdp")[:-1] == ["no case of fsdp in fp32 on cpu passed there"]
+    assert refusal("layout.strategy=fsdp")[:-1] == ["no case of fsdp in fp32 on cpu passed in it"]
 
 
 def test_the_nearest_certificate_is_the_one_that_is_held_against_the_run():
     certify("optim.lr=1", "task.rows=1", "run.seed=1", name="far")
     certify("optim.lr=1", name="near")
-    with pytest.raises(RunError, match=r"The nearest is runs/near/certificate\.json") as caught:
+    with pytest.raises(RunError, match=r"The closest is runs/near/certificate\.json") as caught:
         asked("optim.lr=2")
     assert "run.seed" not in str(caught.value)
 
@@ -355,7 +405,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_a_run_without_a_proof_does_not_start_and_leaves_nothing(refused: Callable[..., str]):
     assert refused("run.resume=auto").startswith(
-        "unisono: error: --proved asks for a certificate, and there is none under runs\n"
+        "unisono: error: --proved needs a certificate, but there is none under runs\n"
     )
     certify()
     told = refused("optim.lr=0.5").splitlines()
@@ -417,6 +467,6 @@ def test_the_processes_of_torchrun_are_all_asked_and_the_refusal_is_told_once(pr
     runs = sorted((proved / "runs").iterdir())
     done = jobs.finished([*words, "optim.lr=0.5"], proved)
     assert done.returncode != 0
-    assert done.stderr.count("--proved asks for a certificate, and none fits this run.") == 1
+    assert done.stderr.count("--proved needs a certificate, but none matches this run.") == 1
     assert "  optim.lr: 0.0003 there, 0.5 here\n" in done.stderr
     assert sorted((proved / "runs").iterdir()) == runs

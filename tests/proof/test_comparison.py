@@ -10,12 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.proof.comparison import Compared, Difference, compare, distances, first_failed, invariants
-from unisono.proof.recording.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.comparison import (
+    ComparedQuantity,
+    Difference,
+    check_invariants,
+    compare_traces,
+    first_failure,
+    relative_distances,
+)
+from unisono.proof.recording.trace import QUANTITIES, RunFacts, StepFacts, Trace, write_facts, write_tensors
 
 EXACT = {"sample ids": 0.0, "samples": 0.0, "initial parameters": 0.0, "learning rate": 0.0, "replicas": 0.0}
 TOLERANCE = {**dict.fromkeys(QUANTITIES, 1e-12), **EXACT}
-Change = Callable[[Facts, dict[tuple[str, int | None], dict[str, np.ndarray]]], Any]
+Change = Callable[[RunFacts, dict[tuple[str, int | None], dict[str, np.ndarray]]], Any]
 
 
 def step(number: int, world: int) -> StepFacts:
@@ -29,7 +36,7 @@ def step(number: int, world: int) -> StepFacts:
 
 def trace(folder: Path, world: int = 1, change: Change | None = None) -> Trace:
     """Two steps of a model with two parameters, one of which has no true gradient."""
-    facts = Facts(
+    facts = RunFacts(
         ["w", "silent"], ["still"], steps=[step(0, world), step(1, world)],
         evaluation=[{"loss": 1.0}] * world, evaluation_again=[{"loss": 1.0}] * world,
     )  # fmt: skip
@@ -56,8 +63,8 @@ def trace(folder: Path, world: int = 1, change: Change | None = None) -> Trace:
     return Trace(folder)
 
 
-def compared(tmp_path: Path, change: Change | None = None, adaptive: bool = False) -> dict[str, Compared]:
-    found = compare(trace(tmp_path / "mine", 2, change), trace(tmp_path / "one"), TOLERANCE, adaptive)
+def compared(tmp_path: Path, change: Change | None = None, adaptive: bool = False) -> dict[str, ComparedQuantity]:
+    found = compare_traces(trace(tmp_path / "mine", 2, change), trace(tmp_path / "one"), TOLERANCE, adaptive)
     return {one.quantity: one for one in found}
 
 
@@ -68,40 +75,40 @@ def test_equal_runs_pass_in_every_quantity(tmp_path: Path) -> None:
     assert {one.worst.size for one in found.values()} == {0.0}
 
 
-def set_rows(facts: Facts, tensors: Any) -> None:
+def set_rows(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].rows = [0, 1, 2, 3]
 
 
-def set_loss(facts: Facts, tensors: Any) -> None:
+def set_loss(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].loss *= 1 + 1e-9
 
 
-def set_lr(facts: Facts, tensors: Any) -> None:
+def set_lr(facts: RunFacts, tensors: Any) -> None:
     facts.steps[0].lr[1] = [0.2]
 
 
-def set_metric(facts: Facts, tensors: Any) -> None:
+def set_metric(facts: RunFacts, tensors: Any) -> None:
     facts.steps[0].metrics[1] = {"m": 0.4}
 
 
-def set_evaluation(facts: Facts, tensors: Any) -> None:
+def set_evaluation(facts: RunFacts, tensors: Any) -> None:
     facts.evaluation[1] = {"loss": 1.1}
 
 
-def set_replicas(facts: Facts, tensors: Any) -> None:
+def set_replicas(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].replicas = ["w"]
 
 
-def set_outputs(facts: Facts, tensors: Any) -> None:
+def set_outputs(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].outputs = [facts.steps[1].outputs[0], {"out": [3.0, -1.0 + 1e-9]}]
 
 
-def set_samples(facts: Facts, tensors: Any) -> None:
+def set_samples(facts: RunFacts, tensors: Any) -> None:
     facts.steps[0].samples = ["x", "z"]
 
 
 def tensor(moment: str, number: int | None, name: str) -> Change:
-    def change(facts: Facts, tensors: Any) -> None:
+    def change(facts: RunFacts, tensors: Any) -> None:
         tensors[moment, number][name] = tensors[moment, number][name] * (1 + 1e-9)
 
     return change
@@ -141,21 +148,21 @@ def test_one_difference_fails_one_quantity_at_its_step(
 
 def test_where_rounding_alone_goes_far_agreement_says_nothing(tmp_path: Path) -> None:
     mine, one = trace(tmp_path / "mine", 2), trace(tmp_path / "one")
-    found = {c.quantity: c for c in compare(mine, one, {**TOLERANCE, "raw gradients": 0.8}, adaptive=False)}
+    found = {c.quantity: c for c in compare_traces(mine, one, {**TOLERANCE, "raw gradients": 0.8}, adaptive=False)}
     assert found["raw gradients"].mark == "ABSTAIN"
     assert "rounding alone comes to a relative difference of 0.8" in found["raw gradients"].why
     assert found["loss"].mark == "PASS"
 
 
 def test_a_run_with_fewer_steps_fails(tmp_path: Path) -> None:
-    def shorter(facts: Facts, tensors: Any) -> None:
+    def shorter(facts: RunFacts, tensors: Any) -> None:
         facts.steps.pop()
 
     assert compared(tmp_path, shorter)["sample ids"].mark == "FAIL"
 
 
 def test_a_tensor_on_one_side_only_fails(tmp_path: Path) -> None:
-    def more(facts: Facts, tensors: Any) -> None:
+    def more(facts: RunFacts, tensors: Any) -> None:
         tensors["parameters", 0]["another"] = np.ones(1)
 
     worst = compared(tmp_path, more)["parameters"].worst
@@ -163,7 +170,7 @@ def test_a_tensor_on_one_side_only_fails(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_number_fails(tmp_path: Path) -> None:
-    def nan(facts: Facts, tensors: Any) -> None:
+    def nan(facts: RunFacts, tensors: Any) -> None:
         tensors["raw gradients", 0]["w"] = np.full(3, np.nan)
 
     assert compared(tmp_path, nan)["raw gradients"].mark == "FAIL"
@@ -179,7 +186,7 @@ def test_parameters_without_a_true_gradient_are_left_out_under_adaptive_optimize
 
 
 def test_statistics_of_one_process_are_not_compared(tmp_path: Path) -> None:
-    def statistics(facts: Facts, tensors: Any) -> None:
+    def statistics(facts: RunFacts, tensors: Any) -> None:
         facts.per_process = ["b"]
         facts.evaluation[0] = {"loss": 1.3}
         tensors["buffers", 0]["b"] = np.zeros(1)
@@ -193,50 +200,50 @@ def test_statistics_of_one_process_are_not_compared(tmp_path: Path) -> None:
 def test_a_small_tensor_is_measured_against_all_of_them() -> None:
     reference = {"large": np.full(4, 100.0), "small": np.full(4, 1e-9)}
     mine = {"large": np.full(4, 100.0), "small": np.full(4, 2e-9)}
-    assert distances(mine, reference) == {"large": 0.0, "small": pytest.approx(2e-9 / 0.2)}
+    assert relative_distances(mine, reference) == {"large": 0.0, "small": pytest.approx(2e-9 / 0.2)}
 
 
 def test_the_first_fault_is_that_of_the_earliest_step() -> None:
-    late = Compared("loss", "FAIL", Difference(1.0, 2))
-    early = Compared("parameters", "FAIL", Difference(1.0, 1))
-    end = Compared("evaluation", "FAIL", Difference(1.0))
-    assert first_failed([late, early, end]) is early
-    assert first_failed([late, end]) is late
-    assert first_failed([end, Compared("loss", "PASS")]) is end
-    assert first_failed([Compared("loss", "PASS")]) is None
-    begun = Compared("initial parameters", "FAIL", Difference(1.0))
-    assert first_failed([early, begun]) is begun
+    late = ComparedQuantity("loss", "FAIL", Difference(1.0, 2))
+    early = ComparedQuantity("parameters", "FAIL", Difference(1.0, 1))
+    end = ComparedQuantity("evaluation", "FAIL", Difference(1.0))
+    assert first_failure([late, early, end]) is early
+    assert first_failure([late, end]) is late
+    assert first_failure([end, ComparedQuantity("loss", "PASS")]) is end
+    assert first_failure([ComparedQuantity("loss", "PASS")]) is None
+    begun = ComparedQuantity("initial parameters", "FAIL", Difference(1.0))
+    assert first_failure([early, begun]) is begun
 
 
-def unmoved(facts: Facts, tensors: Any) -> None:
+def unmoved(facts: RunFacts, tensors: Any) -> None:
     tensors["parameters", 1]["w"] = np.ones(3)
 
 
-def thawed(facts: Facts, tensors: Any) -> None:
+def thawed(facts: RunFacts, tensors: Any) -> None:
     tensors["parameters", 1]["still"] = np.zeros(2)
 
 
-def same_rows(facts: Facts, tensors: Any) -> None:
+def same_rows(facts: RunFacts, tensors: Any) -> None:
     facts.steps[0].by_rank = [[0, 1], [0, 1]]
 
 
-def flat_loss(facts: Facts, tensors: Any) -> None:
+def flat_loss(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].loss = facts.steps[0].loss
 
 
-def no_norm(facts: Facts, tensors: Any) -> None:
+def no_norm(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].grad_norm = 0.0
 
 
-def unclean(facts: Facts, tensors: Any) -> None:
+def unclean(facts: RunFacts, tensors: Any) -> None:
     facts.steps[1].clean = False
 
 
-def drawn_evaluation(facts: Facts, tensors: Any) -> None:
+def drawn_evaluation(facts: RunFacts, tensors: Any) -> None:
     facts.evaluation_again[0] = {"loss": 0.9}
 
 
-def left_mode(facts: Facts, tensors: Any) -> None:
+def left_mode(facts: RunFacts, tensors: Any) -> None:
     facts.evaluation_left = ["training mode"]
 
 
@@ -254,15 +261,15 @@ def left_mode(facts: Facts, tensors: Any) -> None:
     ],
 )
 def test_what_must_hold_of_a_single_run(tmp_path: Path, change: Change, name: str) -> None:
-    good = invariants(trace(tmp_path / "good", 2))
+    good = check_invariants(trace(tmp_path / "good", 2))
     assert name in {one.quantity for one in good}
     assert all(one.mark != "FAIL" for one in good)
-    bad = invariants(trace(tmp_path / "bad", 2, change))
+    bad = check_invariants(trace(tmp_path / "bad", 2, change))
     assert [one.quantity for one in bad if one.mark == "FAIL"] == [name]
 
 
 def test_rows_that_differ_come_before_steps_that_are_missing(tmp_path: Path) -> None:
-    def doubled(facts: Facts, tensors: Any) -> None:
+    def doubled(facts: RunFacts, tensors: Any) -> None:
         facts.steps[0].rows = list(range(8))
         del facts.steps[1]
 
@@ -271,7 +278,7 @@ def test_rows_that_differ_come_before_steps_that_are_missing(tmp_path: Path) -> 
 
 
 def test_nothing_is_said_of_what_was_not_recorded(tmp_path: Path) -> None:
-    def bare(facts: Facts, tensors: Any) -> None:
+    def bare(facts: RunFacts, tensors: Any) -> None:
         for one in facts.steps:
             one.rows, one.by_rank, one.loss, one.terms, one.grad_norm, one.clean = [], [[], []], None, {}, None, None
             one.metrics, one.samples, one.outputs = [], [], []
@@ -281,16 +288,16 @@ def test_nothing_is_said_of_what_was_not_recorded(tmp_path: Path) -> None:
                 del tensors[key]
 
     mine, one = trace(tmp_path / "mine", 2, bare), trace(tmp_path / "one", 1, bare)
-    told = {c.quantity: c for c in compare(mine, one, TOLERANCE, adaptive=False)}
+    told = {c.quantity: c for c in compare_traces(mine, one, TOLERANCE, adaptive=False)}
     passed = {name for name, c in told.items() if c.mark == "PASS"}
     assert passed == {"initial parameters", "raw gradients", "learning rate", "parameters", "replicas"}
     assert {c.why for c in told.values() if c.mark != "PASS"} == {"there is none"}
     moved = {"trained parameters moved", "frozen parameters did not move"}
-    assert {c.quantity for c in invariants(mine) if c.mark == "PASS"} == moved
+    assert {c.quantity for c in check_invariants(mine) if c.mark == "PASS"} == moved
 
 
 def test_a_parameter_without_gradient_is_named_and_nothing_is_said_of_it(tmp_path: Path) -> None:
-    found = {one.quantity: one for one in invariants(trace(tmp_path / "mine"))}
+    found = {one.quantity: one for one in check_invariants(trace(tmp_path / "mine"))}
     one = found["every trainable parameter got a gradient"]
     assert one.mark == "ABSTAIN"
     assert "silent" in one.why

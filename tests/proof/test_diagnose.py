@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unisono.proof import diagnosis
-from unisono.proof.comparison import Compared, Difference
-from unisono.proof.diagnosis import of_error
+from unisono.proof import diagnosis, predictions
+from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.diagnosis import diagnose_error
 from unisono.proof.fault_names import Diagnosis
-from unisono.proof.recording.trace import QUANTITIES, Facts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.recording.trace import QUANTITIES, Part, RunFacts, StepFacts, Trace, write_facts, write_tensors
 
 
 def trace(folder: Path, counts: list[list[int]], gradient: Any = None, loss: float | None = 1.0, **facts: Any) -> Trace:
@@ -28,16 +29,56 @@ def trace(folder: Path, counts: list[list[int]], gradient: Any = None, loss: flo
         steps.append(StepFacts(rows, by_rank, loss, {}, 1.0, [[0.1]] * len(of_ranks), [{}] * len(of_ranks)))
         write_tensors(folder, "raw gradients", number, gradient or {"a": np.ones(3), "b": np.arange(3.0)})
         write_tensors(folder, "clipped gradients", number, gradient or {"a": np.ones(3), "b": np.arange(3.0)})
-    write_facts(folder, Facts(["a", "b"], ["frozen"], steps=steps, **facts))
+    write_facts(folder, RunFacts(["a", "b"], ["frozen"], steps=steps, **facts))
     return Trace(folder)
 
 
+def known(found: tuple[Trace, Trace], counts: list[float], gradient: bool = True) -> None:
+    """Write down, in both traces, what two ranks with one micro-batch each add: to the loss, and to the gradient."""
+    mine, reference = found
+    for trace in found:
+        for step in trace.facts.steps:
+            step.parts = [
+                Part(n, n if trace is mine else 0, 4, {"next": total}, {"next": count}, {"next": 1.0})
+                for n, (total, count) in enumerate(zip(SUMS, counts, strict=True))
+            ]
+            step.terms = {"next": sum(SUMS) / sum(counts)}
+            step.loss = step.terms["next"]
+    for number in range(len(reference.facts.steps) if gradient else 0):
+        values = {f"next/{n}/{name}": value for n, part in enumerate(TERMS) for name, value in part.items()}
+        write_tensors(reference.folder, "term gradients", number, values)
+        for moment in ("raw gradients", "clipped gradients"):
+            write_tensors(reference.folder, moment, number, summed([1 / sum(counts)] * 2))
+
+
+def summed(weights: list[float]) -> dict[str, Any]:
+    return {name: sum(w * part[name] for w, part in zip(weights, TERMS, strict=True)) for name in ("a", "b")}
+
+
+def pair(folder: Path, observed: Any, counts: Any = (2.0, 6.0), **facts: Any) -> tuple[Trace, Trace]:
+    """A run on two ranks with this gradient, and its reference; what micro-batches add is known."""
+    folder.mkdir(exist_ok=True)
+    result = trace(folder / "mine", EVEN, observed, **facts), trace(folder / "one", [[8], [8]])
+    known(result, list(counts))
+    return result
+
+
+def name(found: tuple[Trace, Trace], *compared: ComparedQuantity, world_size: int = 2) -> str:
+    """Of what differs first."""
+    diagnosed = diagnosis.diagnose(*found, compared, world_size)
+    assert diagnosed is not None
+    return diagnosed.fault
+
+
+SUMS = [7.0, 30.0]
+RNG = np.random.default_rng(5)
+TERMS = [{"a": RNG.normal(size=6), "b": RNG.normal(size=8)} for _ in range(2)]  # gradients of the micro-batches' sums
 OTHER = {"a": np.array([1.0, -2.0, 1.0]), "b": np.array([2.0, 1.0, 0.0])}  # of another direction
 EVEN, UNEVEN = [[4, 4], [4, 4]], [[4, 4], [4, 2]]
 
 
 def told(
-    folder: Path, first: Compared, *more: Compared, counts: Any = EVEN, starts: Any = (), **facts: Any
+    folder: Path, first: ComparedQuantity, *more: ComparedQuantity, counts: Any = EVEN, starts: Any = (), **facts: Any
 ) -> Diagnosis:
     folder.mkdir(exist_ok=True)
     mine = trace(folder / "mine", counts, **facts)
@@ -49,12 +90,12 @@ def told(
 
 def failed(
     quantity: str, step: int, name: str = "a", size: float = 0.5, mine: Any = None, reference: Any = None
-) -> Compared:
-    return Compared(quantity, "FAIL", Difference(size, step, name, mine, reference))
+) -> ComparedQuantity:
+    return ComparedQuantity(quantity, "FAIL", Difference(size, step, name, mine, reference))
 
 
-def passed(quantity: str) -> Compared:
-    return Compared(quantity, "PASS")
+def passed(quantity: str) -> ComparedQuantity:
+    return ComparedQuantity(quantity, "PASS")
 
 
 def test_every_quantity_has_a_rule() -> None:
@@ -85,17 +126,67 @@ def test_outputs_that_differ_first(tmp_path: Path, random: bool, starts: Any, fa
 # the loss -------------------------------------------------------------------------------------------------------------
 
 
-def loss(step: int, mine: float = 1.1) -> Compared:
+def loss(step: int, mine: float = 1.1) -> ComparedQuantity:
     return failed("loss", step, "loss", mine=mine, reference=1.0)
 
 
-def test_a_loss_that_differs_from_the_first_uneven_step_on_is_a_mean_of_means(tmp_path: Path) -> None:
-    found = told(tmp_path, loss(2), counts=UNEVEN, random=True)
-    assert (found.fault, "[4, 2]" in found.because) == ("A mean of means", True)
+def reported(found: tuple[Trace, Trace], value: float) -> ComparedQuantity:
+    """A loss that is the first to differ, in step 1."""
+    step, one = found[0].facts.steps[0], found[1].facts.steps[0].loss
+    step.terms, step.loss = {"next": value}, value
+    return failed("loss", 1, "loss", size=0.3, mine=value, reference=one)
 
 
-def test_a_loss_of_right_outputs_is_no_matter_of_random_numbers(tmp_path: Path) -> None:
-    assert told(tmp_path, loss(1), passed("outputs"), random=True).fault == "A mean of means"
+MEANS = (7 / 2 + 30 / 6) / 2
+
+
+def test_a_mean_of_means_reproduces_the_loss_and_the_gradient(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1 / 4, 1 / 12]))
+    told = diagnosis.diagnose(*found, [reported(found, MEANS), failed("raw gradients", 1)], 2)
+    assert told is not None
+    assert (told.fault, "reproduces the gradient to rounding, and the loss" in told.because) == (
+        "A mean of means",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("gradient", "value"),
+    [
+        (summed([1 / 4, 1 / 12 * (1 + 1e-6)]), MEANS),  # the loss is that of one, the gradient is not
+        (summed([1 / 5, 1 / 9]), 4.3),  # neither is
+    ],
+)
+def test_what_a_mean_of_means_does_not_reproduce_is_not_called_so(tmp_path: Path, gradient: Any, value: float) -> None:
+    found = pair(tmp_path, gradient)
+    fault = name(found, reported(found, value), failed("raw gradients", 1))
+    assert fault == "The loss depends on the layout"
+
+
+def test_a_mean_of_means_with_a_loss_that_is_logged_right(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1 / 4, 1 / 12]))
+    assert name(found, passed("loss"), failed("raw gradients", 1)) == "A mean of means"
+
+
+def test_a_loss_of_which_nothing_is_known_gets_a_neutral_name(tmp_path: Path) -> None:
+    assert told(tmp_path, loss(2), counts=UNEVEN).fault == "The loss depends on the layout"
+    assert told(tmp_path / "of", loss(1), passed("outputs"), random=True).fault == "The loss depends on the layout"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fault"), [([1], "The loss depends on the process"), ([0, 1], "The loss depends on the layout")]
+)
+def test_micro_batches_of_one_rank_that_have_other_sums(tmp_path: Path, ranks: list[int], fault: str) -> None:
+    found = pair(tmp_path, summed([1.0, 2.0]))
+    for rank in ranks:
+        found[0].facts.steps[0].parts[rank].sums["next"] *= 1.5
+    assert name(found, reported(found, 3.7), failed("raw gradients", 1)) == fault
+
+
+def test_a_loss_that_is_another_each_time_is_told_before_anything_is_guessed(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1.0, 2.0]))
+    found[1].facts.probed, found[1].facts.unstable_loss = True, "'next' of the same outputs came to 1 and then to 2"
+    assert name(found, reported(found, 3.7), failed("raw gradients", 1)) == "The loss depends on the call"
 
 
 def test_a_loss_that_differs_where_the_model_draws(tmp_path: Path) -> None:
@@ -106,8 +197,10 @@ def test_a_loss_that_differs_after_a_resume(tmp_path: Path) -> None:
     assert told(tmp_path, loss(2), starts=[1]).fault == "The state was not carried on"
 
 
-def test_a_loss_that_differs_alone(tmp_path: Path) -> None:
-    assert told(tmp_path, loss(1), passed("raw gradients")).fault == "The loss is not summed over ranks"
+def test_a_loss_that_differs_alone_is_that_of_some_rows_or_nobody_knows(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    assert name(found, reported(found, 7 / 2), passed("raw gradients")) == "The loss is not summed over ranks"
+    assert name(found, reported(found, 3.6), passed("raw gradients")) == "The reported loss depends on the layout"
 
 
 @pytest.mark.parametrize("first", ["outputs", "loss"])
@@ -137,9 +230,9 @@ def of_terms(folder: Path, ours: dict[str, float], theirs: dict[str, float], cro
     ("ours", "crosses", "fault"),
     [
         ({"pairs": 0.5, "own": 2.0}, "rows", "Pairs across processes are missing"),
-        ({"pairs": 0.5, "own": 2.0}, "whole", "Pairs across processes are missing"),
-        ({"pairs": 0.5, "own": 2.5}, "rows", "A mean of means"),
-        ({"pairs": 0.5, "own": 2.0}, "", "A mean of means"),
+        ({"pairs": 0.5, "own": 2.0}, "whole", "A statistic of the batch is taken of its parts"),
+        ({"pairs": 0.5, "own": 2.5}, "rows", "The loss depends on the layout"),
+        ({"pairs": 0.5, "own": 2.0}, "", "The loss depends on the layout"),
     ],
 )
 def test_a_loss_across_samples_of_which_another_term_agrees(
@@ -149,12 +242,28 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
 
 
 @pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("statistic", "A statistic of the batch is taken of its parts"),
+        ("mean", "A mean of means"),
+        ("", "The loss depends on the micro-batch"),
+    ],
+)
+def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path, kind: str, fault: str) -> None:
+    found = pair(tmp_path, None)
+    for step in found[0].facts.steps:
+        step.parts = [*step.parts, *step.parts]
+    found[1].facts.probed, found[1].facts.additivity = True, {"next": kind} if kind else {}
+    assert name(found, reported(found, 3.7), failed("raw gradients", 1), world_size=1) == fault
+
+
+@pytest.mark.parametrize(
     ("size", "crosses", "fault"),
     [
         (6e-2, "rows", "Gathered rows carry no gradient"),
-        (3e-3, "rows", "Gradients are reduced in a lower precision"),
-        (6e-2, "whole", "Gradients are reduced in a lower precision"),
-        (6e-2, "", "Gradients are reduced in a lower precision"),
+        (3e-3, "rows", "The gradients depend on the layout"),
+        (6e-2, "whole", "The gradients depend on the layout"),
+        (6e-2, "", "The gradients depend on the layout"),
     ],
 )
 def test_gradients_of_another_direction_where_the_loss_crosses_samples(
@@ -164,26 +273,40 @@ def test_gradients_of_another_direction_where_the_loss_crosses_samples(
     assert told(tmp_path, first, gradient=OTHER, crosses=crosses).fault == fault
 
 
-def test_gradients_that_differ_from_the_first_uneven_step_on_are_a_mean_of_means(tmp_path: Path) -> None:
-    found = told(tmp_path, failed("raw gradients", 2), counts=UNEVEN, gradient=OTHER)
-    assert found.fault == "A mean of means"
+EIGHTH = [1 / 8, 1 / 8]
 
 
-def test_gradients_that_differ_in_an_even_step_are_not(tmp_path: Path) -> None:
-    found = told(tmp_path, failed("raw gradients", 2), gradient=OTHER)
-    assert found.fault == "Gradients are those of a part of the batch"
-    assert "no loss was recorded" not in found.because
+@pytest.mark.parametrize(
+    ("observed", "fault"),
+    [
+        (summed([1 / 8, 0]), "Gradients are not synchronised"),  # rank 0's own
+        (summed([0, 2 / 8]), "Gradients are not synchronised"),  # rank 1's, whose loss was scaled for an average
+        ({**summed(EIGHTH), "b": summed([2 / 8, 0])["b"]}, "Some parameters are not synchronised"),
+        ({**summed(EIGHTH), "b": summed([1 / 4, 1 / 12])["b"]}, "The gradients depend on the layout"),
+        (summed([1 / 4, 1 / 12]), "A mean of means"),
+        (summed([1.3 / 8, 0.9 / 8]), "The gradients depend on the layout"),
+        ({n: 1.37 * v for n, v in summed(EIGHTH).items()}, "The gradients depend on the layout"),
+        ({n: v * (1 + 1e-3) ** (n == "b") for n, v in summed(EIGHTH).items()}, "The gradients depend on the layout"),
+    ],
+)
+def test_gradients_are_what_reproduces_them(tmp_path: Path, observed: Any, fault: str) -> None:
+    assert name(pair(tmp_path, observed), failed("raw gradients", 1)) == fault
 
 
-def test_gradients_of_a_script_that_records_no_loss_may_be_of_means_too(tmp_path: Path) -> None:
-    found = told(tmp_path, failed("raw gradients", 2), gradient=OTHER, loss=None)
-    assert found.because.endswith("no loss was recorded, and without it a mean of means looks the same")
+def test_gradients_of_rounded_parts_are_of_a_lower_precision_and_others_are_not(tmp_path: Path) -> None:
+    rounded = {n: sum(predictions.round_to(part[n] / 4, 8) for part in TERMS) / 2 for n in ("a", "b")}
+    fault = name(pair(tmp_path, rounded), failed("raw gradients", 1, size=3e-3))
+    assert fault == "Gradients are reduced in a lower precision"
+    noisy = {n: v * (1 + 3e-3 * RNG.normal(size=v.shape)) for n, v in summed(EIGHTH).items()}
+    fault = name(pair(tmp_path / "noisy", noisy), failed("raw gradients", 1, size=3e-3))
+    assert fault == "The gradients depend on the layout"
 
 
-def test_gradients_after_which_replicas_differ_are_not_synchronised(tmp_path: Path) -> None:
-    more = failed("replicas", 1, "'a' is not the same on ranks [0] and [1]")
-    found = told(tmp_path, failed("raw gradients", 1), more, gradient=OTHER)
-    assert found.fault == "Gradients are not synchronised"
+def test_gradients_of_which_nothing_is_known_get_a_neutral_name(tmp_path: Path) -> None:
+    more = failed("replicas", 2, "'a' is not the same on ranks [0] and [1]")
+    found = told(tmp_path, failed("raw gradients", 2), more, counts=UNEVEN, gradient=OTHER, loss=None)
+    assert found.fault == "The gradients depend on the layout"
+    assert found.because.endswith("what each micro-batch adds was not recorded; no loss was recorded")
 
 
 ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np.arange(3.0)}  # in their first step
@@ -193,8 +316,8 @@ ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np
     ("change", "fault"),
     [
         ({"a.B": 2 * np.ones(3), "b.B": 2 * np.arange(3.0)}, "All gradients are scaled by N"),
-        ({"a.B": OTHER["a"], "b.B": OTHER["b"]}, "Gradients are those of a part of the batch"),
-        ({"a.B": OTHER["a"]}, "Some parameters are not synchronised"),
+        ({"a.B": OTHER["a"], "b.B": OTHER["b"]}, "The gradients depend on the layout"),
+        ({"a.B": OTHER["a"]}, "The gradients depend on the layout"),
     ],
 )
 def test_matrices_of_adapters_without_a_gradient_yet_say_nothing(tmp_path: Path, change: Any, fault: str) -> None:
@@ -205,11 +328,12 @@ def test_matrices_of_adapters_without_a_gradient_yet_say_nothing(tmp_path: Path,
     assert found.fault == fault
 
 
-@pytest.mark.parametrize(("factor", "by"), [(2.0, True), (0.5, True), (4.0, False)])
-def test_gradients_that_are_scaled(tmp_path: Path, factor: float, by: bool) -> None:
+@pytest.mark.parametrize(("factor", "by"), [(2.0, ""), (0.5, ""), (4.0, ", twice")])
+def test_gradients_that_are_scaled(tmp_path: Path, factor: float, by: str) -> None:
     scaled = {"a": factor * np.ones(3), "b": factor * np.arange(3.0)}
     found = told(tmp_path, failed("raw gradients", 1), gradient=scaled)
-    assert (found.fault, "by the number of processes" in found.because) == ("All gradients are scaled by N", by)
+    assert found.fault == "All gradients are scaled by N"
+    assert found.because.endswith(f"by the number of processes{by}")
 
 
 def test_a_gradient_that_is_not_there(tmp_path: Path) -> None:
@@ -240,6 +364,63 @@ def test_an_average_that_differs_only_after_a_resume_was_lost(tmp_path: Path) ->
 def test_a_learning_rate_that_differs_after_a_resume(tmp_path: Path) -> None:
     found = told(tmp_path, failed("learning rate", 2, mine=0.1, reference=0.2), starts=[1])
     assert found.fault == "The state was not carried on"
+
+
+def rates(found: tuple[Trace, Trace], ours: list[float], theirs: list[float]) -> ComparedQuantity:
+    for one, values in zip(found, (ours, theirs), strict=True):
+        one.facts.steps = [replace(one.facts.steps[0], lr=[[value]] * 2) for value in values]
+    step = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    return failed("learning rate", step + 1, mine=ours[step], reference=theirs[step])
+
+
+@pytest.mark.parametrize(
+    ("ours", "fault"),
+    [
+        ([0.0, 0.75, 0.25], "The schedule is stepped once per process"),
+        ([0.0, 2.0, 1.5], "The learning rate depends on the world size"),
+        ([0.5, 0.75, 0.25], "The learning rate depends on the world size"),  # wrong at step 1
+    ],
+)
+def test_a_rate_is_stepped_too_often_only_if_it_is_that_of_later_updates(
+    tmp_path: Path, ours: list[float], fault: str
+) -> None:
+    found = pair(tmp_path, None)
+    first = rates(found, ours, [0.0, 1.0, 0.75])
+    assert name(found, first) == fault
+
+
+SQUARE = {"a": np.arange(1.0, 9.0), "b": np.arange(12.0).reshape(4, 3)}
+
+
+@pytest.mark.parametrize(
+    ("norm", "fault"),
+    [
+        (float(np.sqrt(np.square(SQUARE["a"][4:]).sum() + np.square(SQUARE["b"][2:]).sum())), "that of a part"),
+        (float(np.sqrt(2 * sum(np.square(v).sum() for v in SQUARE.values()))), "that of a part"),
+        (26.625, "added up in too low a precision"),  # 26.64… in bf16
+        (20.1, "depends on the layout"),
+    ],
+)
+def test_a_norm_is_one_of_shards_or_of_a_precision_or_nobody_knows(tmp_path: Path, norm: float, fault: str) -> None:
+    exact = float(np.sqrt(sum(np.square(v).sum() for v in SQUARE.values())))
+    norm = float(predictions.round_to(np.array([exact]), 8)[0]) if norm == 26.625 else norm
+    found = told(tmp_path, failed("gradient norm", 1, mine=norm, reference=exact), gradient=SQUARE)
+    assert fault in found.fault
+
+
+def test_clipping_by_the_norm_of_shards_has_their_factors(tmp_path: Path) -> None:
+    found = pair(tmp_path, SQUARE)
+    limit = 2.0
+    write_tensors(found[1].folder, "clipped gradients", 0, {"a": np.array([limit, 0.0])})
+    halves = [{"a": SQUARE["a"][:4], "b": SQUARE["b"][:2]}, {"a": SQUARE["a"][4:], "b": SQUARE["b"][2:]}]
+    norms = [float(np.sqrt(sum(np.square(v).sum() for v in half.values()))) for half in halves]
+    for factors, fault in (
+        ([limit / norm for norm in norms], "Clipped by a local norm"),
+        ([0.1, 0.1], "The clipping depends on the layout"),
+    ):
+        clipped = {n: np.concatenate([f * half[n] for f, half in zip(factors, halves, strict=True)]) for n in SQUARE}
+        write_tensors(found[0].folder, "clipped gradients", 0, clipped)
+        assert name(found, failed("clipped gradients", 1)) == fault
 
 
 # resumes and rounding -------------------------------------------------------------------------------------------------
@@ -287,4 +468,18 @@ def test_an_error_that_told_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("called", ["", "not in the book"])
 def test_any_other_error_has_a_page_too(called: str) -> None:
-    assert of_error(called).fault == "The run ended with an error"
+    assert diagnose_error(called).fault == "The run ended with an error"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("RuntimeError: Expected to have finished reduction in the prior iteration …", "Parameters are left out"),
+        ("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3", "Processes wait for each other"),
+        ("Detected mismatch between collectives on ranks …", "Ranks made different collectives"),
+        ("KeyError: 'a'", "The run ended with an error"),
+    ],
+)
+def test_errors_of_torch_and_gloo_are_known_by_their_words(text: str, fault: str) -> None:
+    assert diagnose_error("", text).fault == fault
+    assert diagnose_error("Nothing is learnt", text).fault == "Nothing is learnt"  # what says its name is believed

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.proof.fault_names import REMEDIES, named
-from unisono.runtime.errors import page
+from unisono.proof.fault_names import REMEDIES, build_diagnosis
+from unisono.runtime.errors import docs_link
 
 SOURCE = Path(unisono.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,11 +20,11 @@ SECTIONS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
 def told(file: Path) -> Iterator[str]:
-    """Names of faults that a module tells: what it calls `named` with, the `fault` of its errors, and its tables."""
+    """Names of faults in a module: calls of `build_diagnosis`, the `fault` of its errors, and its tables."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             given = [keyword.value for keyword in node.keywords if keyword.arg == "fault"]
-            given += node.args[:1] if isinstance(node.func, ast.Name) and node.func.id == "named" else []
+            given += node.args[:1] if isinstance(node.func, ast.Name) and node.func.id == "build_diagnosis" else []
             for value in given:
                 yield from (part.value for part in ast.walk(value) if _is_name(part))
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -72,11 +72,11 @@ def test_a_section_is_short_and_explains(fault: str) -> None:
     ],
 )
 def test_an_anchor_is_made_as_github_makes_it(heading: str, anchor: str) -> None:
-    assert page(heading) == f"docs/diagnoses.md#{anchor}"
+    assert docs_link(heading) == f"docs/diagnoses.md#{anchor}"
 
 
 def test_no_two_headings_have_one_anchor() -> None:
-    anchors = [page(heading) for heading in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)]
+    anchors = [docs_link(heading) for heading in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)]
     assert len(anchors) == len(set(anchors))
 
 
@@ -86,11 +86,11 @@ def test_links_to_sections_lead_to_one(file: Path) -> None:
     linked = {f"docs/{link}" for link in re.findall(r"\((diagnoses\.md#[^)]+)\)", text)}
     if file.name == "diagnoses.md":
         linked |= {f"docs/diagnoses.md{link}" for link in re.findall(r"\((#[^)]+)\)", text)}
-    assert linked <= {page(fault) for fault in REMEDIES}
+    assert linked <= {docs_link(fault) for fault in REMEDIES}
 
 
 def test_a_diagnosis_has_its_remedy_and_its_page() -> None:
-    told = named("A mean of means", "because")
+    told = build_diagnosis("A mean of means", "because")
     assert (told.because, told.remedy, told.page) == (
         "because",
         REMEDIES[told.fault],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from unisono.proof import Report, compare
 from unisono.proof.cases import Case
 from unisono.proof.recording.trace import Trace
 from unisono.proof.scripts import script_comparison
-from unisono.proof.scripts.script_process import Run
+from unisono.proof.scripts.script_process import ScriptRun
 from unisono.runtime.errors import ConfigError
 
 SCRIPT = '''
@@ -140,7 +141,7 @@ def train_without_records(world):
 def script(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     path = tmp_path_factory.mktemp("script") / "script_of_mine.py"
     path.write_text(SCRIPT)
-    return references.module_of(f"{path}:train", str(path))
+    return references.load_module(f"{path}:train", str(path))
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +151,8 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ended(script: ModuleType, name: str, processes: int, folder: Path, timeout: float = 120.0) -> Trace:
     """One run of a function of the script."""
-    run = Run(f"{script.__file__}:{name}", "fp64", timeout, "", arguments=sys.argv)
-    return script_comparison._ran(Case(f"{processes} processes", processes, {}, "fp64"), run, folder, threads=1)
+    run = ScriptRun(f"{script.__file__}:{name}", "fp64", timeout, "", arguments=sys.argv)
+    return script_comparison.run_case(Case(f"{processes} processes", processes, {}, "fp64"), run, folder, threads=1)
 
 
 def text(report: Report) -> str:
@@ -214,10 +215,11 @@ def test_a_script_that_hangs_on_many_processes_is_a_fault_of_these(script: Modul
     assert time.monotonic() - began < 150
     (verdict,) = report.verdicts
     assert (report.exit_code, verdict.mark) == (1, "FAIL")
-    assert "it was not at its end after 25 s (timeout=25)" in verdict.fault
-    assert "rank 1 was at script_of_mine.py" in verdict.fault
-    assert "in train_hanging: time.sleep(300)" in verdict.fault
-    assert "rank 0 was at script_of_mine.py" in verdict.fault  # where it waits for rank 1
+    assert "it did not finish within 25 s (timeout=25)" in verdict.fault
+    lines = Path(script.__file__ or "").read_text().splitlines()
+    at = dict(re.findall(r"rank (\d) was at \S+script_of_mine\.py:(\d+) in train", verdict.fault))
+    assert "time.sleep(300)" in lines[int(at["1"]) - 1]
+    assert at["0"] != at["1"]  # where it waits for rank 1
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.fault == "Processes wait for each other"
 
@@ -245,7 +247,9 @@ def test_single_precision_in_a_run_of_double_is_named(script: ModuleType, tmp_pa
 
 
 def test_a_function_that_returns_no_records_is_refused(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train_without_records returned NoneType: return what world\.records"):
+    with pytest.raises(
+        ConfigError, match=r"train_without_records returned NoneType; return the object from world\.records"
+    ):
         ended(script, "train_without_records", 1, tmp_path)
 
 
@@ -254,7 +258,7 @@ def test_a_comparison_without_a_main_guard_says_so(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text(lines)
     done = jobs.finished([sys.executable, "bare.py"], cwd=tmp_path)
     assert done.returncode == 1
-    assert "ConfigError: unisono.proof.compare starts its processes itself" in done.stderr
+    assert "ConfigError: unisono.proof.compare starts its own processes" in done.stderr
     assert "`if __name__ == '__main__':`" in done.stderr
 
 
@@ -273,7 +277,7 @@ def nested() -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (lambda world: None, "a lambda has no name by which another process could import it"),
+        (lambda world: None, "a lambda has no name by which other processes could import it"),
         (nested(), r"nested\.<locals>\.train is defined inside a function or class"),
         (Trainer().train, r"Trainer\.train is defined inside a function or class"),
         (functools.partial(nested), "partial is not defined in a file"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from unisono.proof.prove import split_words
 from unisono.runtime.errors import ConfigError
 
 TASK = '''
+import os, time
 import numpy as np, torch, unisono
 
 class Good(unisono.Task):
@@ -46,6 +50,33 @@ class MeanOfMeans(Good):
         wanted = batch["x"][:, 0] > 0
         squares = (outputs - batch["x"].sum(1)).square() * wanted
         return unisono.Loss({"square": squares.sum() / max(1, int(wanted.sum()))})
+
+class Across(Good):
+    """Looks across the rows of a micro-batch."""
+
+    def outputs(self, model, batch, context):
+        found = model(batch["x"])[:, 0]
+        return found + 0.1 * found.mean()
+
+class Typo(Good):
+    def loss(self, outputs, batch, context):
+        return unisono.Loss({"square": batch["z"].sum()})
+
+class NoData(Good):
+    def data(self):
+        return self.nothing
+
+class OneRankRaises(Good):
+    def outputs(self, model, batch, context):
+        if os.environ["RANK"] == "1":
+            raise KeyError("label")
+        return super().outputs(model, batch, context)
+
+class OneRankHangs(Good):
+    def outputs(self, model, batch, context):
+        if os.environ["RANK"] == "1":
+            time.sleep(600)
+        return super().outputs(model, batch, context)
 '''
 
 
@@ -57,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prove(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return jobs.unisono("prove", *words, cwd=folder)
+    return jobs.unisono("prove", *words, cwd=folder, timeout=400)
 
 
 def test_words_of_the_proof_are_told_from_those_of_the_recipe() -> None:
@@ -67,7 +98,7 @@ def test_words_of_the_proof_are_told_from_those_of_the_recipe() -> None:
 
 
 def test_a_word_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'layouts=\[ddp:2' cannot be read"):
+    with pytest.raises(ConfigError, match=r"'layouts=\[ddp:2' cannot be parsed"):
         split_words(["layouts=[ddp:2"])
 
 
@@ -93,6 +124,22 @@ def test_a_mean_of_means_is_found_and_named(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_certificate_covers_micro_batches_that_were_not_compared(folder: Path) -> None:
+    words = ("task.py:Across", "run.name=across", "train.steps=2", "train.global_batch=8")
+    done = prove(folder, *words, "layouts=[ddp:2]", "vary=[accumulate]", "precisions=[fp32]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS, except single m1 fp32 against single m4 fp32; certificate: " in done.stderr
+    two = ("layout.world_size=2", "--proved")
+    done = jobs.unisono("train", *words, "layout.micro_batch=2", *two, cwd=folder)
+    assert done.returncode == 2
+    assert "no case of ddp with several micro-batches on cpu passed in it" in done.stderr
+    assert "single m1 fp32 abstained: what the model computes for a row depends on the other rows" in done.stderr
+    done = jobs.unisono("train", *words, *two, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "covers ddp in fp32 on cpu, without resuming, for one micro-batch size only" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_certificate_can_be_printed(folder: Path) -> None:
     done = prove(folder, "task.py:Good", "layouts=[ddp:2]", "vary=[]", "precisions=[fp64]", "--json")
     assert json.loads(done.stdout)["verdict"] == "PASS"
@@ -112,3 +159,65 @@ def test_a_mistake_is_told_before_a_process_starts(folder: Path, words: list[str
     assert done.returncode == 2
     assert message in done.stderr
     assert not any(line.startswith("1 process") for line in done.stderr.splitlines())
+
+
+# errors of the task -------------------------------------------------------------------------------------------------
+
+ONE_CASE = ("layouts=[ddp:2]", "vary=[]", "precisions=[fp64]")
+
+
+def test_an_error_in_the_data_shows_the_lines_of_the_task_alone(folder: Path) -> None:
+    done = prove(folder, "task.py:NoData", *ONE_CASE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("unisono: error: AttributeError: 'NoData' object has no attribute 'nothing'\n")
+    assert frames(done.stderr) == ["task.py data"]
+
+
+@pytest.mark.slow
+def test_an_error_on_one_process_ends_the_proof_with_the_lines_of_the_task_alone(folder: Path) -> None:
+    done = prove(folder, "task.py:Typo", "run.name=typo", *ONE_CASE)
+    assert done.returncode == 2
+    assert "error: the task fails on one process, so there is nothing to compare:\nKeyError: 'z'\n" in done.stderr
+    assert frames(done.stderr) == ["task.py loss"]
+    assert "2 processes" not in done.stderr
+    assert not (folder / "runs" / "typo").exists()
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_a_failure_whose_logs_are_kept(folder: Path) -> None:
+    done = prove(folder, "task.py:OneRankRaises", *ONE_CASE)
+    assert done.returncode == 1, done.stderr
+    assert "ddp:2 m4 fp64: FAIL the run: rank 1: KeyError: 'label'\n" in done.stdout
+    assert frames(done.stdout) == ["task.py outputs"]
+    kept = kept_logs(done.stdout)
+    assert "KeyError" in (kept / "rank-00001.fault.json").read_text()
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # the traces are gone
+    shutil.rmtree(kept.parent)
+
+
+@pytest.mark.slow
+def test_a_task_that_hangs_is_ended_early_with_the_line_of_every_rank(folder: Path) -> None:
+    began = time.monotonic()
+    done = prove(folder, "task.py:OneRankHangs", *ONE_CASE)
+    assert done.returncode == 1, done.stderr
+    assert time.monotonic() - began < 300
+    assert "ddp:2 m4 fp64: FAIL the run: it hung" in done.stdout
+    assert re.search(r"rank 0 was at .*:\d+ in ", done.stdout)
+    assert re.search(r"rank 1 was at .*task\.py:\d+ in outputs", done.stdout)
+    assert "likely: Processes wait for each other" in done.stdout
+    kept = kept_logs(done.stdout)
+    assert {"rank-00000.stack", "rank-00001.stack"} <= {path.name for path in kept.iterdir()}
+    shutil.rmtree(kept.parent)
+
+
+def frames(told: str) -> list[str]:
+    """File and function of every frame that is shown."""
+    found = re.findall(r'File "(.*)", line \d+, in (\w+)', told)
+    return [f"{Path(file).name} {function}" for file, function in found]
+
+
+def kept_logs(told: str) -> Path:
+    """The folder of logs that a failure names."""
+    named = re.search(r"^  logs: (.+)$", told, re.MULTILINE)
+    assert named, told
+    return Path(named[1])

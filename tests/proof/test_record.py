@@ -14,15 +14,15 @@ from tests import processes
 from tests.runs import ADAMW, configuration
 from tests.tasks import LinearTask
 from unisono.proof import prove
-from unisono.proof.cases import EPSILON, Case, Proof
+from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.recording import case_recorder
-from unisono.proof.recording.trace import Trace, folder_of
+from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import KernelError
 from unisono.task import Batch, Context
 
-PROOF = Proof(global_batch=8, layouts=["ddp:2"])
+PROOF = ProofSettings(global_batch=8, layouts=["ddp:2"])
 
 
 class Net(nn.Module):
@@ -131,7 +131,7 @@ def cases_of(name: str) -> list[Case]:
     ]  # fmt: skip
 
 
-def run(place: Place, group: Group, root: Path) -> None:
+def run(place: ProcessInfo, group: Communicator, root: Path) -> None:
     for name, made in TASKS.items():
         for case in cases_of(name):
             if case.world_size == place.world_size and not (name == "no double" and place.world_size > 1):
@@ -140,7 +140,7 @@ def run(place: Place, group: Group, root: Path) -> None:
                     train={"global_batch": 8, "steps": 3, "precision": "fp64", "guard_every": 10**9},
                     optim=ADAMW,
                 )
-                case_recorder.record(made, config, place, group, case, PROOF, root)
+                case_recorder.record_case(made, config, place, group, case, PROOF, root)
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +154,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def verdicts(root: Path, name: str) -> dict[str, Verdict]:
     every = cases_of(name)
     traces = {
-        c.name: Trace(folder_of(root, c.name)) for c in every if (folder_of(root, c.name) / "facts.json").is_file()
+        c.name: Trace(trace_folder(root, c.name))
+        for c in every
+        if (trace_folder(root, c.name) / "facts.json").is_file()
     }
-    found, alone = prove.judged(every, traces, adaptive=True)
+    found, alone = prove.judge_cases(every, traces, adaptive=True)
     return {v.case.removeprefix(f"{name} "): v for v in (*alone, *found)}
 
 
@@ -181,7 +183,7 @@ def test_a_plain_model_passes_everything_that_can_be_compared(root: Path) -> Non
 
 
 def test_ranks_have_their_rows_the_other_way_round(root: Path) -> None:
-    plain, turned = (Trace(folder_of(root, f"plain ddp m2{more}")).facts.steps[0] for more in ("", " reversed"))
+    plain, turned = (Trace(trace_folder(root, f"plain ddp m2{more}")).facts.steps[0] for more in ("", " reversed"))
     assert turned.by_rank == plain.by_rank[::-1] != plain.by_rank
     assert turned.rows == plain.rows
 
@@ -199,7 +201,7 @@ def test_what_computes_in_lower_precision_is_named_and_its_floor_measured(root: 
 def test_draws_that_no_key_decides_leave_nothing_to_say(root: Path) -> None:
     found = verdicts(root, "own draws")
     assert {v.mark for v in found.values()} == {"ABSTAIN"}
-    assert "the same weights, rows and seeds gave another output in a second forward pass" in why(found["ddp m2"])
+    assert "a second forward pass with the same weights, rows and seeds gave another output" in why(found["ddp m2"])
 
 
 def test_data_that_cannot_be_read_again_leave_nothing_to_say(root: Path) -> None:

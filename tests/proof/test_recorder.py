@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests import processes
 from unisono.proof import Records, World
 from unisono.proof.recording.trace import Trace
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
@@ -197,13 +197,13 @@ def test_evaluation_may_be_recorded_twice_and_not_more(tmp_path: Path) -> None:
     records.close()
     facts = Trace(tmp_path).facts
     assert (facts.evaluation, facts.evaluation_again) == ([{"loss": 0.5}], [{"loss": 0.25}])
-    with pytest.raises(ConfigError, match="called once, or twice"):
+    with pytest.raises(ConfigError, match="called at most twice"):
         records.evaluation({"loss": 0.5})
 
 
 def test_a_step_without_an_update_is_refused(tmp_path: Path) -> None:
     _, _, records = begun(tmp_path)
-    with pytest.raises(ConfigError, match=r"step 1 was called, but the optimizer that is recorded made no update"):
+    with pytest.raises(ConfigError, match=r"was called for step 1, but the recorded optimizer made no update"):
         records.step()
 
 
@@ -211,7 +211,7 @@ def test_a_second_update_in_a_step_is_refused(tmp_path: Path) -> None:
     model, optimizer, _ = begun(tmp_path)
     backward(model)
     optimizer.step()
-    with pytest.raises(ConfigError, match="a second update, and step 1 is not recorded yet"):
+    with pytest.raises(ConfigError, match="a second update before step 1 was recorded"):
         optimizer.step()
 
 
@@ -221,7 +221,7 @@ def test_a_run_of_no_steps_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a Linear is no torch\.optim\.Optimizer"):
+    with pytest.raises(ConfigError, match=r"a Linear is not a torch\.optim\.Optimizer"):
         world(tmp_path).records(made(), nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
@@ -233,7 +233,7 @@ def test_processes_that_have_not_joined_are_told_so(tmp_path: Path) -> None:
 # two processes --------------------------------------------------------------------------------------------------------
 
 
-def on_two(place: Place, group: Group, folder: Path, kind: str) -> list[str] | str:
+def on_two(place: ProcessInfo, group: Communicator, folder: Path, kind: str) -> list[str] | str:
     """Two steps, each process on its half of the rows."""
     model: nn.Module = made()
     if kind == "fsdp1":

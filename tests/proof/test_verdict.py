@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from unisono.proof.comparison import Compared, Difference
-from unisono.proof.fault_names import named
-from unisono.proof.verdict import Verdict, exit_code, lines
+from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.fault_names import build_diagnosis
+from unisono.proof.verdict import Verdict, exit_code, format_outcome, format_verdicts
 
-GOOD = Verdict("ddp:2 fp64", "single fp64", False, [Compared("loss", "PASS", Difference(3e-16, 1, "loss"))])
+GOOD = Verdict("ddp:2 fp64", "single fp64", False, [ComparedQuantity("loss", "PASS", Difference(3e-16, 1, "loss"))])
 BAD = Verdict(
     "fsdp:2 fp64", "single fp64", False,
     [
-        Compared("loss", "PASS"),
-        Compared("raw gradients", "FAIL", Difference(0.5, 2, "layer.weight", 2.0, 1.0)),
-        Compared("parameters", "FAIL", Difference(0.1, 2, "layer.weight", 2.0, 1.0)),
+        ComparedQuantity("loss", "PASS"),
+        ComparedQuantity("raw gradients", "FAIL", Difference(0.5, 2, "layer.weight", 2.0, 1.0)),
+        ComparedQuantity("parameters", "FAIL", Difference(0.1, 2, "layer.weight", 2.0, 1.0)),
     ],
-    diagnosis=named("All gradients are scaled by N", "every tensor is 2 times what it should be"),
+    diagnosis=build_diagnosis("All gradients are scaled by N", "every tensor is 2 times what it should be"),
 )  # fmt: skip
-SILENT = Verdict("ddp:2 m1", "single m1", False, [Compared("the run", "ABSTAIN", why="single m1 could not be run")])
+SILENT = Verdict(
+    "ddp:2 m1", "single m1", False, [ComparedQuantity("the run", "ABSTAIN", why="single m1 could not be run")]
+)
 FAULTY = Verdict("ddp:2 m4", "single m4", False, fault="GuardError: replicas differ")
 
 
@@ -36,7 +40,7 @@ def test_the_exit_code_says_it_all(verdicts: list[Verdict], code: int) -> None:
 
 
 def test_the_table_has_a_mark_and_a_size_for_every_run_and_quantity() -> None:
-    told = "\n".join(lines([GOOD, BAD], []))
+    told = "\n".join(format_verdicts([GOOD, BAD], [], full=True))
     assert "raw" in told
     assert "PASS" in told
     assert "3e-16" in told
@@ -44,8 +48,42 @@ def test_the_table_has_a_mark_and_a_size_for_every_run_and_quantity() -> None:
     assert "5e-01" in told
 
 
+def test_the_table_has_a_line_for_every_run_and_fits_a_terminal() -> None:
+    long = replace(GOOD, case="single m4 resumed from hsdp:2x2 bf16")
+    exact = replace(GOOD, case="exact", compared=[ComparedQuantity("loss", "PASS")])
+    far = ComparedQuantity("initial parameters", "FAIL", Difference(float("inf"), 0, "weight"))
+    other = replace(BAD, case="ddp:2 m4 attention by matmul fp64", compared=[far])
+    told = format_verdicts([long, exact, BAD, other, SILENT], [])
+    table = told[1 : told.index("", 1)]
+    assert [" ".join(line.split()) for line in table[2:]] == [
+        "single m4 resumed from hsdp:2x2 bf16 PASS 3e-16 loss",
+        "exact PASS equal",
+        "fsdp:2 fp64 FAIL 5e-01 raw gradients",
+        "ddp:2 m4 attention by matmul fp64 FAIL differs initial parameters",
+        "ddp:2 m1 ABSTAIN –",
+    ]
+    assert max(map(len, table)) <= 80
+
+
+def test_one_reason_of_several_runs_is_told_once() -> None:
+    told = format_verdicts([SILENT, replace(SILENT, case="fsdp:2 m1"), replace(SILENT, case="fsdp:2 m2")], [])
+    assert "ddp:2 m1 and 2 more cases: ABSTAIN the run: single m1 could not be run" in told
+
+
+def test_the_last_word_names_what_a_pass_leaves_out() -> None:
+    assert format_outcome([GOOD]) == "PASS"
+    assert format_outcome([GOOD, SILENT]) == "PASS, except ddp:2 m1 against single m1"
+    local = ComparedQuantity("buffers", "ABSTAIN", why="statistics of one process")
+    there = [replace(GOOD, case=name, compared=[*GOOD.compared, local]) for name in ("a", "b")]
+    assert format_outcome([*there, SILENT]) == "PASS, except ddp:2 m1 against single m1; buffers (a and 1 more case)"
+    nothing = replace(GOOD, compared=[*GOOD.compared, ComparedQuantity("EMA", "ABSTAIN", why="there is none")])
+    assert format_outcome([nothing]) == "PASS"
+    assert format_outcome([BAD, SILENT]) == "FAIL"
+    assert format_outcome([SILENT]) == "ABSTAIN"
+
+
 def test_the_first_fault_is_told_with_tensor_step_values_meaning_and_remedy() -> None:
-    told = lines([GOOD, BAD], [])
+    told = format_verdicts([GOOD, BAD], [])
     (line,) = [text for text in told if "FAIL raw gradients" in text]
     assert line == (
         "fsdp:2 fp64: FAIL raw gradients: step 2, layer.weight: 2.0 instead of 1.0 (relative difference 5.0e-01)"
@@ -59,8 +97,8 @@ def test_the_first_fault_is_told_with_tensor_step_values_meaning_and_remedy() ->
 
 
 def test_why_nothing_is_said_is_told() -> None:
-    assert "ddp:2 m1: ABSTAIN the run: single m1 could not be run" in lines([SILENT], [])
+    assert "ddp:2 m1: ABSTAIN the run: single m1 could not be run" in format_verdicts([SILENT], [])
 
 
 def test_a_run_that_ended_with_an_error_is_told() -> None:
-    assert any("GuardError: replicas differ" in text for text in lines([FAULTY], []))
+    assert any("GuardError: replicas differ" in text for text in format_verdicts([FAULTY], []))

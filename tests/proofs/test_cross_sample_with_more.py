@@ -17,7 +17,7 @@ from tests.proofs import test_resume_is_exact as resume
 from tests.proofs.test_cross_sample import LAYOUTS
 from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, SampleContext, Task
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_it_is_that_of_one_process(runs: dict[str, Trace], beside: str, loss: st
         assert max(distance(getattr(mine, quantity), getattr(reference, quantity)).values()) < 1e-12
 
 
-def compiled(place: Place, group: Group, cases: list[tuple[Task, RunConfig]]) -> list[Any]:
+def compiled(place: ProcessInfo, group: Communicator, cases: list[tuple[Task, RunConfig]]) -> list[Any]:
     """With a compiler that needs none of C++'s; and how many graphs it was given."""
     graphs: list[Any] = []
 

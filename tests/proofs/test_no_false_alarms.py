@@ -17,16 +17,16 @@ from tests.recipes.language import corpora
 from tests.runs import ADAMW, SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.proof import comparison, prove
-from unisono.proof.cases import Case, Proof
-from unisono.proof.comparison import Compared
+from unisono.proof.cases import Case, ProofSettings
+from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording import case_recorder
-from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of, write_tensors
+from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder, write_tensors
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 
-PROOF = Proof(global_batch=8)
+PROOF = ProofSettings(global_batch=8)
 ALWAYS = ("sample ids", "raw gradients", "parameters")
 
 # runs -----------------------------------------------------------------------------------------------------------------
@@ -132,13 +132,13 @@ def config_of(case: Case, clean: Clean) -> RunConfig:
     )
 
 
-def run(place: Place, group: Group, root: Path) -> None:
+def run(place: ProcessInfo, group: Communicator, root: Path) -> None:
     """Record every run that has as many processes as there are."""
     for name, clean in CLEAN.items():
         task = task_of(name, root)
         for case in cases_of(name):
             if case.world_size == place.world_size:
-                case_recorder.record(task, config_of(case, clean), place, group, case, PROOF, root)
+                case_recorder.record_case(task, config_of(case, clean), place, group, case, PROOF, root)
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     result = []
     for name, clean in CLEAN.items():
         every = cases_of(name)
-        traces = {case.name: Trace(folder_of(root, case.name)) for case in every}
-        verdicts, alone = prove.judged(every, traces, clean.adaptive)
+        traces = {case.name: Trace(trace_folder(root, case.name)) for case in every}
+        verdicts, alone = prove.judge_cases(every, traces, clean.adaptive)
         result += [Found(name, verdict, root) for verdict in (*alone, *verdicts)]
     return result
 
@@ -182,7 +182,7 @@ def on_two(found: list[Found]) -> list[Found]:
 
 
 def abstentions(verdict: Verdict) -> dict[str, str]:
-    every: list[Compared] = [*verdict.compared, *verdict.invariants]
+    every: list[ComparedQuantity] = [*verdict.compared, *verdict.invariants]
     return {c.quantity: c.why for c in every if c.mark == "ABSTAIN" and c.why != "there is none"}
 
 
@@ -227,11 +227,11 @@ def test_beside_the_elements_that_are_left_out_a_fault_is_seen(
     name = "attention with key bias"
     root = next(one.root for one in found if one.architecture == name)
     mine, alone = (f"{name} {layout} m2" for layout in ("ddp", "single"))
-    folder = shutil.copytree(folder_of(root, mine), tmp_path / "changed")
+    folder = shutil.copytree(trace_folder(root, mine), tmp_path / "changed")
     last = len(Trace(folder).facts.steps) - 1
     tensors = Trace(folder).tensors("parameters", last)
     tensors["body.inner.attention.in_proj_bias"][element] += 1e-9
     write_tensors(folder, "parameters", last, tensors)
     tolerance = dict.fromkeys(QUANTITIES, 1e-12)
-    told = comparison.compare(Trace(folder), Trace(folder_of(root, alone)), tolerance, adaptive=True)
+    told = comparison.compare_traces(Trace(folder), Trace(trace_folder(root, alone)), tolerance, adaptive=True)
     assert {c.mark for c in told if c.quantity == "parameters"} == {mark}

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests import processes
 from tests.runs import ADAMW, Trace, configuration, distance, engine_of, parameters, trace
 from tests.tasks import TransformerTask
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +55,11 @@ NO_TRUE_GRADIENT = {"blocks.0.attention.key.bias", "blocks.1.attention.key.bias"
 class Runs:
     """What an optimizer made on a layout: of given gradients, and of its own in every precision."""
 
-    given: dict[str, np.ndarray]
+    pending: dict[str, np.ndarray]
     traces: dict[str, Trace]
 
 
-def everything(place: Place, group: Group, layout: str) -> dict[str, Runs]:
+def everything(place: ProcessInfo, group: Communicator, layout: str) -> dict[str, Runs]:
     world, settings = LAYOUTS[layout]
     result = {}
     for name, optim in OPTIMIZERS.items():
@@ -80,11 +80,11 @@ def everything(place: Place, group: Group, layout: str) -> dict[str, Runs]:
     return result
 
 
-def given_gradients(place: Place, group: Group, config: Any) -> dict[str, np.ndarray]:
+def given_gradients(place: ProcessInfo, group: Communicator, config: Any) -> dict[str, np.ndarray]:
     """Parameters after five updates whose gradients are given, not computed."""
     task = TransformerTask()
     source = task.data()
-    split = Split.of(12, place.world_size, 3)
+    split = BatchSplit.create(12, place.world_size, 3)
     loader = Loader(task, source, StreamPlan(Order(len(source), 0), 12, 24), split, place.rank)
     engine = engine_of(task, config, place, group, split)
     try:
@@ -113,10 +113,10 @@ def runs() -> dict[str, dict[str, Runs]]:
 @pytest.mark.parametrize("layout", OTHERS)
 def test_identical_gradients_make_identical_updates(runs: dict[str, dict[str, Runs]], layout: str, name: str) -> None:
     mine, reference = runs[layout][name], runs["single"][name]
-    assert len(reference.given) > 20
+    assert len(reference.pending) > 20
     before = reference.traces["fp64"].before
-    assert all(np.any(before[name] != value) for name, value in reference.given.items())
-    worst = distance(mine.given, reference.given)
+    assert all(np.any(before[name] != value) for name, value in reference.pending.items())
+    worst = distance(mine.pending, reference.pending)
     assert max(worst.values()) < 1e-15, max(worst, key=worst.__getitem__)
 
 

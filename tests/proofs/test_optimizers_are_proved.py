@@ -18,10 +18,10 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.run import RunConfig
 from unisono.proof import prove
-from unisono.proof.cases import EPSILON, Case, Proof
+from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.recording import case_recorder
-from unisono.proof.recording.trace import Trace, folder_of
-from unisono.runtime.communicator import Group, Place
+from unisono.proof.recording.trace import Trace, trace_folder
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ NEW = {name: optim for name, optim in OPTIMIZERS.items() if name != "adamw"}
 
 # proofs -------------------------------------------------------------------------------------------------------------
 
-PROOF = Proof(global_batch=8)
+PROOF = ProofSettings(global_batch=8)
 IN_FP32 = ("muon and lion", "adafactor")  # all kinds of state between them: momenta, and means of rows and columns
 
 
@@ -68,11 +68,11 @@ def config_of(case: Case, optim: dict[str, Any]) -> RunConfig:
     )
 
 
-def prove_all(place: Place, group: Group, root: Path) -> None:
+def prove_all(place: ProcessInfo, group: Communicator, root: Path) -> None:
     for name, optim in NEW.items():
         for case in cases_of(name):
             if case.world_size == place.world_size:
-                case_recorder.record(TransformerTask(), config_of(case, optim), place, group, case, PROOF, root)
+                case_recorder.record_case(TransformerTask(), config_of(case, optim), place, group, case, PROOF, root)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,9 @@ def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NEW)
 def test_a_proof_passes(proofs: Path, name: str) -> None:
     every = cases_of(name)
-    traces = {case.name: Trace(folder_of(proofs, case.name)) for case in every}
+    traces = {case.name: Trace(trace_folder(proofs, case.name)) for case in every}
     assert not any(trace.facts.fault for trace in traces.values())
-    verdicts, _ = prove.judged(every, traces, adaptive=True)
+    verdicts, _ = prove.judge_cases(every, traces, adaptive=True)
     assert len(verdicts) == len(precisions_of(name)) * 3 + 4
     assert {verdict.mark for verdict in [*verdicts]} == {"PASS"}, [(v.case, v.first) for v in verdicts]
     for verdict in verdicts:
@@ -110,7 +110,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 STEPS, CUT = 6, 4
 
 
-def train(place: Place, group: Group, root: Path, layout: str, runs: list[tuple[str, str, int | None]]) -> None:
+def train(
+    place: ProcessInfo, group: Communicator, root: Path, layout: str, runs: list[tuple[str, str, int | None]]
+) -> None:
     """Runs as (optimizer, folder, the step after which it is interrupted)."""
     world, settings = LAYOUTS[layout]
     for name, folder, until in runs:
@@ -154,7 +156,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def final(folder: Path) -> dict[str, np.ndarray]:
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     assert checkpoint.step == STEPS
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}

@@ -16,8 +16,8 @@ from tests.runs import train as train_in
 from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
-from unisono.observe.events import NOTES
-from unisono.runtime.communicator import Group, Place
+from unisono.observe.events import NOTE_KEYS
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Task
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ INTERRUPTED = 5  # after this step; the last checkpoint is that of step 4
 
 
 def train(
-    place: Place, group: Group, runs: list[tuple[Any, Path, int | None]], tasks: list[Task] | None = None
+    place: ProcessInfo, group: Communicator, runs: list[tuple[Any, Path, int | None]], tasks: list[Task] | None = None
 ) -> None:
     """Train each run, to its end or until it is interrupted; of a task of its own, if there are any."""
     for number, (config, folder, until) in enumerate(runs):
@@ -64,7 +64,7 @@ def _go(layout: str, runs: list[tuple[Any, Path, int | None]]) -> None:
 
 
 def final(folder: Path, steps: int = STEPS) -> dict[str, np.ndarray]:
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     assert checkpoint.step == steps
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
@@ -73,7 +73,7 @@ def final(folder: Path, steps: int = STEPS) -> dict[str, np.ndarray]:
 def events(folder: Path) -> list[dict[str, Any]]:
     kept = ("step", "eval", "loss", "grad_norm", "lr", "accuracy")
     lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
-    return [{name: line[name] for name in kept if name in line} for line in lines if not NOTES & line.keys()]
+    return [{name: line[name] for name in kept if name in line} for line in lines if not NOTE_KEYS & line.keys()]
 
 
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
@@ -84,7 +84,7 @@ EVERY = [(name, precision) for name in OPTIMIZERS for precision in PRECISIONS]
 
 
 class Made:
-    """Of each layout every run without interruption, and every interrupted one, not yet resumed, once it is asked for."""
+    """Of each layout the run without interruption, and the interrupted ones, not yet resumed, once asked for."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._layouts = root, set[str]()
@@ -107,7 +107,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def _moved(interrupted: Path, to: Path) -> Path:
     """A copy of an interrupted run, to be continued."""
-    assert [path.name for path in commit.find(interrupted / "checkpoints")] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in commit.find_checkpoints(interrupted / "checkpoints")] == [
+        "step-00000002",
+        "step-00000004",
+    ]
     return Path(shutil.copytree(interrupted, to / interrupted.name))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from unisono.launch.nodes import network
-from unisono.runtime.communicator import written
+from unisono.runtime.communicator import format_address
 
 
 @pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")])
 def test_an_address_is_written_as_it_is_read(host: str, text: str):
-    assert written(host, 29400) == text
-    assert network.rendezvous(text) == (host, 29400)
+    assert format_address(host, 29400) == text
+    assert network.parse_rendezvous(text) == (host, 29400)

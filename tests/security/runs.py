@@ -17,13 +17,13 @@ from tests.tasks import LinearTask as Evil
 
 
 def stranger(folder: Path, *words: str, reference: str | None = None) -> tuple[Path, Path]:
-    """A run whose configuration names a file of its own assets; returns it, and what that file touches when imported."""
+    """A run whose configuration names a file of its assets; returns it, and what that file touches when imported."""
     touched, run = folder / "touched", folder / "run"
     (run / "assets").mkdir(parents=True)
     evil = run / "assets" / "evil.py"
     evil.write_text(EVIL.format(touched=str(touched)))
     given = ["train.steps=2", "train.global_batch=8", "run.name=run", *words]
     config, _ = load_config("tests.tasks:LinearTask", given)
-    values = {**fingerprint.plain(config), "recipe": reference or f"{evil}:Evil"}
+    values = {**fingerprint.to_json(config), "recipe": reference or f"{evil}:Evil"}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     return run, touched

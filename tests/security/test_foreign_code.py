@@ -1,4 +1,4 @@
-"""Nothing that a run, a checkpoint or a store brings along is ever imported, unless the user says so in so many words."""
+"""Nothing that a run, a checkpoint or a store brings along is imported, unless the user says so."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 import unisono
-from tests.checkpoint.test_commit import save
+from tests.checkpoint.saved import save
 from tests.security.runs import stranger
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.exchange import hf_config
 from unisono.checkpoint.remote import description, store_lock
-from unisono.checkpoint.remote.object_store import ObjectError, Store
+from unisono.checkpoint.remote.object_store import ObjectError, ObjectStore
 from unisono.checkpoint.remote.restore import Restore
-from unisono.checkpoint.remote.upload_process import Upload
+from unisono.checkpoint.remote.upload_process import CheckpointUploader
 from unisono.cli import main
 from unisono.config import foreign_run
 from unisono.config.foreign_run import TrustError
@@ -44,19 +44,21 @@ def ours(run: Path, *words: str) -> Any:
         "train.global_batch=8",
         "layout.world_size=1",
     ]
-    return layout.concrete(load_config("tests.tasks:LinearTask", [*found, "layout.micro_batch=4", *words])[0], None)
+    return layout.resolve_layout(
+        load_config("tests.tasks:LinearTask", [*found, "layout.micro_batch=4", *words])[0], None
+    )
 
 
-# the task of a run ------------------------------------------------------------------------------------------------------
+# the task of a run ----------------------------------------------------------------------------------------------------
 
 
 def test_a_start_on_a_stranger_s_run_compares_its_configuration_and_imports_nothing(tmp_path: Path) -> None:
     run, touched = stranger(tmp_path)
     with pytest.raises(RunError, match=r"another run:\n  recipe: .*evil\.py:Evil"):
-        resolve.decide(ours(run))
+        resolve.plan_run(ours(run))
     assert not touched.exists()
     run, touched = stranger(tmp_path / "other", reference="tests.tasks:LinearTask")
-    assert resolve.decide(ours(run)).config.recipe == "tests.tasks:LinearTask"  # else the refusal above says nothing
+    assert resolve.plan_run(ours(run)).config.recipe == "tests.tasks:LinearTask"  # else the refusal above says nothing
 
 
 USES: dict[str, Callable[..., Any]] = {
@@ -87,7 +89,7 @@ def test_a_verb_on_a_stranger_s_run_names_the_file_and_its_owner_and_imports_not
     evil.chmod(0o666)
     with pytest.raises(TrustError, match="--trust") as caught:
         USES[use](folder)
-    assert str(evil) in str(caught.value) and f"owner {foreign_run.owner(os.getuid())}" in str(caught.value)
+    assert str(evil) in str(caught.value) and f"owner {foreign_run.owner_name(os.getuid())}" in str(caught.value)
     assert "writable by its group and anybody" in str(caught.value)
     assert not touched.exists()
 
@@ -140,26 +142,28 @@ def test_any_reference_of_a_stranger_is_only_shown(
 def test_a_packaged_recipe_needs_no_word(tmp_path: Path) -> None:
     for number, name in enumerate(("language", "unisono.recipes.language.task:Language")):
         run, _ = stranger(tmp_path / str(number), reference=name)
-        assert foreign_run.task_of(run) == name
+        assert foreign_run.resolve_task(run) == name
 
 
-# what a store brings ----------------------------------------------------------------------------------------------------
+# what a store brings --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     """A store in which a stranger's run lies whole."""
-    monkeypatch.setattr(store_lock, "PATIENCE", 0.02)
+    monkeypatch.setattr(store_lock, "HEARTBEAT_TIMEOUT", 0.02)
     run, _ = stranger(tmp_path / "there")
+    (run / "assets" / "inner").mkdir()
+    (run / "assets" / "inner" / "x.json").write_text("{}")
     save(run / "checkpoints", 1)
-    found = Store(f"file://{tmp_path}/store/run")
+    found = ObjectStore(f"file://{tmp_path}/store/run")
     store_lock.claim(found, run)
-    path = commit.find(run / "checkpoints")[-1]
-    Upload(found, run, None, Retention(9)).commit(path, path.name, commit.read(path).files)
+    path = commit.find_checkpoints(run / "checkpoints")[-1]
+    CheckpointUploader(found, run, None, Retention(9)).commit(path, path.name, commit.read_manifest(path).files)
     return found
 
 
-def _lie(store: Store, **files: bytes) -> None:
+def _lie(store: ObjectStore, **files: bytes) -> None:
     """Have `run.json` name more files than an honest one does."""
     described = json.loads(store.get("run.json") or b"")
     for name, content in files.items():
@@ -169,7 +173,7 @@ def _lie(store: Store, **files: bytes) -> None:
     store.put("run.json", json.dumps(described).encode())
 
 
-def _begin(store: Store, here: Path) -> None:
+def _begin(store: ObjectStore, here: Path) -> None:
     here.mkdir()
     Restore(store, here).begin(False, nullcontext)
 
@@ -187,20 +191,20 @@ STRANGE = (
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_what_is_no_data_of_a_run_is_left_out_of_a_restore(
-    store: Store, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    store: ObjectStore, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _lie(store, **{name: b"import os"})
     _begin(store, tmp_path / "here")
     assert (tmp_path / "here" / "config.yaml").is_file()
     assert not os.path.lexists(tmp_path / "here" / name)
     told = capsys.readouterr().err
-    assert "is neither a record of a run nor data" in told and "\x1b" not in told
+    assert "is neither a run record nor a data file" in told and "\x1b" not in told
 
 
 @pytest.mark.parametrize(
     "name", ["../evil.py", "/tmp/evil.json", "assets/../../x.json", "assets\\..\\x.json", "C:x.json"]
 )
-def test_a_store_that_names_files_elsewhere_brings_nothing(store: Store, tmp_path: Path, name: str) -> None:
+def test_a_store_that_names_files_elsewhere_brings_nothing(store: ObjectStore, tmp_path: Path, name: str) -> None:
     _lie(store, **{name: b"{}"}) if not name.startswith(("/", "..")) else store.put(
         "run.json", json.dumps({name: {"size": 2, "sha256": "0" * 64}}).encode()
     )
@@ -209,8 +213,7 @@ def test_a_store_that_names_files_elsewhere_brings_nothing(store: Store, tmp_pat
     assert not (tmp_path / "here" / "config.yaml").exists()
 
 
-def test_a_restore_writes_through_no_link(store: Store, tmp_path: Path) -> None:
-    _lie(store, **{"assets/inner/x.json": b"{}"})
+def test_a_restore_writes_through_no_link(store: ObjectStore, tmp_path: Path) -> None:
     here, outside = tmp_path / "here", tmp_path / "outside"
     outside.mkdir()
     (here / "assets").mkdir(parents=True)
@@ -220,23 +223,34 @@ def test_a_restore_writes_through_no_link(store: Store, tmp_path: Path) -> None:
     assert not list(outside.iterdir())
 
 
-def test_a_restored_configuration_decides_nothing_of_the_next_start(store: Store, tmp_path: Path) -> None:
+def test_a_restored_configuration_decides_nothing_of_the_next_start(store: ObjectStore, tmp_path: Path) -> None:
     _begin(store, tmp_path / "here")
     touched = tmp_path / "there" / "touched"
     with pytest.raises(RunError, match="recipe"):
-        resolve.decide(ours(tmp_path / "here"))
+        resolve.plan_run(ours(tmp_path / "here"))
     assert not touched.exists()
+
+
+def test_an_asset_that_is_not_the_checkpoint_s_is_left_out_of_a_restore(
+    store: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _lie(store, **{"assets/config.json": b'{"model_type": "another"}'})
+    _begin(store, tmp_path / "here")
+    assert not (tmp_path / "here" / "assets" / "config.json").exists()
+    assert (
+        "'assets/config.json', which is not the file with which the checkpoint was written" in capsys.readouterr().err
+    )
 
 
 def test_an_upload_says_what_it_leaves_out(tmp_path: Path) -> None:
     run, _ = stranger(tmp_path)
     (run / "assets" / "tokenizer.json").write_text("{}")
     (run / "assets" / "key").symlink_to("/etc/passwd")
-    assert description.left_out(run) == ["assets/evil.py"]
+    assert description.find_skipped_assets(run) == ["assets/evil.py"]
     assert sorted(description.files(run)) == ["assets/tokenizer.json", "config.yaml"]
 
 
-# transformers -----------------------------------------------------------------------------------------------------------
+# transformers ---------------------------------------------------------------------------------------------------------
 
 AUTO = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
 LLAMA = {
@@ -249,7 +263,8 @@ def _foreign(folder: Path, **settings: Any) -> Path:
     folder.mkdir()
     touched = folder.parent / "touched"
     (folder / "evil.py").write_text(
-        f"open({str(touched)!r}, 'w')\nfrom transformers import LlamaConfig as EvilConfig, LlamaForCausalLM as EvilModel\n"
+        f"open({str(touched)!r}, 'w')\nfrom transformers import LlamaConfig as EvilConfig, LlamaForCausalLM as "
+        "EvilModel\n"
     )
     (folder / "config.json").write_text(json.dumps({**LLAMA, **settings}))
     return folder
@@ -271,9 +286,12 @@ def test_a_configuration_that_names_code_is_read_without_it(tmp_path: Path, capl
 def test_an_architecture_that_only_its_own_code_knows_is_refused_whatever_a_pipe_says(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = _foreign(tmp_path / "model", auto_map=AUTO, model_type="evil")
-    code = f"from pathlib import Path\nfrom unisono.checkpoint.exchange import hf_config\nhf_config.read_config(Path({str(folder)!r}))"
+    code = (
+        "from pathlib import Path\nfrom unisono.checkpoint.exchange import hf_config\n"
+        f"hf_config.read_config(Path({str(folder)!r}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], input="y\n" * 9, capture_output=True, text=True, check=False)
-    assert "is no architecture of the installed transformers" in done.stderr
+    assert "the installed transformers has no architecture model_type=" in done.stderr
     assert not (tmp_path / "touched").exists()
     code = f"from transformers import AutoConfig\nAutoConfig.from_pretrained({str(folder)!r})"
     bare = subprocess.run([sys.executable, "-c", code], input="y\n" * 9, capture_output=True, text=True, check=False)
@@ -284,7 +302,7 @@ def test_an_architecture_that_only_its_own_code_knows_is_refused_whatever_a_pipe
 
 def test_a_setting_takes_no_method_s_place(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(UnisonoError, match="'save_pretrained' is no setting of llama"):
+    with pytest.raises(UnisonoError, match="llama has no setting 'save_pretrained'"):
         hf_config.read_config(_foreign(tmp_path / "model", save_pretrained="x"))
 
 

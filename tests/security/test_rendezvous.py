@@ -1,4 +1,4 @@
-"""Where nodes meet, strangers can say what they like: nobody is ended, nobody is believed, and no message is changed."""
+"""Where nodes meet, strangers may say what they like: nobody is ended or believed, and no message is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.launch.test_meeting import free_port
 from unisono.launch.nodes import shared_secret, tcp_rendezvous
-from unisono.launch.nodes.tcp_rendezvous import TOKEN, Meeting
+from unisono.launch.nodes.tcp_rendezvous import TOKEN, NodeCommunicator
 from unisono.runtime.authenticated_line import AuthenticatedLine, GreetingError
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 
@@ -24,7 +24,7 @@ from unisono.runtime.errors import ConfigError, DeadlineError, RunError, Unisono
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(TOKEN, raising=False)
-    monkeypatch.setattr(tcp_rendezvous, "_GREETING", 1.0)
+    monkeypatch.setattr(tcp_rendezvous, "_GREETING_TIMEOUT", 1.0)
     return tmp_path / "runs"
 
 
@@ -32,7 +32,7 @@ class Node(threading.Thread):
     """A launcher of a node; `end` is what its act returned or raised."""
 
     def __init__(
-        self, rank: int, port: int, folder: Path, act: Callable[[Meeting], Any] | None = None, **more: Any
+        self, rank: int, port: int, folder: Path, act: Callable[[NodeCommunicator], Any] | None = None, **more: Any
     ) -> None:
         super().__init__(daemon=True)
         self.rank, self.port, self.folder, self.more, self.end = rank, port, folder, more, None
@@ -43,7 +43,7 @@ class Node(threading.Thread):
         given = {"size": 2, "start_timeout": 15, "timeout": 5, **self.more}
         try:
             where = f"127.0.0.1:{self.port}"
-            with tcp_rendezvous.meet(
+            with tcp_rendezvous.connect_nodes(
                 self.rank, given["size"], where, given["start_timeout"], given["timeout"], self.folder
             ) as met:
                 self.end = self.act(met)
@@ -170,7 +170,8 @@ OLD = [{"nonce": NONCE}, {"welcome": "node 0 (x, process 1)"}, {"values": [0, 1]
 
 @pytest.mark.parametrize(
     "words",
-    [OLD, [HELLO], [HELLO, {"proof": "0" * 64}, {"welcome": "x"}, {"values": [0, 1]}], [HELLO, {"refused": "all is lost\x1b[2J"}],
+    [OLD, [HELLO], [HELLO, {"proof": "0" * 64}, {"welcome": "x"}, {"values": [0, 1]}],
+    [HELLO, {"refused": "all is lost\x1b[2J"}],
      [b"[" * 4000 + b"\n"], [{**HELLO, "nonce": "\ud800"}], [{**HELLO, "token": 3}], [b"x" * 100_000]],
 )  # fmt: skip
 def test_nobody_takes_the_place_of_node_0(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,9 @@ def test_nobody_takes_the_place_of_node_0(folder: Path, words: list[Any], monkey
 @pytest.mark.parametrize("which", ["none", "shared:0123456789abcdef", "shared:", ""])
 def test_nobody_takes_its_place_either_where_the_user_has_set_no_token(folder: Path, which: str) -> None:
     with false_node_0(_says({**HELLO, "token": which}, {"proof": "0" * 64})) as port:
-        shared_secret.leave(shared_secret.path_of(folder, f"127.0.0.1:{port}"), {"name": "other", "token": "x"})
+        shared_secret.write_secret(
+            shared_secret.secret_path(folder, f"127.0.0.1:{port}"), {"name": "other", "token": "x"}
+        )
         (end,) = ends(Node(1, port, folder, start_timeout=1.5))
     assert isinstance(end, DeadlineError | ConfigError), end
 
@@ -192,11 +195,11 @@ def test_nobody_takes_its_place_either_where_the_user_has_set_no_token(folder: P
 def test_a_token_that_nobody_has_set_is_made_for_this_user_alone_and_goes_again(folder: Path) -> None:
     port = free_port()
     first = Node(0, port, folder)
-    secret = shared_secret.path_of(folder.absolute(), f"127.0.0.1:{port}")
-    while shared_secret.find(secret) is None:
+    secret = shared_secret.secret_path(folder.absolute(), f"127.0.0.1:{port}")
+    while shared_secret.read_secret(secret) is None:
         time.sleep(0.02)
     assert secret.stat().st_mode & 0o777 == 0o600
-    assert len(str((shared_secret.find(secret) or {})["token"])) == 64
+    assert len(str((shared_secret.read_secret(secret) or {})["token"])) == 64
     assert ends(first, Node(1, port, folder)) == [[0, 1]] * 2
     assert not list(folder.iterdir())
 
@@ -205,19 +208,19 @@ def test_a_node_that_does_not_see_the_folder_says_so(folder: Path, tmp_path: Pat
     port = free_port()
     first = Node(0, port, folder, start_timeout=3)
     (end,) = ends(Node(1, port, tmp_path / "another", start_timeout=1))
-    assert isinstance(end, DeadlineError) and "run.dir must lie on a file system that all nodes share" in str(end)
+    assert isinstance(end, DeadlineError) and "run.dir must be on a file system that all nodes share" in str(end)
     ends(first)
 
 
 def test_a_token_of_one_node_alone_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     first = Node(0, port, folder, start_timeout=3)
-    shared = shared_secret.path_of(folder.absolute(), f"127.0.0.1:{port}")
+    shared = shared_secret.secret_path(folder.absolute(), f"127.0.0.1:{port}")
     while not shared.exists():
         time.sleep(0.02)
     monkeypatch.setenv(TOKEN, "mine")
     (end,) = ends(Node(1, port, folder, start_timeout=1))
-    assert isinstance(end, ConfigError) and "UNISONO_TOKEN is set on this node, and is not set on node 0" in str(end)
+    assert isinstance(end, ConfigError) and "UNISONO_TOKEN is set on this node, but is not set on node 0" in str(end)
     ends(first)
 
 
@@ -231,31 +234,31 @@ def test_where_no_token_can_be_left_a_warning_says_so(tmp_path: Path, capfd: pyt
 
 @pytest.mark.parametrize("open_to", [0o644, 0o660])
 def test_a_secret_that_others_can_read_is_nobody_s(tmp_path: Path, open_to: int) -> None:
-    path = shared_secret.path_of(tmp_path, "x")
-    shared_secret.leave(path, {"token": "a"})
-    assert shared_secret.find(path) == {"token": "a"}
+    path = shared_secret.secret_path(tmp_path, "x")
+    shared_secret.write_secret(path, {"token": "a"})
+    assert shared_secret.read_secret(path) == {"token": "a"}
     path.chmod(open_to)
-    assert shared_secret.find(path) is None
+    assert shared_secret.read_secret(path) is None
     path.unlink()
     (tmp_path / "mine").write_text('{"token": "b"}')
     (tmp_path / "mine").chmod(0o600)
     path.symlink_to("mine")
-    assert shared_secret.find(path) is None
-    shared_secret.leave(path, {"token": "c"})  # in place of the link, not through it
+    assert shared_secret.read_secret(path) is None
+    shared_secret.write_secret(path, {"token": "c"})  # in place of the link, not through it
     assert (tmp_path / "mine").read_text() == '{"token": "b"}'
 
 
 def test_a_secret_is_not_left_where_another_user_s_file_cannot_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = shared_secret.path_of(tmp_path, "x")
+    path = shared_secret.secret_path(tmp_path, "x")
     path.write_text("{}")
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as in a sticky folder
-    with pytest.raises(RunError, match="cannot be made"):
-        shared_secret.leave(path, {"token": "a"})
+    with pytest.raises(RunError, match=r"cannot create .*\.secret"):
+        shared_secret.write_secret(path, {"token": "a"})
     monkeypatch.undo()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert shared_secret.find(path) is None
+    assert shared_secret.read_secret(path) is None
 
 
 # numbers that a node says ---------------------------------------------------------------------------------------------
@@ -328,7 +331,7 @@ def test_a_message_that_was_changed_on_its_way_is_not_believed(
     monkeypatch.setenv(TOKEN, "ours")
     port = free_port()
 
-    def act(met: Meeting) -> Any:
+    def act(met: NodeCommunicator) -> Any:
         return [met.gather(met.rank, "ranks"), met.gather(met.rank, "again")]
 
     first = Node(0, port, folder, act, timeout=2)

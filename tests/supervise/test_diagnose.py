@@ -11,10 +11,10 @@ import torch
 
 from unisono.checkpoint.core import commit
 from unisono.cli import main
-from unisono.engines.state import Shard
-from unisono.runtime.communicator import Alone
+from unisono.engines.state import ArrayShard
+from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import RunError
-from unisono.supervise.diagnose import explained
+from unisono.supervise.diagnose import diagnose_run
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def run(tmp_path: Path) -> Path:
     lines.insert(2, {"step": 2, "restart": 1, "code": 9, "why": "rank 1 died."})
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in (2, 4):
-        shards = [Shard("model/w", (2,), (0,), torch.ones(2))]
-        commit.save(tmp_path / "checkpoints", step, shards, {"step": step}, Alone(), 3)
+        shards = [ArrayShard("model/w", (2,), (0,), torch.ones(2))]
+        commit.save_checkpoint(tmp_path / "checkpoints", step, shards, {"step": step}, SingleProcess(), 3)
     return tmp_path
 
 
@@ -46,17 +46,23 @@ def found(run: Path, **more: Any) -> None:
 
 
 def page(run: Path) -> str:
-    return "\n".join(explained(run))
+    return "\n".join(diagnose_run(run))
 
 
 def test_what_is_made_saved_and_lost_is_told(run: Path):
-    lines = explained(run)
-    assert lines[0] == f"{run}: 6 of 8 steps are made; the loss of the last one is 3"
-    assert "  step-00000004 is the newest good checkpoint: all its files are as they were written" in lines
+    lines = diagnose_run(run)
+    assert lines[0] == f"{run}: 6 of 8 steps done; loss of the last step: 3"
+    assert "  step-00000004 is the newest good checkpoint: the hashes of all its files match" in lines
     assert "  step-00000002 is good" in lines
-    assert "  Steps 5 to 6 are not saved, and would be made again" in lines
+    assert "  Steps 5 to 6 are not saved, and would be repeated" in lines
     assert "  1: from step 2, after: rank 1 died." in lines
-    assert any(line.startswith("  Nothing tells of a fault. It runs, was interrupted, or") for line in lines)
+    assert any(line.startswith("  No error is recorded: it is still running, was interrupted, or") for line in lines)
+
+
+def test_a_last_loss_that_is_not_finite_is_told(run: Path):
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": null}\n')
+    assert diagnose_run(run)[0] == f"{run}: 7 of 8 steps done; loss of the last step: not finite"
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_the_newest_good_one(run: Path):
@@ -78,7 +84,7 @@ def test_what_the_monitor_found_comes_before_who_waited_in_vain(run: Path):
     assert "  rank 0 on h (process 7): in step 7, compute, waiting for x\n" in text
     assert "  rank 1 on h (process 8): here, at a.py:3\n" in text
     assert "  all stacks: logs/stacks/now\n" in text
-    assert "What to do\n  Look at the line that the sentence names." in text
+    assert "What to do\n  Check the line that the message names." in text
 
 
 def test_a_fault_of_the_task_comes_before_what_the_monitor_found(run: Path):
@@ -87,30 +93,30 @@ def test_a_fault_of_the_task_comes_before_what_the_monitor_found(run: Path):
     text = page(run)
     assert "How it ended\n  rank 1: Traceback (most recent call last):\n" in text
     assert "ValueError: the sky fell" in text
-    assert "Mend the code that the traceback names" in text
+    assert "Fix the code at the line of the traceback" in text
 
 
 def test_a_finished_run_needs_nothing(run: Path):
     with (run / "events.jsonl").open("a") as file:
         file.write('{"step": 8, "loss": 1.0}\n')
     text = page(run)
-    assert "It is finished: all steps are made, and nothing went wrong." in text
+    assert "It finished: all steps are done, and no error was recorded." in text
     assert "What to do" not in text
 
 
 def test_the_verb_prints_the_page(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main.main(["diagnose", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines() == explained(run)
+    assert capsys.readouterr().out.splitlines() == diagnose_run(run)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(RunError, match=r"is no run: it has no config.yaml"):
-        explained(tmp_path)
+    with pytest.raises(RunError, match=r"is not a run directory \(no config.yaml\)"):
+        diagnose_run(tmp_path)
 
 
 def test_a_run_that_was_told_in_epochs_is_finished_after_its_steps(run: Path):
     (run / "config.yaml").write_text("train: {epochs: 2}\n")
-    assert explained(run)[0] == f"{run}: 6 steps are made; the loss of the last one is 3"
+    assert diagnose_run(run)[0] == f"{run}: 6 steps done; loss of the last step: 3"
     (run / "fingerprint.json").write_text(json.dumps({"data": {"steps": 6}}))
-    assert explained(run)[0].startswith(f"{run}: 6 of 6 steps are made")
-    assert "  It is finished: all steps are made, and nothing went wrong." in explained(run)
+    assert diagnose_run(run)[0].startswith(f"{run}: 6 of 6 steps done")
+    assert "  It finished: all steps are done, and no error was recorded." in diagnose_run(run)

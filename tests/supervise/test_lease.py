@@ -28,11 +28,11 @@ from pathlib import Path
 from unisono.runtime.errors import RunError
 from unisono.supervise import run_lock
 folder = Path(sys.argv[1])
-with run_lock.held(folder, every=0.1) as mine:
+with run_lock.hold_lock(folder, every=0.1) as mine:
     print(mine.token, flush=True)
     for _ in sys.stdin:  # a commit, whenever it is asked for
         try:
-            mine.check()
+            mine.check_held()
             (folder / "commit").touch()
             print("committed", flush=True)
         except RunError as error:
@@ -68,11 +68,11 @@ def asked(process: subprocess.Popen[str]) -> str:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is on another host than those that it starts."""
-    monkeypatch.setattr(identity, "machine", lambda: "elsewhere")
+    monkeypatch.setattr(identity, "machine_id", lambda: "elsewhere")
 
 
 def refused(folder: Path, **how: float) -> str:
-    with pytest.raises(RunError) as caught, run_lock.held(folder, **how):
+    with pytest.raises(RunError) as caught, run_lock.hold_lock(folder, **how):
         pass
     return str(caught.value)
 
@@ -81,24 +81,24 @@ def test_a_living_owner_is_named_and_a_dead_one_is_replaced_at_once(tmp_path: Pa
     with owner(tmp_path) as process:
         told = refused(tmp_path)
         assert told.startswith(
-            f"{tmp_path} is held by process {process.pid} on {platform.node()}, which trains this run"
+            f"{tmp_path} is in use by process {process.pid} on {platform.node()}, which is training this run"
         )
-        assert (run_lock.holder(tmp_path) or {})["pid"] == process.pid
+        assert (run_lock.find_holder(tmp_path) or {})["pid"] == process.pid
         assert asked(process) == "committed"
         process.kill()
         process.wait()
-        assert run_lock.holder(tmp_path) is None
+        assert run_lock.find_holder(tmp_path) is None
         began = time.monotonic()
-        with run_lock.held(tmp_path) as mine:
+        with run_lock.hold_lock(tmp_path) as mine:
             assert (mine.token, mine.seized) == (2, True)
         assert time.monotonic() - began < 5
 
 
 def test_who_lets_go_leaves_nothing_to_wait_for_and_tokens_only_grow(tmp_path: Path, elsewhere: None):
     for token in range(1, 9):
-        with run_lock.held(tmp_path) as mine:
+        with run_lock.hold_lock(tmp_path) as mine:
             assert (mine.token, mine.seized) == (token, False)
-        assert run_lock.holder(tmp_path) is None
+        assert run_lock.find_holder(tmp_path) is None
     assert len(list((tmp_path / "lease").glob("*.json"))) == 5
 
 
@@ -110,9 +110,9 @@ def test_an_owner_on_another_host_is_refused_once_its_counter_moves(
             monkeypatch.setattr(time, "time", lambda wrong=wrong: wrong)
             os.utime(tmp_path / "lease" / "00000001.beat", (wrong, wrong))
             began = time.monotonic()
-            assert f"held by process {process.pid} on {platform.node()}" in refused(tmp_path, patience=60)
+            assert f"in use by process {process.pid} on {platform.node()}" in refused(tmp_path, patience=60)
             assert time.monotonic() - began < 20
-    assert "which cannot be seen from here; waiting 60 s for a sign of life" in capsys.readouterr().err
+    assert "which cannot be checked from this host; waiting 60 s for a sign of life" in capsys.readouterr().err
 
 
 def test_an_owner_that_slept_too_long_is_replaced_and_commits_nothing_when_it_wakes_up(tmp_path: Path, elsewhere: None):
@@ -121,19 +121,19 @@ def test_an_owner_that_slept_too_long_is_replaced_and_commits_nothing_when_it_wa
         (tmp_path / "commit").unlink()
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        with run_lock.held(tmp_path, patience=1.0) as mine:
+        with run_lock.hold_lock(tmp_path, patience=1.0) as mine:
             assert time.monotonic() - began >= 1.0
             assert (mine.token, mine.seized) == (2, True)
             process.send_signal(signal.SIGCONT)
             told = asked(process)
             assert told.startswith(
-                f"{tmp_path} was taken over by process {os.getpid()} on {platform.node()}, as this run"
+                f"{tmp_path} was taken over by process {os.getpid()} on {platform.node()}, because this run"
             )
             assert not (tmp_path / "commit").exists()
-            mine.check()
+            mine.check_held()
         process.stdin.close()  # type: ignore[union-attr]
         process.wait()
-    assert run_lock.holder(tmp_path) is None  # what the old one lets go of is not the new one's
+    assert run_lock.find_holder(tmp_path) is None  # what the old one lets go of is not the new one's
 
 
 def test_of_many_who_find_a_dead_owner_one_takes_its_place(tmp_path: Path):
@@ -147,7 +147,7 @@ def test_of_many_who_find_a_dead_owner_one_takes_its_place(tmp_path: Path):
     def challenge() -> None:
         ready.wait()
         try:
-            taken = run_lock._take(tmp_path, 1.0, 1.0)
+            taken = run_lock._acquire(tmp_path, 1.0, 1.0)
             won.append(taken.token)
         except RunError as error:
             lost.append(str(error))
@@ -165,9 +165,9 @@ def test_of_many_who_find_a_dead_owner_one_takes_its_place(tmp_path: Path):
 def test_an_owner_that_is_being_written_or_damaged_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "lease").mkdir()
     (tmp_path / "lease" / "00000004.json").write_text("{")
-    with run_lock.held(tmp_path, patience=0.3) as mine:
+    with run_lock.hold_lock(tmp_path, patience=0.3) as mine:
         assert mine.token == 5
-    assert "last held by process 0 on an unknown host" in capsys.readouterr().err
+    assert "last used by process 0 on an unknown host" in capsys.readouterr().err
 
 
 def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -175,22 +175,22 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", none)
-    with run_lock.held(tmp_path) as mine:
+    with run_lock.hold_lock(tmp_path) as mine:
         assert mine.token == 1
-        assert "is held by" in refused(tmp_path)
+        assert "is in use by" in refused(tmp_path)
     assert json.loads((tmp_path / "lease" / "00000001.json").read_text())["released"]
 
 
 def test_processes_of_an_owner_know_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(run_lock.TOKEN, raising=False)
+    monkeypatch.delenv(run_lock.LOCK_VARIABLE, raising=False)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with run_lock.held(tmp_path / "a") as mine:
-        found = run_lock.inherited(tmp_path / "a")
+    with run_lock.hold_lock(tmp_path / "a") as mine:
+        found = run_lock.inherited_lock(tmp_path / "a")
         assert found is not None and found.token == mine.token
-        assert run_lock.inherited(tmp_path / "b") is None
-    assert run_lock.inherited(tmp_path / "a") is None
-    assert run_lock.TOKEN not in os.environ
+        assert run_lock.inherited_lock(tmp_path / "b") is None
+    assert run_lock.inherited_lock(tmp_path / "a") is None
+    assert run_lock.LOCK_VARIABLE not in os.environ
 
 
 def test_who_takes_over_removes_what_the_last_one_was_writing(tmp_path: Path):
@@ -201,7 +201,7 @@ def test_who_takes_over_removes_what_the_last_one_was_writing(tmp_path: Path):
         process.wait()
     half = run / "checkpoints" / ".writing-step-00000007"
     half.mkdir(parents=True)
-    with runs.held(run):
+    with runs.hold_directory(run):
         assert not half.exists()
 
 
@@ -222,7 +222,7 @@ def test_a_run_that_slept_while_another_host_took_it_over_ends_without_a_commit(
         jobs.training(marks, 1)
         jobs.wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir(), 30)
         process.send_signal(signal.SIGSTOP)
-        with run_lock.held(run, patience=1.0):
+        with run_lock.hold_lock(run, patience=1.0):
             before = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
             process.send_signal(signal.SIGCONT)
             _, told = process.communicate(timeout=30)

@@ -23,7 +23,7 @@ RANK = """
 import os, sys, time
 from unisono.runtime import heartbeat
 heartbeat.start(sys.argv[1], int(sys.argv[2]))
-heartbeat.step(3, 0.1)
+heartbeat.record_step(3, 0.1)
 with heartbeat.phase("record"):
     {act}
 heartbeat.stop({code})
@@ -55,7 +55,7 @@ class Node:
                 time.sleep(0.01)
 
     def found(self) -> dict[str, object]:
-        told: dict[str, object] = json.loads(monitor.record_of(self.folder, 0).read_text())
+        told: dict[str, object] = json.loads(monitor.finding_path(self.folder, 0).read_text())
         return told
 
 
@@ -88,13 +88,13 @@ def test_a_rank_that_dies_is_named_and_one_that_would_wait_for_ever_is_ended(nod
     assert node.ranks[0].wait(5) == -signal.SIGKILL
     assert node.found()["rank"] == 1
     assert "; rank 0 waited for the sums of step 4" in str(node.found()["text"])
-    assert json.loads((node.directory / monitor.FINDING).read_text())["text"] == node.found()["text"]
+    assert json.loads((node.directory / monitor.FINDING_FILE).read_text())["text"] == node.found()["text"]
 
 
 def test_a_rank_that_told_its_fault_is_left_the_word_and_the_others_are_ended(node: Node):
     node.start("pass", WAITS, code=3)
     assert node.ranks[1].wait(30) == -signal.SIGKILL
-    assert not monitor.record_of(node.folder, 0).exists()
+    assert not monitor.finding_path(node.folder, 0).exists()
 
 
 def test_a_stopped_rank_is_named_with_its_line_and_all_are_ended(node: Node):
@@ -118,11 +118,11 @@ def test_the_stack_of_a_stopped_rank_is_that_of_where_it_was_stopped_and_not_of_
 
 def test_a_stopped_rank_is_asked_before_it_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[int, int]] = []
-    heartbeat.stacks_of(tmp_path, 0).touch()
-    monkeypatch.setattr(stacks.processes, "catches", lambda pid, number: True)
+    heartbeat.stacks_path(tmp_path, 0).touch()
+    monkeypatch.setattr(stacks.processes, "handles_signal", lambda pid, number: True)
     monkeypatch.setattr(stacks.os, "kill", lambda pid, number: sent.append((pid, number)))
-    stacks.ask(tmp_path, {0: 99}, patience=0.0, stopped=True)
-    assert sent == [(99, heartbeat.STACKS), (99, signal.SIGCONT)]
+    stacks.collect_stacks(tmp_path, {0: 99}, patience=0.0, stopped=True)
+    assert sent == [(99, heartbeat.STACK_SIGNAL), (99, signal.SIGCONT)]
 
 
 def test_the_end_of_its_launcher_is_the_end_of_all(node: Node):
@@ -139,4 +139,4 @@ def test_it_imports_next_to_nothing():
     code = "import sys, unisono.supervise.monitor; print({'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout == "set()\n"
-    assert processes.look(os.getpid()) is not None
+    assert processes.find_process(os.getpid()) is not None

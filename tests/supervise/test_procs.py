@@ -28,7 +28,7 @@ def started(more: str = "") -> tuple[subprocess.Popen[str], int]:
 
 
 def root(process: subprocess.Popen[str]) -> processes.Process:
-    found = processes.look(process.pid)
+    found = processes.find_process(process.pid)
     assert found is not None
     return found
 
@@ -40,10 +40,10 @@ def test_a_process_ends_with_all_that_it_started_though_it_is_stopped(more: str)
     process.send_signal(signal.SIGSTOP)
     time.sleep(0.1)
     assert root(process).state == "T"
-    assert {p.pid for p in processes.family([first])} == {process.pid, child}
-    assert processes.end([first]) == []
+    assert {p.pid for p in processes.find_descendants([first])} == {process.pid, child}
+    assert processes.kill_all([first]) == []
     assert process.wait(5) == -signal.SIGKILL
-    assert processes.look(child) is None
+    assert processes.find_process(child) is None
 
 
 def test_what_a_dead_process_left_in_its_group_is_found():
@@ -51,35 +51,35 @@ def test_what_a_dead_process_left_in_its_group_is_found():
     first = root(process)
     process.kill()
     process.wait()
-    assert {p.pid for p in processes.family([first])} == {child}
-    assert processes.end([first]) == []
-    assert processes.look(child) is None
+    assert {p.pid for p in processes.find_descendants([first])} == {child}
+    assert processes.kill_all([first]) == []
+    assert processes.find_process(child) is None
 
 
 def test_a_number_that_is_another_s_by_now_is_left_alone():
     process, _ = started()
-    old = processes.Process(process.pid, "S", 1, process.pid, began=1)
-    assert processes.family([old]) == []
-    assert processes.end([old]) == []
+    old = processes.Process(process.pid, "S", 1, process.pid, start_time=1)
+    assert processes.find_descendants([old]) == []
+    assert processes.kill_all([old]) == []
     assert process.poll() is None
-    processes.end([root(process)])
+    processes.kill_all([root(process)])
     process.wait()
 
 
 def test_this_process_is_never_among_those_that_are_ended():
-    me = processes.look(os.getpid())
+    me = processes.find_process(os.getpid())
     assert me is not None
-    assert os.getpid() not in {p.pid for p in processes.family([me])}
+    assert os.getpid() not in {p.pid for p in processes.find_descendants([me])}
 
 
 def test_a_signal_is_caught_or_deadly():
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
-        assert processes.catches(os.getpid(), signal.SIGUSR2)
+        assert processes.handles_signal(os.getpid(), signal.SIGUSR2)
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert not processes.catches(os.getpid(), signal.SIGRTMIN + 3)
+    assert not processes.handles_signal(os.getpid(), signal.SIGRTMIN + 3)
 
 
 def test_the_kernel_tells_how_many_were_killed_for_memory():
-    assert processes.killed_for_memory() >= 0
+    assert processes.count_oom_kills() >= 0

@@ -35,7 +35,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_a_checkpoint_has_weights_optimizer_and_average(groups: dict[str, Any], bytes_each: int):
-    assert disk_space.estimated(configuration(**groups), 1000) == 1000 * bytes_each
+    assert disk_space.estimate_size(configuration(**groups), 1000) == 1000 * bytes_each
 
 
 @pytest.mark.parametrize("groups", [{"optim": ADAMW}, {"optim": SGD}, {"optim": ADAMW, "ema": {"decay": 0.9}}])
@@ -46,9 +46,9 @@ def test_the_estimate_is_what_a_run_writes(tmp_path: Path, groups: dict[str, Any
     parameters = sum(p.numel() for p in task.build().parameters())
     written = sum(file.stat().st_size for file in tmp_path.glob("checkpoints/*/*.safetensors"))
     assert (
-        disk_space.estimated(config, parameters) <= written <= 1.6 * disk_space.estimated(config, parameters)
+        disk_space.estimate_size(config, parameters) <= written <= 1.6 * disk_space.estimate_size(config, parameters)
     )  # with its names
-    assert disk_space.of_newest(tmp_path) >= written
+    assert disk_space.newest_size(tmp_path) >= written
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_estimate_is_what_a_run_writes(tmp_path: Path, groups: dict[str, Any
     ],
 )  # fmt: skip
 def test_checkpoints_that_will_be_written_are_counted(checkpoint: dict[str, Any], first: int, count: int):
-    assert disk_space.planned(configuration(checkpoint=checkpoint), first, 10) == count
+    assert disk_space.count_checkpoints(configuration(checkpoint=checkpoint), first, 10) == count
 
 
 @pytest.mark.parametrize(("size", "fits"), [(3.1e9, True), (3.0e9, False)])
@@ -67,19 +67,19 @@ def test_the_older_ones_and_the_one_that_is_written_have_to_fit(tmp_path: Path, 
     free(size)
     config = configuration(checkpoint={"keep": 2})
     if fits:
-        return disk_space.check(tmp_path / "a" / "b", config, 10**9, 7)
+        return disk_space.check_disk_space(tmp_path / "a" / "b", config, 10**9, 7)
     with pytest.raises(RunError) as caught:
-        disk_space.check(tmp_path / "a" / "b", config, 10**9, 7)
-    assert "a/b needs 3.06 GB for 3 more checkpoints of 1 GB (checkpoint.keep=2, and" in str(caught.value)
-    assert f"and 3 GB are free at {tmp_path}. Free some" in str(caught.value)
+        disk_space.check_disk_space(tmp_path / "a" / "b", config, 10**9, 7)
+    assert "a/b needs 3.06 GB for 3 more checkpoints of 1 GB (checkpoint.keep=2, plus" in str(caught.value)
+    assert f"but only 3 GB are free at {tmp_path}. Free some" in str(caught.value)
     return None
 
 
 def test_no_more_is_asked_for_than_will_be_written(tmp_path: Path, free: Any):
     free(1.5e9)
-    disk_space.check(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 1)
+    disk_space.check_disk_space(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 1)
     free(0)
-    disk_space.check(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 0)
+    disk_space.check_disk_space(tmp_path, configuration(checkpoint={"keep": 9}), 10**9, 0)
 
 
 def test_a_run_on_a_full_disk_is_refused_before_its_first_step(tmp_path: Path, free: Any):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from unisono.runtime.heartbeat import PHASES, Record
+from unisono.runtime.heartbeat import PHASES, HeartbeatRecord
 from unisono.supervise.stragglers import Stragglers
 
 
-def record(rank: int, made: int, **seconds: float) -> Record:
+def record(rank: int, made: int, **seconds: float) -> HeartbeatRecord:
     totals = {phase: round(1e9 * made * seconds.get(phase, 0.0)) for phase in PHASES}
-    return Record(rank, 1, made, made, "compute", "record", "", 0, 0, 0, totals, (1.0,))
+    return HeartbeatRecord(rank, 1, made, made, "compute", "record", "", 0, 0, 0, totals, (1.0,))
 
 
 def looked(steps: int, **slow: float) -> list[str]:
@@ -16,17 +16,17 @@ def looked(steps: int, **slow: float) -> list[str]:
     for made in range(0, steps + 1, 7):  # the monitor looks now and then, and not at every step
         ranks = {rank: record(rank, made, compute=0.1, data=0.01, wait=0.2) for rank in range(3)}
         ranks[1] = record(1, made + made % 2, **{"compute": 0.1, "data": 0.01, "wait": 0.0, **slow})
-        lines += stragglers.look(ranks)
+        lines += stragglers.update(ranks)
     return lines
 
 
 def test_a_rank_that_is_three_times_slower_is_named_once_with_the_phase():
     (line,) = looked(200, compute=0.3)
     assert line.startswith(
-        "rank 1 holds up the others: compute takes it 0.3 s a step, and the others 0.1 s (3.0 times)"
+        "rank 1 holds up the others: compute takes 0.3 s per step there and 0.1 s on the others (3.0 times as long)"
     )
     (line,) = looked(200, data=0.2)
-    assert line.startswith("rank 1 holds up the others: data takes it 0.2 s a step")
+    assert line.startswith("rank 1 holds up the others: data takes 0.2 s per step there")
 
 
 def test_waiting_is_no_sign_of_being_slow():
@@ -44,7 +44,7 @@ def test_a_hiccup_is_not_told():
 
 def test_one_rank_alone_has_nobody_to_be_slower_than():
     stragglers = Stragglers()
-    assert [stragglers.look({0: record(0, made, compute=1.0)}) for made in range(0, 200, 10)] == [[]] * 20
+    assert [stragglers.update({0: record(0, made, compute=1.0)}) for made in range(0, 200, 10)] == [[]] * 20
 
 
 def waited(*of_windows: tuple[float, float, float]) -> list[str]:
@@ -56,7 +56,7 @@ def waited(*of_windows: tuple[float, float, float]) -> list[str]:
         ranks = {rank: record(rank, made, compute=0.1, data=0.01) for rank in range(3)}
         for rank, one in ranks.items():
             one.totals["wait"] = round(1e9 * total[rank])
-        lines += stragglers.look(ranks)
+        lines += stragglers.update(ranks)
     return lines
 
 
@@ -66,7 +66,7 @@ USUAL, SLOW = (0.02, 0.02, 0.03), (0.2, 0.21, 0.3)
 def test_communication_that_has_become_slow_is_told_once_and_is_nobody_s():
     (line,) = waited(USUAL, USUAL, USUAL, USUAL, SLOW, SLOW, SLOW, SLOW)
     assert line == (
-        "communication holds up all ranks: each waits 0.2 s a step or more, where it was 0.02 s, and none is slow by "
+        "communication holds up all ranks: each waits at least 0.2 s per step, up from 0.02 s, and no rank is slow by "
         "itself, steps 101 to 120"
     )
     assert len(waited(USUAL, USUAL, USUAL, SLOW, SLOW, USUAL, USUAL, SLOW, SLOW)) == 2

@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from tests import processes, runs
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono.callback import Asked, Callback, Evaluate, RunInfo, Save, Stop
+from unisono.callback import Callback, CallbackResult, Evaluate, RunInfo, Save, Stop
 from unisono.checkpoint.core import commit
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
@@ -31,27 +31,27 @@ def config(steps: int = 6, **groups: Any) -> RunConfig:
 class Recording(Callback):
     """Keeps what it was called with, and asks for what it was given."""
 
-    def __init__(self, asks: Mapping[tuple[str, int], Asked] | None = None) -> None:
+    def __init__(self, asks: Mapping[tuple[str, int], CallbackResult] | None = None) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []
         self.values: dict[tuple[str, int], Any] = {}
         self.asks = asks or {}
 
-    def _called(self, point: str, step: int, values: Any = None) -> Asked:
+    def _called(self, point: str, step: int, values: Any = None) -> CallbackResult:
         self.seen.append((point, step))
         self.values[point, step] = values
         return self.asks.get((point, step))
 
-    def on_start(self, run: RunInfo) -> Asked:
+    def on_start(self, run: RunInfo) -> CallbackResult:
         return self._called("start", run.first, run)
 
-    def on_step(self, step: int, values: Mapping[str, float]) -> Asked:
+    def on_step(self, step: int, values: Mapping[str, float]) -> CallbackResult:
         return self._called("step", step, dict(values))
 
-    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Asked:
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> CallbackResult:
         return self._called("evaluation", step, dict(values))
 
-    def on_save(self, step: int, checkpoint: Path) -> Asked:
+    def on_save(self, step: int, checkpoint: Path) -> CallbackResult:
         return self._called("save", step, checkpoint)
 
     def on_end(self, step: int, reason: str) -> None:
@@ -63,11 +63,11 @@ def run(folder: Path, how: RunConfig, *callbacks: Callback) -> runs.Result:
 
 
 def saved(folder: Path) -> list[int]:
-    return [commit.read(path).step for path in commit.find(folder / "checkpoints")]
+    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
 
 
 def evaluated(folder: Path) -> list[int]:
-    return [event["step"] for event in events.read(folder / "events.jsonl") if event.get("eval")]
+    return [event["step"] for event in events.read_events(folder / "events.jsonl") if event.get("eval")]
 
 
 # when -----------------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_callback_is_called_at_every_point_with_what_the_events_say(tmp_path: 
         ("start", 0), ("step", 1), ("step", 2), ("evaluation", 2), ("save", 2), ("step", 3), ("step", 4),
         ("evaluation", 4), ("save", 4), ("end", 4),
     ]  # fmt: skip
-    told = {event["step"]: event for event in events.steps(events.read(tmp_path / "events.jsonl"))}
+    told = {event["step"]: event for event in events.step_events(events.read_events(tmp_path / "events.jsonl"))}
     for step in range(1, 5):
         values = one.values["step", step]
         assert {"loss", "accuracy", "grad_norm", "lr"} <= values.keys()
@@ -121,7 +121,7 @@ def test_a_run_is_stopped_saved_and_resumes(tmp_path: Path, capsys: pytest.Captu
     output = capsys.readouterr().out
     assert "step 3: Recording asks to stop: enough\n" in output
     assert "stopped after step 3 of 6: Recording asks to stop: enough. Resume with:\n  " in output
-    (note,) = [event for event in events.read(tmp_path / "events.jsonl") if "stopped" in event]
+    (note,) = [event for event in events.read_events(tmp_path / "events.jsonl") if "stopped" in event]
     assert note == {"step": 3, "stopped": "Recording asks to stop: enough"}
     again = run(tmp_path, how, Recording())
     assert (again.step, again.stopped) == (6, "")
@@ -131,7 +131,7 @@ def test_a_run_is_stopped_saved_and_resumes(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_save_and_an_evaluation_are_made_when_they_are_asked_for(tmp_path: Path) -> None:
-    asks: dict[tuple[str, int], Asked] = {("step", 2): [Save("now"), Evaluate()], ("evaluation", 2): Save()}
+    asks: dict[tuple[str, int], CallbackResult] = {("step", 2): [Save("now"), Evaluate()], ("evaluation", 2): Save()}
     run(tmp_path, config(4, checkpoint={"at_end": False}, eval={"at_end": False}), Recording(asks))
     assert (saved(tmp_path), evaluated(tmp_path)) == ([2], [2])
 
@@ -160,11 +160,11 @@ class Failing(Recording):
         self.point, self.rank, self.error = point, rank, error
         self.here = 0
 
-    def on_start(self, run: RunInfo) -> Asked:
+    def on_start(self, run: RunInfo) -> CallbackResult:
         self.here = run.rank
         return super().on_start(run)
 
-    def _called(self, point: str, step: int, values: Any = None) -> Asked:
+    def _called(self, point: str, step: int, values: Any = None) -> CallbackResult:
         if point == self.point and self.here == self.rank:
             raise self.error("by zero")
         return super()._called(point, step, values)
@@ -223,7 +223,7 @@ def test_the_state_of_callbacks_is_that_of_the_checkpoint_from_which_a_run_resum
     how = config(6, checkpoint={"every": 2, "keep": 9})
     with runs.interrupted(before=5):
         run(tmp_path, how, Counting(), Counting())
-    assert commit.read(commit.find(tmp_path / "checkpoints")[-1]).state["callbacks"] == {
+    assert commit.read_manifest(commit.find_checkpoints(tmp_path / "checkpoints")[-1]).state["callbacks"] == {
         "Counting": {"count": 4}, "Counting 2": {"count": 4},
     }  # fmt: skip
     first, second = Counting(), Counting()
@@ -281,7 +281,7 @@ def test_a_run_is_stopped_early_and_stays_so_until_it_is_given_more_patience(tmp
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"metric=accuarcy: no evaluation of this task has it, did you mean 'accuracy'"
+        ConfigError, match=r"metric=accuarcy: this task's evaluations have no such metric, did you mean 'accuracy'"
     ):
         run(tmp_path, config(4, eval={"every": 1}), stopping(metric="accuarcy"))
 
@@ -307,7 +307,7 @@ def test_settings_that_a_callback_needs_are_named() -> None:
 class OneSided(Recording):
     """Rank 1 alone asks for a stop."""
 
-    def on_start(self, run: RunInfo) -> Asked:
+    def on_start(self, run: RunInfo) -> CallbackResult:
         self.asks = {("step", 3): Stop("enough")} if run.rank == 1 else {}
         return super().on_start(run)
 

@@ -1,7 +1,7 @@
 """Augmentation, as pure functions of an array and a generator.
 
-The generator that `Task.sample` is given is keyed by (seed, epoch, row), so a recording is augmented alike on any layout,
-by any worker and after a resume. In evaluation nothing is drawn: take `CENTRE`, `FIRST` or all `windows`.
+The generator that `Task.sample` is given is keyed by (seed, epoch, row), so a recording is augmented alike on any
+layout, by any worker and after a resume. In evaluation nothing is drawn: take `CENTRE`, `FIRST` or all `windows`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Recordings to batches in one call: decode, cut, resample, features, pad, normalise.
 
-Where the native core is there, a call makes all rows in its own threads, without Python's lock, straight into the batch's
-buffer. The NumPy path makes them one after another, to the same numbers within float32 (docs/audio.md has the measured
-differences). Each row depends on its recording and its window alone, so neither threads nor the batch it is in change a bit.
+Where the native core is there, a call makes all rows in its own threads, without Python's lock, straight into the
+batch's buffer. The NumPy path makes them one after another, to the same numbers within float32 (docs/audio.md has the
+measured differences). Each row depends on its recording and its window alone, so neither threads nor the batch it is in
+change a bit.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Pipeline:
             of a batch.
         mean: is taken off the features.
         std: that they are divided by then.
-        pad: value of frames that are padded, before normalisation; `minimum` for each row's own least value. Samples are
-            padded with zeros.
+        pad: value of frames that are padded, before normalisation; `minimum` for each row's own least value. Samples
+            are padded with zeros.
         method: of resampling. It moves features a thousand times more than anything else here; keep it with a run.
         backend: `native`, `numpy`, or `auto` for the native core where it was built.
     """

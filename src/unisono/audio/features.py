@@ -1,7 +1,7 @@
 """What a filter bank is: Kaldi's fbank and MFCC, and the log-mel spectrograms of librosa, torchaudio and Whisper.
 
-A description (`Fbank`, `Mfcc`, `LogMel`) becomes a `Plan` of plain arrays for a rate. The native core and the NumPy path
-compute from the same plan.
+A description (`Fbank`, `Mfcc`, `LogMel`) becomes a `Plan` of plain arrays for a rate. The native core and the NumPy
+path compute from the same plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words that follow a verb of the command line: those that many verbs take, and what is made of key=value."""
+"""Command-line arguments that several verbs share, and the parsing of key=value words."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from pathlib import Path
 from typing import Any
 
 
-def recipe(verb: argparse.ArgumentParser, text: str = "as for train") -> None:
+def add_recipe(verb: argparse.ArgumentParser, text: str = "as for train") -> None:
     """The verb is about a recipe, or a task of one's own."""
     verb.add_argument("recipe", metavar="RECIPE", help=text)
     verb.add_argument("--config-dir", type=Path, help="folder with YAML groups and configs of your own")
 
 
-def run(verb: argparse.ArgumentParser, text: str = "folder of the run") -> None:
+def add_run(verb: argparse.ArgumentParser, text: str = "folder of the run") -> None:
     """The verb is about a run."""
     verb.add_argument("folder", type=Path, metavar="RUN", help=text)
 
 
-def foreign_run(verb: argparse.ArgumentParser) -> None:
+def add_task_options(verb: argparse.ArgumentParser) -> None:
     """The verb needs the task of a run, which the run itself must not choose; see `unisono.config.foreign_run`."""
     verb.add_argument("--task", metavar="FILE.py:CLASS", help="the task of the run, if it is one of your own")
     verb.add_argument(
-        "--trust", action="store_true", help="import the task from where the run says it lies: runs its author's code"
+        "--trust", action="store_true", help="import the task from the file that the run names: runs its author's code"
     )
 
 
-def overrides(verb: argparse.ArgumentParser, text: str) -> None:
+def add_overrides(verb: argparse.ArgumentParser, text: str) -> None:
     """The verb takes settings; after whatever else it takes without a name."""
     verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
 
 
-def own(parsed: argparse.Namespace, kind: Any) -> Any:
+def parse_own_settings(parsed: argparse.Namespace, kind: Any) -> Any:
     """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
     from pydantic import ValidationError
 
@@ -46,7 +46,7 @@ def own(parsed: argparse.Namespace, kind: Any) -> Any:
     except ValidationError as error:
         raise ConfigError(
             "; ".join(
-                f"{e['loc'][0]} is needed: {e['loc'][0]}=…"
+                f"{e['loc'][0]} is missing: add {e['loc'][0]}=…"
                 if e["type"] == "missing"
                 else f"{e['loc'][0]}: {e['msg'].lower()}, got {e['input']!r}"
                 for e in error.errors()
@@ -54,11 +54,11 @@ def own(parsed: argparse.Namespace, kind: Any) -> Any:
         ) from error
 
 
-def only(parsed: argparse.Namespace, kind: Any) -> Any:
+def parse_settings(parsed: argparse.Namespace, kind: Any) -> Any:
     """The verb's own settings where there is no recipe; words that are left over are refused."""
     from unisono.runtime.errors import ConfigError, nearest
 
-    words = own(parsed, kind)
+    words = parse_own_settings(parsed, kind)
     if parsed.overrides:
         name = parsed.overrides[0].split("=")[0]
         raise ConfigError(f"unknown word '{parsed.overrides[0]}', {nearest(name, kind.model_fields)}")

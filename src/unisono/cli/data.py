@@ -1,4 +1,4 @@
-"""The verb `unisono data`: rows made ahead, put together, cut anew, looked at, and held against what was consumed."""
+"""The verb `unisono data`: prepare, merge, reshard, preview and audit the rows of a run."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
+from unisono.runtime.console import clean, say
 
 if TYPE_CHECKING:
-    from unisono.data.prepare.preparation import Told
+    from unisono.data.prepare.preparation import ProgressCallback
     from unisono.data.prepare.shards import Shards
 
-TEXT = "prepare data ahead, cut it into other shards, show what a run will see, audit what it saw"
+TEXT = "prepare data, reshard it, preview what a run will see, audit what it has seen"
 EPILOG = """\
 examples:
-  unisono data prepare language data=corpus data.path=DIR out=tokens    tokenise; killed, it goes on where it was
-  unisono data prepare language … out=tokens shard=$SLURM_ARRAY_TASK_ID/8   one of eight shares
-  unisono data merge tokens                                             finish what was made in shares
+  unisono data prepare language data=corpus data.path=DIR out=tokens    tokenise; the same command resumes it
+  unisono data prepare language … out=tokens shard=$SLURM_ARRAY_TASK_ID/8   one of eight parts
+  unisono data merge tokens                                             combine the parts
   unisono train language data=prepared data.path=tokens                 on any machine, without the documents
   unisono data reshard tokens shards=64 out=tokens64                    the same rows in other shards
-  unisono data preview language position=1000 world_size=4              the next rows of a layout that need not exist
+  unisono data preview language position=1000 world_size=4              the next rows, for any layout
   unisono data audit runs/NAME                                          was every sample consumed exactly once?
   unisono data scan recordings/ out=bad.jsonl                           which recordings cannot be decoded?
   unisono data audio-cache recordings/ out=cache rate=32000 duration=5  decode them once, for many epochs
 """
 
 
-def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
+def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
     """Put the verb and its own verbs among the others.
 
     Args:
@@ -46,61 +47,61 @@ def add(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
         if place:
             added.add_argument("folder", type=str if place == "PATH" else Path, metavar=place)
         else:
-            arguments.recipe(added)
+            arguments.add_recipe(added)
         if words:
-            arguments.overrides(added, words)
+            arguments.add_overrides(added, words)
         added.set_defaults(run=lambda parsed: run(parsed, load))
         return added
 
     verb(
         "prepare",
         _prepare,
-        "make a recipe's samples ahead: shards and a manifest, the same bytes by any workers and interruptions",
+        "prepare a recipe's samples: shards and a manifest, byte for byte the same with any workers or interruptions",
         "as for train; and out=DIR, shard=i/n, workers=auto, worker_kind=threads|processes, shard_mb=64",
     )
-    verb("merge", _merge, "finish a folder whose shards were made in shares", "", "DIR")
-    verb("reshard", _reshard, "the same rows in another number of shards", "shards=N out=DIR2", "DIR")
+    verb("merge", _merge, "combine shards that several jobs prepared", "", "DIR")
+    verb("reshard", _reshard, "write the same rows into a different number of shards", "shards=N out=DIR2", "DIR")
     verb(
         "preview",
         _preview,
-        "print the rows that a run sees from a position on, for a layout that need not exist",
+        "print the rows that a run sees from a position on, for any layout, even one you do not have",
         "as for train; and position=0, count=8, world_size=layout.world_size",
     )
     verb(
         "scan",
         _scan,
-        "decode every recording, and write down the rows that cannot be decoded; interrupted, it resumes",
+        "decode every recording and list the rows that cannot be decoded; resumes after an interruption",
         "out=bad_recordings.jsonl, audio=COLUMN, workers=auto",
         "PATH",
     )
     verb(
         "audio-cache",
         _audio_cache,
-        "decode recordings once for many epochs: features or samples in memory-mapped arrays",
+        "decode recordings once for many epochs, into memory-mapped features or samples",
         "out=DIR, kind=features|samples, rate=32000, duration=5, windows=first|centre|all, leave_out=FILE, "
         "num_mel_bins=128, frames=, mean=0, std=1, method=sinc_hann, dtype=float32, on_error=stop|mask, workers=auto",
         "PATH",
     )
     audit = verb(
-        "audit", _audit, "prove that a run consumed every sample exactly once, or list what it did not", "", "RUN"
+        "audit", _audit, "check that a run consumed every sample exactly once, or list the exceptions", "", "RUN"
     )
-    arguments.foreign_run(audit)
+    arguments.add_task_options(audit)
 
 
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import Prepare
-    from unisono.data.prepare.partitions import Share
+    from unisono.data.prepare.partitions import Partition
     from unisono.data.prepare.preparation import prepare
-    from unisono.protocols import preparations
+    from unisono.protocols import find_preparations
     from unisono.task_config import build_task
 
-    own = arguments.own(parsed, Prepare)
-    share = Share.of(own.shard)
+    own = arguments.parse_own_settings(parsed, Prepare)
+    share = Partition.parse(own.shard)
     config = load(parsed)
-    made_ahead = preparations(build_task(config))
+    made_ahead = find_preparations(build_task(config))
     for name, (preparation, cached) in made_ahead.items():
         folder = (own.out / name if name else own.out) if own.out else cached
-        with _progress(folder, max(1, preparation.records // share.count)) as told:
+        with _progress(folder, max(1, preparation.records // share.count)) as progress:
             made = prepare(
                 preparation,
                 folder,
@@ -108,27 +109,27 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
                 workers=None if own.workers == "auto" else own.workers,
                 kind=own.worker_kind,
                 shard_mb=own.shard_mb,
-                told=told,
+                progress=progress,
             )
         if made is not None:
-            _tell(made)
+            _print_shards(made)
         else:
-            total = len(_plan(folder)) - 1
-            print(
-                f"{folder}: share {share.number}/{share.count} is there, {len(share.shards(total))} of {total} shards"
-            )
+            total = len(_read_plan(folder)) - 1
+            say(f"{folder}: part {share.number}/{share.count} is done, {len(share.shards(total))} of {total} shards")
     if share.count > 1:
-        print(f"when all shares have ended: unisono data merge {own.out or next(iter(made_ahead.values()))[1]}")
+        say(f"when all parts are done: unisono data merge {own.out or next(iter(made_ahead.values()))[1]}")
     return 0
 
 
 def _merge(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.data.prepare.partitions import PLAN, merge
+    from unisono.data.prepare.partitions import PLAN_FILE, merge_partitions
 
     folder: Path = parsed.folder
-    several = sorted(path.parent for path in folder.glob(f"*/{PLAN}")) if not (folder / PLAN).is_file() else []
+    several = (
+        sorted(path.parent for path in folder.glob(f"*/{PLAN_FILE}")) if not (folder / PLAN_FILE).is_file() else []
+    )
     for one in several or [folder]:
-        _tell(merge(one))
+        _print_shards(merge_partitions(one))
     return 0
 
 
@@ -137,10 +138,10 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.prepare.reshard import reshard
     from unisono.data.prepare.shards import Shards
 
-    own = arguments.only(parsed, Reshard)
-    with _progress(own.out, len(Shards(parsed.folder))) as told:
-        made = reshard(parsed.folder, own.shards, own.out, told)
-    _tell(made)
+    own = arguments.parse_settings(parsed, Reshard)
+    with _progress(own.out, len(Shards(parsed.folder))) as progress:
+        made = reshard(parsed.folder, own.shards, own.out, progress)
+    _print_shards(made)
     return 0
 
 
@@ -150,12 +151,12 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.launch import layout
     from unisono.task_config import build_task
 
-    own = arguments.own(parsed, Preview)
-    config = layout.concrete(load(parsed), None)
+    own = arguments.parse_own_settings(parsed, Preview)
+    config = layout.resolve_layout(load(parsed), None)
     assert isinstance(config.layout.world_size, int)
     task = build_task(config)
     world = own.world_size or config.layout.world_size
-    print("\n".join(preview.lines(preview.preview(task, config, own.position, own.count, world))))
+    say("\n".join(preview.format_table(preview.preview(task, config, own.position, own.count, world))))
     return 0
 
 
@@ -163,7 +164,7 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.audit import audit
 
     report = audit(parsed.folder, task=parsed.task, trust=parsed.trust)
-    print(report)
+    say(report)
     return 0 if report.passed else 1
 
 
@@ -172,16 +173,17 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.scan import scan
 
-    own = arguments.only(parsed, Scan)
+    own = arguments.parse_settings(parsed, Scan)
     source = open_recordings(parsed.folder, audio=own.audio, key="PATH")
-    with _progress(own.out, len(source), "bad") as told:
-        found = scan(source, own.out, workers=None if own.workers == "auto" else own.workers, told=told)
+    with _progress(own.out, len(source), "bad") as progress:
+        found = scan(source, own.out, workers=None if own.workers == "auto" else own.workers, progress=progress)
     for row, reason in list(found.bad.items())[:10]:
-        print(f"row {row}: {reason}")
+        say(f"row {row}: {reason}")
     if len(found.bad) > 10:
-        print(f"… and {len(found.bad) - 10} more")
-    print(
-        f"{found.rows} recordings, {len(found.bad)} cannot be decoded; {found.path} has them, for leave_out={found.path}"
+        say(f"… and {len(found.bad) - 10} more")
+    say(
+        f"{found.rows} recordings, {len(found.bad)} cannot be decoded; they are listed in {found.path}, "
+        f"for leave_out={found.path}"
     )
     return 1 if found.bad else 0
 
@@ -191,35 +193,34 @@ def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.config.schema.data_verb import AudioCache
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.decoded_cache import make_cache
-    from unisono.runtime.communicator import cores
+    from unisono.runtime.communicator import usable_cores
 
-    own = arguments.only(parsed, AudioCache)
+    own = arguments.parse_settings(parsed, AudioCache)
     source = open_recordings(parsed.folder, audio=own.audio, leave_out=own.leave_out, key="PATH")
     features = Fbank(own.num_mel_bins, window_type=own.window_type) if own.kind == "features" else None
     pipeline = Pipeline(own.rate, own.duration, features, own.frames, mean=own.mean, std=own.std, method=own.method)
-    with _progress(own.out, len(source), "left out") as told:
+    with _progress(own.out, len(source), "left out") as progress:
         made = make_cache(
             source, pipeline, own.out, windows=own.windows, dtype=own.dtype, on_error=own.on_error,
-            workers=cores() if own.workers == "auto" else own.workers, told=told,
+            workers=usable_cores() if own.workers == "auto" else own.workers, progress=progress,
         )  # fmt: skip
-    print(
-        f"{own.out}: {len(made)} rows of {tuple(made[0]['values'].shape)} {own.dtype}, {len(made.about['left_out'])} left out"
-    )
+    shape = " × ".join(map(str, made[0]["values"].shape))
+    say(f"{own.out}: {len(made)} rows of {shape} {own.dtype}, {len(made.about['left_out'])} left out")
     return 0
 
 
-def _plan(folder: Path) -> list[int]:
-    from unisono.data.prepare.partitions import PLAN
-    from unisono.data.prepare.shards import read_json
+def _read_plan(folder: Path) -> list[int]:
+    from unisono.data.prepare.manifest import read_json
+    from unisono.data.prepare.partitions import PLAN_FILE
 
-    bounds: list[int] = read_json(folder / PLAN)["bounds"]
+    bounds: list[int] = read_json(folder / PLAN_FILE)["bounds"]
     return bounds
 
 
-def _tell(made: Shards) -> None:
+def _print_shards(made: Shards) -> None:
     """What was made, and what it is good for."""
     manifest, blocks = made.manifest, len(made.blocks)
-    print(
+    say(
         f"{made.folder}: {manifest['rows']} rows, {manifest['units']} units ({manifest['shortest']} to "
         f"{manifest['longest']} a row), {manifest['left_out']} records left out; {len(manifest['shards'])} shards, "
         f"{blocks} blocks, content {manifest['content']}"
@@ -227,12 +228,12 @@ def _tell(made: Shards) -> None:
 
 
 @contextmanager
-def _progress(folder: Path, total: int, unit: str = "units") -> Iterator[Told]:
+def _progress(folder: Path, total: int, unit: str = "units") -> Iterator[ProgressCallback]:
     """A bar on a terminal, a line for every tenth elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from unisono.observe.progress import short
+    from unisono.observe.progress import format_count
 
     console = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
     counts = [0, 0]
@@ -244,20 +245,20 @@ def _progress(folder: Path, total: int, unit: str = "units") -> Iterator[Told]:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console, transient=True) as bar:
-            job = bar.add_task(str(folder), total=total, rate="")
+            job = bar.add_task(clean(folder), total=total, rate="")
 
-            def told(more: int, units: int) -> None:
+            def progress(more: int, units: int) -> None:
                 counts[0], counts[1] = counts[0] + more, counts[1] + units
-                rate = f"{short(counts[0])} of {short(total)} records, {short(counts[1])} {unit}"
+                rate = f"{format_count(counts[0])} of {format_count(total)} records, {format_count(counts[1])} {unit}"
                 bar.update(job, completed=counts[0], rate=rate)
 
-            yield told
+            yield progress
         return
 
     def line(more: int, units: int) -> None:
         before = 10 * counts[0] // total
         counts[0], counts[1] = counts[0] + more, counts[1] + units
         if 10 * counts[0] // total > before:
-            console.print(f"{folder}: {counts[0]} of {total} records, {short(counts[1])} {unit}", markup=False)
+            say(f"{folder}: {counts[0]} of {total} records, {format_count(counts[1])} {unit}", error=True)
 
     yield line

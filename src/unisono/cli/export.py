@@ -7,26 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
+from unisono.runtime.console import say
 
 if TYPE_CHECKING:
     from torch import nn
 
-EXPORT = "write a checkpoint's weights for transformers, PEFT, or as plain safetensors"
-IMPORT = "take the tensors out of foreign files: .pt and .bin without running them, safetensors after a check"
+EXPORT = "write a checkpoint's weights for transformers or PEFT, or as plain safetensors"
+IMPORT = "convert weights of other tools to safetensors, without running code from pickle files (.pt, .bin)"
 
 
-def add(verbs: Any) -> None:
+def add_verbs(verbs: Any) -> None:
     """Put the verbs among the others."""
     verb = verbs.add_parser("export", help=EXPORT, description=EXPORT)
-    arguments.run(verb)
-    arguments.foreign_run(verb)
-    arguments.overrides(
+    arguments.add_run(verb)
+    arguments.add_task_options(verb)
+    arguments.add_overrides(
         verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
     verb.set_defaults(run=_export)
     verb = verbs.add_parser("import", help=IMPORT, description=IMPORT)
     verb.add_argument("source", type=Path, metavar="DIR_OR_FILE", help="weights.pt, a folder of transformers, …")
-    arguments.overrides(verb, "out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000")
+    arguments.add_overrides(verb, "out=FILE.safetensors or out=DIR, key=state_dict, shard_mb=5000")
     verb.set_defaults(run=_import)
 
 
@@ -35,27 +36,27 @@ def _export(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.export_verb import Export
     from unisono.launch.load import load_model
 
-    words = arguments.only(parsed, Export)
+    words = arguments.parse_settings(parsed, Export)
 
     def merged(folder: Path, ema: bool, step: int) -> nn.Module:
         model: nn.Module = load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
         return model
 
     made = export(parsed.folder, words, merged)
-    print(
-        f"{made.folder}: {made.told}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
+    say(
+        f"{made.folder}: {made.description}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"
     )
     return 0
 
 
 def _import(parsed: argparse.Namespace) -> int:
-    from unisono.checkpoint.exchange.pickle_import import import_
+    from unisono.checkpoint.exchange.pickle_import import import_weights
     from unisono.config.schema.export_verb import Import
 
-    words = arguments.only(parsed, Import)
-    made = import_(parsed.source, words)
-    print(f"{made.out}: {made.tensors} tensors, {made.size / 1e6:.1f} MB")
+    words = arguments.parse_settings(parsed, Import)
+    made = import_weights(parsed.source, words)
+    say(f"{made.out}: {made.tensors} tensors, {made.size / 1e6:.1f} MB")
     for line in made.left_out:
-        print(f"  left out: {line}")
+        say(f"  left out: {line}")
     return 0

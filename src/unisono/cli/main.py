@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import atexit
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, data, export, new
+from unisono.cli import arguments, data, export, new, script
 from unisono.cli import verbs as recipe_verbs
+from unisono.runtime.console import say
 from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.config.schema.run import RunConfig
-    from unisono.launch.resolve import Allow
+    from unisono.launch.resolve import StartCheck
     from unisono.runtime.errors import UnisonoError
 
 INTERRUPTED = 130  # the exit code
@@ -24,15 +26,16 @@ examples:
   unisono train language                                        train the embedded example
   unisono train language data=corpus data.path=DIR train.steps=200
   unisono train path/to/file.py:MyTask layout.world_size=4      train a task of your own
-  unisono train language --proved                               only if `unisono prove` passed with this code and config
-  unisono check language optim.lr=1e-3                          say what would run, and whether it can
+  unisono train language --proved                               only if `unisono prove` passed for this code and config
+  unisono prove train.py worlds=[1,2] -- --batch-size '{16/world}'     check a training script of any library as it is
+  unisono check language optim.lr=1e-3                          check a run without starting it
   unisono config language                                       print every setting and where it comes from
-  unisono generate runs/NAME "once upon a time"                 let a trained language model write
-  unisono predict runs/NAME out=predictions.csv                 held-out rows, predicted, as a table
-  unisono export runs/NAME                                      write its weights for transformers
-  unisono import weights.pt out=weights.safetensors             take the tensors out of a pickle, running nothing
-  unisono new my_recipe                                         write a recipe's package to begin from
-  unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise ahead; `unisono data --help`
+  unisono generate runs/NAME "once upon a time"                 generate text with a trained language model
+  unisono predict runs/NAME out=predictions.csv                 write predictions for the held-out rows as a table
+  unisono export runs/NAME                                      export the weights for transformers
+  unisono import weights.pt out=weights.safetensors             extract the tensors of a pickle without running it
+  unisono new my_recipe                                         create the package of a new recipe
+  unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise once; see `unisono data --help`
 """
 
 
@@ -47,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if argv is not None:
             raise
-        sys.excepthook(type(error), error, error.__traceback__)
+        say("".join(traceback.format_exception(error)).rstrip(), error=True)
         code = 1
     if argv is None and "torch" in sys.modules:
         # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops
         # within torch, as one that makes samples or saves, aborts the process, whatever its exit code was to be.
-        from unisono.launch.processes.rank_process import leave_now
+        from unisono.launch.processes.rank_process import exit_now
 
         if code != INTERRUPTED:
             atexit._run_exitfuncs()
-        leave_now(code)
+        exit_now(code)
     return code
 
 
@@ -64,9 +67,11 @@ def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser, core = _parser()
     if words[:1] in ([], ["-h"], ["--help"]):
-        parser.epilog = f"{EPILOG}\n{recipe_verbs.listing()}"
-    elif not words[0].startswith("-") and words[0] not in core:
-        return _reported(lambda: recipe_verbs.main(words, core), words[0])
+        parser.epilog = f"{EPILOG}\n{recipe_verbs.list_verbs()}"
+    elif not words[0].startswith("-") and (words[0] not in core or recipe_verbs.replaces_core(words)):
+        return _print_errors(lambda: recipe_verbs.main(words, core), words[0])
+    if script.is_proof_of_script(words):
+        return _print_errors(lambda: script.prove(words[1:]), words[0])
     parsed, rest = parser.parse_known_args(words)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -75,26 +80,26 @@ def _run(argv: Sequence[str] | None) -> int:
     if parsed.verb is None:
         parser.print_help()
         return 0
-    return _reported(lambda: parsed.run(parsed), parsed.verb, parsed)
+    return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
 
 
-def _reported(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
+def _print_errors(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
     """The exit code of a verb, whose errors are printed as sentences."""
     from unisono.launch.host import malloc_arenas
     from unisono.runtime.errors import UnisonoError
 
-    malloc_arenas.share()  # before anything else is imported, which may start threads
+    malloc_arenas.use_single_arena()  # before anything else is imported, which may start threads
     try:
         return act()
     except UnisonoError as error:
         composed = getattr(parsed, "composed", None)
-        told = composed.explain(str(error)) if composed else str(error)
-        print(f"unisono: {'' if error.exit_code == 75 else 'error: '}{told}", file=sys.stderr)  # 75: preempted
+        message = composed.explain(str(error)) if composed else str(error)
+        say(f"unisono: {'' if error.exit_code == 75 else 'error: '}{message}", error=True)  # 75: preempted
         return error.exit_code
     except KeyboardInterrupt as error:
         how = {"data": "; the same command resumes"}.get(verb, "")
-        how = "; the same command begins anew" if verb in ("export", "import") else how
-        print(f"\nunisono: {error if str(error) else f'interrupted{how}'}", file=sys.stderr)
+        how = "; the same command starts over" if verb in ("export", "import") else how
+        say(f"\nunisono: {error if str(error) else f'interrupted{how}'}", error=True)
         return INTERRUPTED
 
 
@@ -114,72 +119,74 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         ("config", _config, "print every setting and where it comes from"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
-        arguments.recipe(verb, "a recipe (language), path/to/file.py:Class, or a config of --config-dir")
-        arguments.overrides(verb, "group=choice or key=value")
+        arguments.add_recipe(verb, "a recipe (language), path/to/file.py:Class, or a config of --config-dir")
+        arguments.add_overrides(verb, "group=choice or key=value")
         if name == "train":
             verb.add_argument(
                 "--proved",
                 action="store_true",
-                help="start only if `unisono prove` has left a certificate under run.dir that fits the code, the "
-                "configuration, the data, the versions, the device and the layout",
+                help="start only if a certificate of `unisono prove` under run.dir matches the code, configuration, "
+                "data, versions, device and layout",
             )
+            verb.add_argument("--harm", metavar="FAULTS", help=argparse.SUPPRESS)  # unisono.supervise.fault_injection
         verb.set_defaults(run=run)
     text = "find the largest micro-batch that fits the memory of every process"
-    verb = verbs.add_parser("autobatch", help=text, description=f"{text}; the global batch stays what it is")
-    arguments.recipe(verb)
-    arguments.overrides(verb, "as for train; layout.max_memory_gb is a limit")
+    verb = verbs.add_parser("autobatch", help=text, description=f"{text}; the global batch stays the same")
+    arguments.add_recipe(verb)
+    arguments.add_overrides(verb, "as for train; layout.max_memory_gb sets a limit")
     verb.set_defaults(run=_autobatch)
-    text = "show, on your own model and data, that many processes compute what one computes"
+    text = "check, on your own model and data, that many processes compute exactly what one computes"
     verb = verbs.add_parser("prove", help=text, description=text)
-    arguments.recipe(verb)
-    arguments.overrides(
+    arguments.add_recipe(verb)
+    arguments.add_overrides(
         verb,
         "as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2], "
         "vary=[accumulate,workers,resume,ranks,recompute,compile,attention,optimizer,ordered], steps=3, "
         "global_batch=8, precisions=[fp64], resume_every=1, shrink=auto",
     )
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
+    verb.add_argument("--full", action="store_true", help="show every quantity of every case; wider than 80 columns")
     verb.set_defaults(run=_prove)
-    text = "say what this host has, how fast it is, and what is wrong with its environment"
+    text = "report what this host has, how fast it is, and what is wrong with its environment"
     verb = verbs.add_parser("doctor", help=text, description=f"{text}; exit code 1 if a run would fail here")
     verb.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="run.dir (default runs)")
     verb.add_argument("--processes", type=int, help="for the all-reduce; default: one per accelerator, or two")
-    verb.add_argument("--no-rates", action="store_true", help="measure nothing")
+    verb.add_argument("--no-rates", action="store_true", help="skip the measurements")
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_doctor)
-    text = "harm runs of a small task in every way that real runs were harmed, and say what came of each"
-    verb = verbs.add_parser("faults", help=text, description=f"{text}; exit code 1 if a promise was not kept")
-    verb.add_argument("keys", nargs="*", metavar="FAULT", help="numbers or groups, e.g. A1 C; default all")
-    verb.add_argument("--list", action="store_true", help="only say which there are")
-    verb.add_argument("--quick", action="store_true", help="a few of them")
-    verb.add_argument("--kills", type=int, metavar="N", help="random instants at which runs are killed (default 200)")
+    text = "inject faults into runs of a small task and check that they end and recover as promised"
+    verb = verbs.add_parser("faults", help=text, description=f"{text}; exit code 1 if a promise is broken")
+    verb.add_argument("keys", nargs="*", metavar="FAULT", help="faults or groups, e.g. A1 C; default: all")
+    verb.add_argument("--list", action="store_true", help="only list the faults")
+    verb.add_argument("--quick", action="store_true", help="run only a few of them")
+    verb.add_argument("--kills", type=int, metavar="N", help="number of kills at random instants (default 200)")
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the matrix into a page, e.g. docs/faults.md")
     verb.set_defaults(run=_faults)
-    text = "make steps of a run again, from a checkpoint to a later one, and say whether they come out as they did"
+    text = "repeat the steps between two checkpoints of a run, and check that they give the same result"
     verb = verbs.add_parser("replay", help=text, description=f"{text}; exit code 1 if they do not")
-    arguments.run(verb)
+    arguments.add_run(verb)
     verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: the last but one)")
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
-    arguments.foreign_run(verb)
+    arguments.add_task_options(verb)
     verb.set_defaults(run=_replay)
-    text = "explain from a run's files how it ended, what is saved and what to do"
+    text = "explain how a run ended, what is saved and what to do"
     verb = verbs.add_parser("diagnose", help=text, description=text)
-    arguments.run(verb)
+    arguments.add_run(verb)
     verb.set_defaults(run=_diagnose)
     verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
-    arguments.run(verb)
-    arguments.foreign_run(verb)
+    arguments.add_run(verb)
+    arguments.add_task_options(verb)
     verb.set_defaults(run=_evaluate)
     for name, text in (
-        ("stop", "end a run after its next step, saved; it prints the command that resumes it"),
-        ("save", "have a run write a checkpoint after its next step"),
+        ("stop", "save and stop a run after its next step; it prints the command that resumes it"),
+        ("save", "make a run write a checkpoint after its next step"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
-        arguments.run(verb, "folder of a run that trains, here or elsewhere")
-        verb.set_defaults(run=_ask)
-    data.add(verbs, _load)
-    export.add(verbs)
-    new.add(verbs)
+        arguments.add_run(verb, "folder of a run that is training, on this host or another")
+        verb.set_defaults(run=_request)
+    data.add_verb(verbs, _load)
+    export.add_verbs(verbs)
+    new.add_verb(verbs)
     return parser, verbs.choices
 
 
@@ -193,9 +200,10 @@ def _load(parsed: argparse.Namespace) -> RunConfig:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    from unisono.supervise import preemption
+    from unisono.supervise import fault_injection, preemption
 
-    with preemption.heeded(ends=_late):  # first, as the imports below take seconds
+    fault_injection.arm(parsed.harm)
+    with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
         return _trained(parsed)
 
 
@@ -209,7 +217,7 @@ def _trained(parsed: argparse.Namespace) -> int:
         def work() -> None:
             _start(parsed)
 
-        rank_process.guarded(work, place)
+        rank_process.run_and_exit(work, place)
     _start(parsed)
     return 0
 
@@ -220,10 +228,10 @@ def _start(parsed: argparse.Namespace) -> None:
     from unisono.task_config import validate_config
 
     parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-    with train.prepared(parsed.composed) as server:
+    with train.start_fork_server(parsed.composed) as server:
         config = validate_config(parsed.composed)
         origins, command = parsed.composed.origins, _command(parsed)
-        train.start(config, allow=_allow(parsed), origins=origins, command=command, server=server)
+        train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
 
 
 def _command(parsed: argparse.Namespace) -> list[str]:
@@ -232,15 +240,15 @@ def _command(parsed: argparse.Namespace) -> list[str]:
     return ["unisono", "train", parsed.recipe, *own, *(["--proved"] if parsed.proved else []), *parsed.overrides]
 
 
-def _late(why: UnisonoError) -> None:
+def _end_late(why: UnisonoError) -> None:
     """End a process that was asked to end and does not come to it."""
-    from unisono.launch.processes.rank_process import leave_now
+    from unisono.launch.processes.rank_process import exit_now
 
-    print(f"unisono: {why}", file=sys.stderr)
-    leave_now(why.exit_code)
+    say(f"unisono: {why}", error=True)
+    exit_now(why.exit_code)
 
 
-def _allow(parsed: argparse.Namespace) -> Allow | None:
+def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
     """What has to allow the start: a certificate, where `--proved` asks for one."""
     if not parsed.proved:
         return None
@@ -250,11 +258,11 @@ def _allow(parsed: argparse.Namespace) -> Allow | None:
     words = [parsed.recipe, *own, *parsed.overrides]
 
     def allow(config: RunConfig, facts: Mapping[str, Any] | None) -> None:
-        fits, skipped = certificate.require(config, facts, words)
+        fits, skipped = certificate.require_certificate(config, facts, words)
         if facts is not None:  # the last word
-            print(fits, flush=True)
+            say(fits)
             for line in skipped:
-                print(f"unisono: WARNING: {line}", file=sys.stderr)
+                say(f"unisono: WARNING: {line}", error=True)
 
     return allow
 
@@ -265,17 +273,17 @@ def _check(parsed: argparse.Namespace) -> int:
 
     asked = _load(parsed)
     task = build_task(asked)
-    run, data = resolve.check(asked, task)
+    run, data = resolve.check_run(asked, task)
     config = run.config
     facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
     devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
-    print(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
+    say(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
     for name, value in facts.items():
-        print(f"  {name}: {value}")
-    print(f"  run: {run.directory}")
+        say(f"  {name}: {value}")
+    say(f"  run: {run.directory}")
     if run.resume is not None:
-        print(f"  resumes after step {run.resume.step}")
+        say(f"  resumes after step {run.resume.step}")
     return 0
 
 
@@ -285,11 +293,11 @@ def _autobatch(parsed: argparse.Namespace) -> int:
     from unisono.launch.preflight import preflight
     from unisono.task_config import build_task
 
-    config = layout.concrete(_load(parsed), None)
+    config = layout.resolve_layout(_load(parsed), None)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
     preflight(build_task(config), config)
-    found = search.find(config)
-    print("\n".join(found.lines()))
+    found = search.find_micro_batch(config)
+    say("\n".join(found.lines()))
     return 0
 
 
@@ -301,11 +309,11 @@ def _config(parsed: argparse.Namespace) -> int:
     config = _load(parsed)
     lines = [
         (f"{key}: {json.dumps(value)}", parsed.composed.origin(key))
-        for key, value in fingerprint.flat(fingerprint.plain(config)).items()
+        for key, value in fingerprint.flatten(fingerprint.to_json(config)).items()
     ]
     width = min(60, max(len(text) for text, _ in lines))
     for text, origin in lines:
-        print(f"{text:<{width}}  # {origin}")
+        say(f"{text:<{width}}  # {origin}")
     return 0
 
 
@@ -313,31 +321,38 @@ def _prove(parsed: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from unisono.launch import resolve, run_directory
-    from unisono.proof import certificate, prove, verdict
-    from unisono.proof.cases import Proof
+    from unisono.proof import certificate, prove, user_errors, verdict
+    from unisono.proof.cases import ProofSettings
     from unisono.runtime.errors import ConfigError
 
     own, parsed.overrides = prove.split_words(parsed.overrides)
     try:
-        proof = Proof.model_validate(own)
+        proof = ProofSettings.model_validate(own)
     except ValidationError as error:
         raise ConfigError(
             "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
         ) from error
-    asked = _load(parsed)
-    config = run_directory.named(asked)
-    resolve.refuse_other_run(config)
-    verdicts, alone, about = prove.prove(config, proof)
+    with user_errors.raise_as_sentences():
+        asked = _load(parsed)
+        config = run_directory.with_name(asked)
+        resolve.refuse_other_run(config)
+        verdicts, alone, about = prove.prove(config, proof)
+    judged = [*alone, *verdicts]
+    code, outcome = verdict.exit_code(judged), verdict.format_outcome(judged)
+    shown = "\n".join(verdict.format_verdicts(verdicts, alone, full=parsed.full))
+    if proof.engines:
+        say(certificate.text(verdicts, alone, about) if parsed.json else shown)
+        say(f"{outcome}; no certificate, since no layout was proved", error=True)
+        return code
     if asked.run.name is None:
-        config = run_directory.claim(config)
-    path = run_directory.path_of(config)
-    superseded = certificate.superseded(path, config)
+        config = run_directory.claim_directory(config)
+    path = run_directory.run_path(config)
+    superseded = certificate.describe_superseded(path, config)
     if superseded:
-        print(f"unisono: WARNING: {superseded}", file=sys.stderr)
-    file = certificate.write(path, verdicts, alone, about)
-    print(file.read_text(encoding="utf-8") if parsed.json else "\n".join(verdict.lines(verdicts, alone)))
-    code = verdict.exit_code([*verdicts, *alone])
-    print(f"{ {0: 'PASS', 1: 'FAIL', 2: 'ABSTAIN'}[code] }; certificate: {file}", file=sys.stderr)
+        say(f"unisono: WARNING: {superseded}", error=True)
+    file = certificate.write_certificate(path, verdicts, alone, about)
+    say(file.read_text(encoding="utf-8") if parsed.json else shown)
+    say(f"{outcome}; certificate: {file}", error=True)
     return code
 
 
@@ -347,7 +362,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from unisono.doctor.report import report
 
     found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
-    print(json.dumps(found.plain(), indent=1) if parsed.json else "\n".join(found.lines()))
+    say(json.dumps(found.to_json(), indent=1) if parsed.json else "\n".join(found.lines()))
     return found.exit_code
 
 
@@ -357,22 +372,22 @@ def _faults(parsed: argparse.Namespace) -> int:
     from unisono.faults import report
     from unisono.faults.scenarios import kills
 
-    chosen = report.choose(parsed.keys, quick=parsed.quick)
+    chosen = report.choose_scenarios(parsed.keys, quick=parsed.quick)
     if parsed.list:
-        print("\n".join(f"{fault.key:4} {fault.text}" for fault in chosen))
+        say("\n".join(f"{fault.key:4} {fault.text}" for fault in chosen))
         return 0
     if parsed.kills is not None:
         os.environ[kills.KILLS] = str(parsed.kills)
-    shown = report.show(chosen, lambda fault, outcome: print(report.line(fault, outcome), flush=True))
+    shown = report.run_scenarios(chosen, lambda fault, outcome: say(report.format_outcome(fault, outcome)))
     if parsed.report:
-        report.write(parsed.report, shown)
+        report.write_report(parsed.report, shown)
     return int(any(outcome.verdict == "FAIL" for _, outcome in shown))
 
 
 def _diagnose(parsed: argparse.Namespace) -> int:
-    from unisono.supervise.diagnose import explained
+    from unisono.supervise.diagnose import diagnose_run
 
-    print("\n".join(explained(parsed.folder)))
+    say("\n".join(diagnose_run(parsed.folder)))
     return 0
 
 
@@ -380,24 +395,24 @@ def _replay(parsed: argparse.Namespace) -> int:
     from unisono.launch.replay import replay
 
     replayed = replay(parsed.folder, parsed.first, parsed.last, task=parsed.task, trust=parsed.trust)
-    print("\n".join(replayed.lines(parsed.folder)))
-    return int(not replayed.same)
+    say("\n".join(replayed.lines(parsed.folder)))
+    return int(not replayed.is_same)
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     from unisono.launch.load import evaluate
 
     for name, value in evaluate(parsed.folder, task=parsed.task, trust=parsed.trust).items():
-        print(f"{name}: {value:.6f}")
+        say(f"{name}: {value:.6f}")
     return 0
 
 
-def _ask(parsed: argparse.Namespace) -> int:
+def _request(parsed: argparse.Namespace) -> int:
     from unisono.runtime.errors import RunError
     from unisono.supervise import run_lock
 
-    if run_lock.holder(parsed.folder) is None:
-        raise RunError(f"{parsed.folder} is no run that trains now, so nobody would {parsed.verb}")
+    if run_lock.find_holder(parsed.folder) is None:
+        raise RunError(f"no training process is running in {parsed.folder}; nothing to {parsed.verb}")
     (parsed.folder / parsed.verb).touch()
-    print(f"{parsed.folder} has been asked to {parsed.verb} after its next step")
+    say(f"{parsed.folder} will {parsed.verb} after its next step")
     return 0

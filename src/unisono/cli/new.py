@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime.console import say
+
 SKELETON = Path(__file__).parent / "skeleton"
-TEXT = "write a recipe's package to begin from: task, configuration, a verb, and a test that proves it"
+TEXT = "create the package of a new recipe: task, configuration, a verb, and a test that proves it"
 
 
-def add(verbs: Any) -> None:
+def add_verb(verbs: Any) -> None:
     """Put the verb among the others."""
     verb = verbs.add_parser("new", help=TEXT, description=TEXT)
     verb.add_argument("name", metavar="NAME", help="of the recipe and its package, e.g. my_recipe")
@@ -21,14 +23,15 @@ def add(verbs: Any) -> None:
 
 
 def _new(parsed: argparse.Namespace) -> int:
-    folder = create(parsed.name, parsed.dir)
-    print(
-        f"{folder} is a recipe. Next:\n  cd {folder}\n  pip install -e '.[dev]'\n  pytest\n  unisono train {parsed.name}"
+    folder = create_recipe(parsed.name, parsed.dir)
+    say(
+        f"{folder} is a recipe. Next:\n"
+        f"  cd {folder}\n  pip install -e '.[dev]'\n  pytest\n  unisono train {parsed.name}"
     )
     return 0
 
 
-def create(name: str, within: Path) -> Path:
+def create_recipe(name: str, within: Path) -> Path:
     """Write a recipe's package.
 
     Args:
@@ -43,23 +46,21 @@ def create(name: str, within: Path) -> Path:
     """
     from unisono.config import recipes
     from unisono.runtime.errors import ConfigError
-    from unisono.runtime.files import whole_folder
+    from unisono.runtime.files import atomic_folder
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"'{name}' cannot be the name of a package: use lower-case letters, digits and underscores")
-    if name in recipes.names():
-        raise ConfigError(f"there is a recipe called '{name}' already; choose another name")
+    if name in recipes.recipe_names():
+        raise ConfigError(f"a recipe called '{name}' already exists; choose another name")
     folder = within / name
     words = {"skeleton": name, "Skeleton": "".join(part.capitalize() for part in name.split("_"))}
     try:
-        with whole_folder(folder) as temporary:
+        with atomic_folder(folder) as temporary:
             for source in sorted(SKELETON.rglob("*.template")):
                 path = temporary / re.sub("skeleton", name, str(source.relative_to(SKELETON).with_suffix("")))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 text = re.sub("skeleton|Skeleton", lambda word: words[word[0]], source.read_text(encoding="utf-8"))
                 path.write_text(text, encoding="utf-8")
     except FileExistsError as error:
-        raise ConfigError(
-            f"{folder} exists already, and nothing is overwritten; choose another name or --dir"
-        ) from error
+        raise ConfigError(f"{folder} already exists and is not overwritten; choose another name or --dir") from error
     return folder

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,20 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli import arguments
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
 
-DEFAULTS = {"predict": ("unisono.launch.predict:predict", "predict rows by a trained model, as a table")}
+DEFAULTS = {"predict": ("unisono.launch.predict:predict", "write predictions of a trained model as a table")}
 _HELP = ("-h", "--help")
 
 
-def listing() -> str:
+def list_verbs() -> str:
     """What recipes bring, for `unisono --help`; none of their tasks is imported."""
     from unisono.config import recipes
 
     lines = ["recipes and their verbs (unisono VERB RUN --help says more):"]
     lines += [f"  {verb:<10} {'every task':<12} {text}" for verb, (_, text) in DEFAULTS.items()]
     found = recipes.all_recipes()
-    for name in recipes.names():
+    for name in recipes.recipe_names():
         if name not in found:
             lines.append(f"  {'':<10} {name:<12} cannot be imported")
         elif not found[name].verbs:
@@ -43,6 +45,25 @@ def listing() -> str:
         for verb, (_, text) in found[name].verbs.items() if name in found else ():
             lines.append(f"  {verb:<10} {name:<12} {text}")
     return "\n".join(lines)
+
+
+def replaces_core(words: Sequence[str]) -> bool:
+    """Whether a run's recipe has an `export` of its own, which is taken; `to=FORM` asks for the core's."""
+    if words[0] != "export" or any(word.startswith("to=") for word in words):
+        return False
+    from unisono.config import foreign_run, recipes, safe_yaml
+
+    # A word may be longer than a name of a file can be: `Path.is_file` raises then.
+    config = foreign_run.CONFIG_FILE
+    run = next((Path(word) for word in words[1:] if os.path.isfile(Path(word, config))), None)  # noqa: PTH113
+    if run is None:
+        return False
+    try:
+        reference = str(safe_yaml.read_yaml(run / foreign_run.CONFIG_FILE).get("recipe"))
+    except ConfigError:
+        return False  # the verb says what is wrong with it
+    name = reference if reference in recipes.recipe_names() else recipes.find_recipe_name(reference)
+    return name is not None and "export" in recipes.find_recipe(name).verbs
 
 
 def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
@@ -56,21 +77,21 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
         ConfigError: for an unknown verb, or words that do not fit it.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    arguments.foreign_run(parser)
+    arguments.add_task_options(parser)
     parsed, words = parser.parse_known_args(argv[1:])
     verb = argv[0]
     asked = [word for word in words if word not in _HELP]
     if not asked:
-        print("\n\n".join(f"{_help(verb, 'RUN', found)}\n\nfor: {name}" for name, found in _all(verb, core)))
+        say("\n\n".join(f"{_help(verb, 'RUN', found)}\n\nfor: {name}" for name, found in _find_in_recipes(verb, core)))
         if len(asked) < len(words):
             return 0
-        raise ConfigError(f"unisono {verb} needs to know of what: unisono {verb} RUN")
+        raise ConfigError(f"unisono {verb} needs a run: unisono {verb} RUN")
     reference = _reference(asked[0], parsed.task, parsed.trust)
     function = _find(verb, reference, core)
     if len(asked) < len(words):
-        print(_help(verb, asked[0], function))
+        say(_help(verb, asked[0], function))
         return 0
-    _print(_call(verb, function, asked[0], asked[1:], reference))
+    _print(_call_verb(verb, function, asked[0], asked[1:], reference))
     return 0
 
 
@@ -78,60 +99,62 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
     """The task that a command is about: that of a run, if it may be imported, or the one that it names."""
     from unisono.config import foreign_run, recipes
 
-    if (Path(target) / foreign_run.NAME).is_file():
-        return foreign_run.task_of(Path(target), task, trust=trust)
+    if (Path(target) / foreign_run.CONFIG_FILE).is_file():
+        return foreign_run.resolve_task(Path(target), task, trust=trust)
     if task is not None or trust:
         raise ConfigError(
-            f"{target} is not a run (no {target}/{foreign_run.NAME}); --task and --trust are about a run's task"
+            f"{target} is not a run (no {target}/{foreign_run.CONFIG_FILE}); --task and --trust are about a run's task"
         )
-    if ":" in target or target in recipes.names():
+    if ":" in target or target in recipes.recipe_names():
         return target
-    raise ConfigError(f"{target} is neither a run (no {target}/config.yaml) nor a task; {recipes.suggestion(target)}")
+    raise ConfigError(
+        f"{target} is neither a run (no {target}/config.yaml) nor a task; {recipes.suggest_recipe(target)}"
+    )
 
 
 def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any]:
     """The function of a verb for a task."""
     verbs = {**DEFAULTS, **_verbs_of(reference)}
     if verb not in verbs:
-        raise ConfigError(f"'{verb}' is no verb of {reference}, {_suggestion(verb, [*verbs], core)}")
+        raise ConfigError(f"{reference} has no verb '{verb}', {_suggest(verb, [*verbs], core)}")
     found = verbs[verb]
-    return _imported(found[0]) if isinstance(found, tuple) else found
+    return _import_function(found[0]) if isinstance(found, tuple) else found
 
 
 def _verbs_of(reference: str) -> Mapping[str, Any]:
     from unisono.config import recipes, references
 
-    name = reference if reference in recipes.names() else recipes.name_of(reference)
+    name = reference if reference in recipes.recipe_names() else recipes.find_recipe_name(reference)
     if name is not None:
-        return recipes.find(name).verbs
-    module = references.module_of(reference, reference.rpartition(":")[0])
+        return recipes.find_recipe(name).verbs
+    module = references.load_module(reference, reference.rpartition(":")[0])
     verbs = getattr(module, "VERBS", {})
     if not isinstance(verbs, Mapping) or not all(callable(function) for function in verbs.values()):
-        raise ConfigError(f"{reference}: VERBS has to be a dictionary of functions by the names of their verbs")
+        raise ConfigError(f"{reference}: VERBS must be a dictionary from the names of verbs to functions")
     return verbs
 
 
-def _all(verb: str, core: Collection[str]) -> list[tuple[str, Callable[..., Any]]]:
+def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callable[..., Any]]]:
     """A verb as every recipe has it."""
     from unisono.config import recipes
 
     known = {name: recipe.verbs for name, recipe in recipes.all_recipes().items()}
-    having = [(name, _imported(verbs[verb][0])) for name, verbs in known.items() if verb in verbs]
+    having = [(name, _import_function(verbs[verb][0])) for name, verbs in known.items() if verb in verbs]
     if verb in DEFAULTS:
-        having.insert(0, ("every other task", _imported(DEFAULTS[verb][0])))
+        having.insert(0, ("every other task", _import_function(DEFAULTS[verb][0])))
     if not having:
         names = [*DEFAULTS, *(verb for verbs in known.values() for verb in verbs)]
-        raise ConfigError(f"unknown verb '{verb}', {_suggestion(verb, names, core)}")
+        raise ConfigError(f"unknown verb '{verb}', {_suggest(verb, names, core)}")
     return having
 
 
-def _suggestion(verb: str, own: Collection[str], core: Collection[str]) -> str:
+def _suggest(verb: str, own: Collection[str], core: Collection[str]) -> str:
     """The nearest verb of all; where none is near, those of the task, as the core's are listed by the help."""
     hint = nearest(verb, [*own, *core])
     return hint if hint.startswith("did you mean") else f"{nearest(verb, own)}; unisono --help lists those of the core"
 
 
-def _imported(reference: str) -> Callable[..., Any]:
+def _import_function(reference: str) -> Callable[..., Any]:
     from importlib import import_module
 
     module, _, name = reference.rpartition(":")
@@ -145,7 +168,7 @@ def _imported(reference: str) -> Callable[..., Any]:
     return function
 
 
-def _call(verb: str, function: Callable[..., Any], target: str, words: list[str], reference: str) -> Any:
+def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list[str], reference: str) -> Any:
     """Call a function with the words of a command, and with its run, whose task is that of the reference."""
     from unisono.launch.run import open_run
 
@@ -166,13 +189,13 @@ def _call(verb: str, function: Callable[..., Any], target: str, words: list[str]
             overrides.append(word)
         else:
             raise ConfigError(f"unknown word '{word}', {nearest(name, parameters)}")
-    values = {name: _value(function, name, parameters[name], text) for name, text in given.items()}
+    values = {name: _parse_value(function, name, parameters[name], text) for name, text in given.items()}
     if has_run and not Path(target).is_dir():
-        raise ConfigError(f"{verb} is about a run: {_usage(verb, 'RUN', function)}")
+        raise ConfigError(f"{verb} needs the folder of a run: {_usage(verb, 'RUN', function)}")
     return function(**({"run": open_run(target, overrides, task=reference)} if has_run else {}), **values)
 
 
-def _value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:
+def _parse_value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:
     """A word as its parameter's type has it."""
     import yaml
     from pydantic import TypeAdapter, ValidationError
@@ -215,4 +238,4 @@ def _print(result: Any) -> None:
     if isinstance(result, Mapping):
         result = [f"{name}: {value}" for name, value in result.items()]
     for line in [result] if isinstance(result, str | Path) or not isinstance(result, Iterable) else result:
-        print(line, flush=True)
+        say(line)

@@ -1,7 +1,7 @@
-"""How one global batch is cut: into global micro-batches, and these among processes.
+"""How a global batch is split into micro-batches, and these among processes.
 
-Global micro-batch *k* is rows `[k·m, (k+1)·m)` of the global batch, whoever computes it; process *r* owns a contiguous
-stretch of micro-batches. A short last batch keeps the owners: those whose rows it lacks are idle.
+Global micro-batch *k* is rows `[k·m, (k+1)·m)` of the global batch, whoever computes it; process *r* owns a
+contiguous range of micro-batches. A short last batch keeps the owners: those whose rows it lacks are idle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unisono.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """The cut of a global batch.
 
     Attributes:
@@ -29,7 +29,7 @@ class Split:
     devices: int = 1
 
     @classmethod
-    def of(cls, global_batch: int, world_size: int, micro_batch: int | str | None, devices: int = 1) -> Split:
+    def create(cls, global_batch: int, world_size: int, micro_batch: int | str | None, devices: int = 1) -> BatchSplit:
         """The split as asked, or an error that lists the numbers that can be asked for.
 
         `micro_batch=None` gives each device its rows in one piece, and so does `auto` until it is a number.
@@ -38,19 +38,20 @@ class Split:
         if world_size > global_batch:
             raise ConfigError(
                 f"layout.world_size={world_size} is more than the {global_batch} rows of train.global_batch: some "
-                f"processes would never see a row. Use at most {global_batch} processes or a larger global batch."
+                f"processes would get no row. Use at most {global_batch} processes or a larger global batch."
             )
         if global_batch % world_size:
             raise ConfigError(
                 f"train.global_batch={global_batch} cannot be split evenly over layout.world_size={world_size} "
                 f"processes. These world sizes can: {divisors(global_batch)}; or these global batches: "
-                f"{_neighbours(global_batch, world_size)}."
+                f"{_nearest_multiples(global_batch, world_size)}."
             )
         who, count = ("processes", world_size) if devices == 1 else ("devices", world_size * devices)
         if global_batch % count:
             raise ConfigError(
                 f"train.global_batch={global_batch} cannot be split evenly over {world_size} × {devices} devices "
-                f"(layout.world_size × layout.devices); these global batches can: {_neighbours(global_batch, count)}."
+                "(layout.world_size × layout.devices); these global batches can: "
+                f"{_nearest_multiples(global_batch, count)}."
             )
         rows = global_batch // count
         micro_batch = micro_batch or rows
@@ -58,7 +59,7 @@ class Split:
             raise ConfigError(
                 f"layout.micro_batch={micro_batch} does not divide the {rows} rows that each of {count} {who} "
                 f"has of train.global_batch={global_batch}. These micro-batches do: {divisors(rows)}; or these global "
-                f"batches: {_neighbours(global_batch, count * micro_batch)}."
+                f"batches: {_nearest_multiples(global_batch, count * micro_batch)}."
             )
         return cls(global_batch, world_size, micro_batch, devices)
 
@@ -70,15 +71,15 @@ class Split:
     def micro_batches(self, rank: int) -> range:
         """Numbers of the global micro-batches that a process owns.
 
-        >>> Split(global_batch=12, world_size=2, micro_batch=2).micro_batches(1)
+        >>> BatchSplit(global_batch=12, world_size=2, micro_batch=2).micro_batches(1)
         range(3, 6)
         """
         return range(rank * self.passes, (rank + 1) * self.passes)
 
-    def own(self, rank: int) -> range:
+    def rows_of(self, rank: int) -> range:
         """Rows of a full global batch that a process owns.
 
-        >>> Split(global_batch=12, world_size=2, micro_batch=2).own(1)
+        >>> BatchSplit(global_batch=12, world_size=2, micro_batch=2).rows_of(1)
         range(6, 12)
         """
         rows = self.passes * self.micro_batch
@@ -87,25 +88,25 @@ class Split:
     def rows(self, micro_batch: int, length: int) -> range:
         """Rows of a global micro-batch in a global batch of `length` rows; empty where a short batch lacks them.
 
-        >>> Split(global_batch=12, world_size=2, micro_batch=4).rows(2, length=10)
+        >>> BatchSplit(global_batch=12, world_size=2, micro_batch=4).rows(2, length=10)
         range(8, 10)
         """
         first = micro_batch * self.micro_batch
         return range(min(first, length), min(first + self.micro_batch, length))
 
 
-def split_of(config: RunConfig) -> Split:
+def resolve_split(config: RunConfig) -> BatchSplit:
     """The cut of a run's global batch, from its layout.
 
     Args:
         config: with a concrete layout; its micro-batch may be open.
 
     Raises:
-        ConfigError: as `Split.of`.
+        ConfigError: as `BatchSplit.create`.
     """
     layout = config.layout
     assert isinstance(layout.world_size, int)
-    return Split.of(config.train.global_batch, layout.world_size, layout.micro_batch, layout.devices_each)
+    return BatchSplit.create(config.train.global_batch, layout.world_size, layout.micro_batch, layout.devices_each)
 
 
 def divisors(number: int) -> list[int]:
@@ -113,6 +114,6 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _neighbours(number: int, step: int) -> list[int]:
+def _nearest_multiples(number: int, step: int) -> list[int]:
     below = number // step * step
     return [n for n in (below, below + step) if n > 0]

@@ -1,4 +1,4 @@
-"""Which code a run is made of: a digest of every source file of Unisono, and of the task and what it imports.
+"""The code of a run: a digest of every source file of Unisono, of the task, and of what it imports.
 
 Files are found by reading import statements, at any depth, so that what a function imports late counts before it has
 run, and nothing that this process happens to have loaded does. Not seen: a module whose name is computed
@@ -18,36 +18,39 @@ from pathlib import Path
 
 from unisono.config import recipes, references
 
-_INSTALLED = tuple(
+_INSTALL_DIRS = tuple(
     {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
 
-def digests(recipe: str) -> dict[str, str]:
+def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
     """File -> SHA-256 of its content, line ends aside.
 
     A file is called by its module, as in `models/net.py` for `models.net`, so a project may lie anywhere.
 
     Args:
         recipe: as a configuration names it; its task must have been imported, which extends `sys.path`.
+        engine: `layout.engine`, which chooses among the tasks of a recipe.
     """
     root = Path(__file__).resolve().parents[1]
     files = {f"unisono/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
-    place = (references.located(recipe) if recipe in recipes.names() else recipe).rpartition(":")[0]
+    place = (references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe).rpartition(
+        ":"
+    )[0]
     if place.endswith(".py") and not Path(place).is_file():
         pass  # a task whose file is gone, or was never one, has no code that could be read
     elif place.endswith(".py"):
         path = Path(place).resolve()
-        files |= _project(references.in_package(path)[1] or path.stem, path)
+        files |= _project_files(references.find_package(path)[1] or path.stem, path)
     elif place:  # else a recipe of no file, as callers of `unisono.training.loop` may have it
-        files |= _project(place, None)
-    return {name: _digest(path) for name, path in files.items()}
+        files |= _project_files(place, None)
+    return {name: _file_digest(path) for name, path in files.items()}
 
 
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What happened to the files, one phrase for each that is not the same.
 
-    >>> changes({"a.py": "1", "b.py": "1"}, {"a.py": "2", "c.py": "1"})
+    >>> describe_changes({"a.py": "1", "b.py": "1"}, {"a.py": "2", "c.py": "1"})
     ['a.py has changed', 'b.py is gone', 'c.py is new']
     """
     return [
@@ -57,11 +60,11 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _project(task: str, path: Path | None) -> dict[str, Path]:
+def _project_files(task: str, path: Path | None) -> dict[str, Path]:
     """The files of a task's module and of everything of the user's own that it imports, however far away."""
     own = task.partition(".")[0]  # counts even where it is installed
     found: dict[str, Path] = {}
-    waiting = list(_run_by(task, own))
+    waiting = list(_modules_run_by(task, own))
     if path is not None:  # a file is what it is, whatever else has its name
         waiting = [(name, place) for name, place in waiting if name != task] + [(task, path)]
     while waiting:
@@ -72,12 +75,12 @@ def _project(task: str, path: Path | None) -> dict[str, Path]:
             continue
         found[file] = place
         if place.suffix == ".py":
-            for imported in _imported(name, place, packaged):
-                waiting += _run_by(imported, own)
+            for imported in _imported_names(name, place, packaged):
+                waiting += _modules_run_by(imported, own)
     return found
 
 
-def _imported(name: str, path: Path, packaged: bool) -> Iterator[str]:
+def _imported_names(name: str, path: Path, packaged: bool) -> Iterator[str]:
     """Every dotted name that may be a module imported by a source file."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -94,19 +97,19 @@ def _imported(name: str, path: Path, packaged: bool) -> Iterator[str]:
                 yield from (f"{base}.{alias.name}" for alias in node.names if base)
             case ast.Call(
                 func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
-                args=[ast.Constant(value=str(told)), *_],
+                args=[ast.Constant(value=str(literal)), *_],
             ):
-                yield told
+                yield literal
 
 
-def _run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
+def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
     """Modules of the user's own that importing a dotted name runs: packages from the top, and what it names itself."""
     parts, search = dotted.split("."), None
     if parts[0] == "unisono":
         return
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
-        spec = _spec(name, search)
+        spec = _find_spec(name, search)
         if spec is None:  # an attribute of the module above
             return
         if spec.has_location and spec.origin:
@@ -119,7 +122,7 @@ def _run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
         search = list(spec.submodule_search_locations)
 
 
-def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
     """Where a module would be found: on `sys.path`, or inside of a package that need not have been imported."""
     if search is None:
         asked = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
@@ -130,9 +133,9 @@ def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _is_installed(path: Path) -> bool:
-    known = any(place in path.parents for place in _INSTALLED)
+    known = any(place in path.parents for place in _INSTALL_DIRS)
     return known or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,16 @@ from typing import Any
 
 import yaml
 
-from unisono.config import recipes, safe_yaml, secrets
+from unisono.config import interpolation, recipes, safe_yaml
+from unisono.config.schema import store_options
+from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError, nearest
 
-GROUPS = Path(__file__).parent / "groups"
+GROUPS_DIR = Path(__file__).parent / "groups"
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedConfig:
     """A composed configuration, not yet validated.
 
     Attributes:
@@ -51,7 +52,7 @@ class Composed:
         said = message.partition("\n  unisono ")[0]  # a command that it proposes repeats the keys of the user's own
         named = dict.fromkeys(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", said))
         origins = {key: secrets.mask(self.origins[key]) for key in named if key in self.origins}
-        origins = {key: origin for key, origin in origins.items() if not secrets.names_secret(key)}
+        origins = {key: origin for key, origin in origins.items() if not _is_private(key)}
         lines = [f"  {key} is from {origin}" for key, origin in origins.items() if f"({origin})" not in message]
         return "\n".join([message, *lines])
 
@@ -61,7 +62,7 @@ def compose(
     overrides: Sequence[str] = (),
     config_dir: Path | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Composed:
+) -> ComposedConfig:
     """Compose a recipe, a task of the user's own (`path/to/file.py:Class`) or a config of the user's own folder.
 
     Args:
@@ -74,39 +75,39 @@ def compose(
     Raises:
         ConfigError: naming the override, file or key and the nearest valid one.
     """
-    primary, folders = _folders(recipe, config_dir)
+    primary, folders = _search_path(recipe, config_dir)
     for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
         if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
-            raise ConfigError(f"'{override}' is not an override: write key=value or group=choice")
-    read = [_read(override, folders) for override in overrides]
+            raise ConfigError(f"{_named(override)} is not an override: write key=value or group=choice")
+    read = [_parse_override(override, folders) for override in overrides]
     chosen = {given.key for given in read if given.is_choice}
     kept = {group: dict(values) for group, values in (settings or {}).items() if group not in chosen}
-    values, files = _hydra(primary, folders, read, kept)
+    values, files = _compose_with_hydra(primary, folders, read, kept)
     origins: dict[str, str] = {}
     for path, package in files:
-        for dotted, line in _written(path):
+        for dotted, line in _key_lines(path):
             full = f"{package}.{dotted}" if package else dotted
-            _forget_below(origins, full)
-            origins[full] = f"{_short(path)}:{line}"
+            _drop_origins_below(origins, full)
+            origins[full] = f"{_display_path(path)}:{line}"
     for group in kept:
-        _forget_below(origins, group)
+        _drop_origins_below(origins, group)
         origins[group] = "the task object"
     for given in read:
         for dotted in given.replaces:
-            _forget_below(origins, dotted)
+            _drop_origins_below(origins, dotted)
             origins.pop(dotted, None)
         for dotted in given.sets:
-            _forget_below(origins, dotted)
+            _drop_origins_below(origins, dotted)
             origins[dotted] = f"override '{given.text}'"
     if ":" in recipe:
         values["recipe"] = recipe
         origins["recipe"] = "command line"
-    composed = Composed(values, origins)
+    composed = ComposedConfig(values, origins)
     _refuse_instantiation(values, composed)
     return composed
 
 
-def change(composed: Composed, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:
+def apply_overrides(composed: ComposedConfig, overrides: Sequence[str], folders: Sequence[Path] = ()) -> ComposedConfig:
     """Composed values, such as those of a run, with some of them replaced.
 
     Args:
@@ -119,7 +120,7 @@ def change(composed: Composed, overrides: Sequence[str], folders: Sequence[Path]
     """
     values, origins = deepcopy(composed.values), dict(composed.origins)
     for override in overrides:
-        given = _read(override, list(folders))
+        given = _parse_override(override, list(folders))
         *above, last = given.key.replace("/", ".").split(".")
         inside = values
         for name in above:
@@ -128,40 +129,42 @@ def change(composed: Composed, overrides: Sequence[str], folders: Sequence[Path]
                 raise ConfigError(f"override '{override}': '{name}' is a value, not a group of keys")
         new = given.value
         if given.is_choice:
-            new = safe_yaml.read(next(f for folder in folders if (f := folder / given.key / f"{new}.yaml").is_file()))
+            new = safe_yaml.read_yaml(
+                next(f for folder in folders if (f := folder / given.key / f"{new}.yaml").is_file())
+            )
         merged = isinstance(new, dict) and isinstance(inside.get(last), dict) and not given.replaces
         inside[last] = {**inside[last], **new} if merged else new
         origins[given.key] = f"override '{override}'"
-    return Composed(values, origins)
+    return ComposedConfig(values, origins)
 
 
-def _folders(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
+def _search_path(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]:
     """The primary config and the folders to search, the one that holds it first."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     own = [config_dir.resolve()] if config_dir else []
     for folder in own:
         for path in sorted(folder.rglob("*.yaml")):
-            safe_yaml.check(path)
+            safe_yaml.check_yaml(path)
     if ":" in recipe:
-        _refuse_shadows(own[0] if own else None, [GROUPS])
-        return "task", [GROUPS, *own]
-    packaged = recipes.folders()
+        _refuse_shadows(own[0] if own else None, [GROUPS_DIR])
+        return "task", [GROUPS_DIR, *own]
+    packaged = recipes.config_folders()
     if own and (own[0] / f"{recipe}.yaml").is_file():
         if recipe in packaged:
             raise ConfigError(f"{own[0] / recipe}.yaml has the name of a packaged recipe; give it another name")
-        _refuse_shadows(own[0], [GROUPS, *packaged.values()])
-        return recipe, [*own, *packaged.values(), GROUPS]
+        _refuse_shadows(own[0], [GROUPS_DIR, *packaged.values()])
+        return recipe, [*own, *packaged.values(), GROUPS_DIR]
     if recipe in packaged:
-        _refuse_shadows(own[0] if own else None, [GROUPS, packaged[recipe]])
-        return recipe, [packaged[recipe], GROUPS, *own]
-    if recipe in recipes.names():
-        recipes.find(recipe)  # which says why it cannot be imported
-        raise ConfigError(f"recipe '{recipe}' has no {recipes.folder(recipe) / recipe}.yaml")
+        _refuse_shadows(own[0] if own else None, [GROUPS_DIR, packaged[recipe]])
+        return recipe, [packaged[recipe], GROUPS_DIR, *own]
+    if recipe in recipes.recipe_names():
+        recipes.find_recipe(recipe)  # which says why it cannot be imported
+        raise ConfigError(f"recipe '{recipe}' has no {recipes.config_folder(recipe) / recipe}.yaml")
     if own:
         known = [*packaged, *(path.stem for folder in own for path in folder.glob("*.yaml"))]
         raise ConfigError(f"unknown recipe '{recipe}', {nearest(recipe, known)}")
-    raise ConfigError(f"unknown recipe '{recipe}', {recipes.suggestion(recipe)}")
+    raise ConfigError(f"unknown recipe '{recipe}', {recipes.suggest_recipe(recipe)}")
 
 
 def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:
@@ -169,7 +172,7 @@ def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:
         for folder in packaged:
             if own and (folder / path.relative_to(own)).is_file():
                 raise ConfigError(
-                    f"{path} has the name of a packaged file; give it another name, so that nothing is hidden"
+                    f"{path} has the name of a packaged file; rename it, since it would hide the packaged one"
                 )
 
 
@@ -185,27 +188,31 @@ class _Override:
     @property
     def sets(self) -> list[str]:
         """Dotted keys of all values in it."""
-        return [] if self.is_choice else [key for key, value in _parts(self.key, self.value) if not _holds_keys(value)]
+        return (
+            []
+            if self.is_choice
+            else [key for key, value in _walk_values(self.key, self.value) if not _holds_keys(value)]
+        )
 
     @property
     def replaces(self) -> list[str]:
         """Dotted keys of the dictionaries that say their `kind`: what was there may be of another, with other keys."""
-        parts = [] if self.is_choice else _parts(self.key, self.value)
+        parts = [] if self.is_choice else _walk_values(self.key, self.value)
         return [key for key, value in parts if isinstance(value, dict) and "kind" in value]
 
 
-def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _walk_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A value and everything in its dictionaries, from the outside to the inside."""
     yield key, value
     for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _parts(f"{key}.{name}", inner)
+        yield from _walk_values(f"{key}.{name}", inner)
 
 
 def _holds_keys(value: Any) -> bool:
     return isinstance(value, dict) and bool(value)
 
 
-def _hydra(
+def _compose_with_hydra(
     primary: str, folders: list[Path], overrides: list[_Override], settings: dict[str, dict[str, Any]]
 ) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
     """The composed values, and the files they came from with the package each was put under, in order."""
@@ -217,7 +224,7 @@ def _hydra(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    with initialize_config_dir(str(folders[0]), version_base="1.3"):
+    with interpolation.bounded(), initialize_config_dir(str(folders[0]), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         search = f"hydra.searchpath=[{','.join(repr('file://' + str(folder)) for folder in folders[1:])}]"
         try:
@@ -225,16 +232,15 @@ def _hydra(
             chosen = [f"{'' if o.key in listed else '+'}{o.text.lstrip('+')}" for o in overrides if o.is_choice]
             config = hydra_compose(primary, overrides=[search, *chosen])
             for group, given in settings.items():
-                OmegaConf.update(config, group, _literal(given), merge=False, force_add=True)
+                OmegaConf.update(config, group, _escape_values(given), merge=False, force_add=True)
             for override in (o for o in overrides if not o.is_choice):
                 for key in override.replaces:
                     OmegaConf.update(config, key, {}, merge=False, force_add=True)
                 OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
-            with _no_environment():
-                values = OmegaConf.to_container(config, resolve=True)
+            values = OmegaConf.to_container(config, resolve=True)
             defaults = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN).defaults
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
-            raise ConfigError(_first_lines(str(error))) from error
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+            raise ConfigError(_summarise_error(str(error))) from error
     files = []
     for default in defaults:
         path = next((f for folder in folders if (f := folder / f"{default.config_path}.yaml").is_file()), None)
@@ -244,40 +250,21 @@ def _hydra(
     return {str(name): value for name, value in values.items()}, files
 
 
-@contextmanager
-def _no_environment() -> Iterator[None]:
-    """Refuse references to variables of the environment: their values would be written into the files of the run."""
-    from omegaconf import OmegaConf
-    from omegaconf.resolvers import oc
-
-    def refuse(name: str, *_: Any) -> None:
-        raise ValueError(
-            f"${{oc.env:{name}}}: a configuration is written into files, so it reads no variables of the environment; "
-            'write key="$VARIABLE" in the command, or let the task read a secret from os.environ where it needs it'
-        )
-
-    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
-    try:
-        yield
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-
-
-def _literal(value: Any) -> Any:
+def _escape_values(value: Any) -> Any:
     """A value whose texts refer to no other keys."""
     if isinstance(value, dict):
-        return {name: _literal(inner) for name, inner in value.items()}
+        return {name: _escape_values(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_literal(inner) for inner in value]
-    return literal(value) if isinstance(value, str) else value
+        return [_escape_values(inner) for inner in value]
+    return escape_interpolation(value) if isinstance(value, str) else value
 
 
-def literal(text: str) -> str:
+def escape_interpolation(text: str) -> str:
     """A text in which nothing refers to other keys, as `${seed}` would."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
-def _read(override: str, folders: list[Path]) -> _Override:
+def _parse_override(override: str, folders: list[Path]) -> _Override:
     """An override in Hydra's grammar, unless it asks for what is not done here."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
@@ -288,8 +275,8 @@ def _read(override: str, folders: list[Path]) -> _Override:
         parsed = OverridesParser.create().parse_override(quoted)
     except Exception as error:
         raise ConfigError(
-            f"override '{override}' cannot be read: {_first_lines(str(error))}. Quote values with special signs: "
-            "key='\"a, b\"'"
+            f"override {_named(override)} cannot be read: its value is not in Hydra's grammar. Quote values with "
+            "special characters: key='\"a, b\"'"
         ) from error
     if parsed.is_sweep_override():
         raise ConfigError(f"override '{override}' has several values; for a list write key=[a,b]")
@@ -300,9 +287,11 @@ def _read(override: str, folders: list[Path]) -> _Override:
     if choices and (parsed.type == OverrideType.DEL or parsed.value() is None):
         raise ConfigError(f"override '{override}': '{name}' is a group, choose one of {', '.join(choices)}")
     if parsed.type == OverrideType.DEL:
-        raise ConfigError(f"override '{override}': keys cannot be taken away; set {name}=null")
+        raise ConfigError(f"override '{override}': keys cannot be removed; set {name}=null instead")
     if parsed.package is not None and not choices:
-        raise ConfigError(f"override '{override}': '{name}' is no group, so it cannot be put under {parsed.package}")
+        raise ConfigError(
+            f"override '{override}': '{name}' is not a group, so it cannot be placed under {parsed.package}"
+        )
     is_choice = bool(choices) and isinstance(parsed.value(), str)
     if is_choice and parsed.value() not in choices:
         raise ConfigError(
@@ -311,7 +300,20 @@ def _read(override: str, folders: list[Path]) -> _Override:
     return _Override(override, name, parsed.value(), is_choice)
 
 
-def _written(path: Path) -> Iterator[tuple[str, int]]:
+def _is_private(key: str) -> bool:
+    """Whether a value is not to be repeated in a message: what is refused as an option is most often a password."""
+    return secrets.names_secret(key) or key.startswith(store_options.KEY)
+
+
+def _named(override: str) -> str:
+    """An override for a sentence, by its key alone: a value that cannot be read may be half of a password."""
+    key, sign, _ = override.partition("=")
+    if not re.fullmatch(r"[~+]*[A-Za-z_][A-Za-z_./@-]{0,60}", key):
+        return "one of the words"
+    return f"'{key}=…'" if sign else f"'{key}'"
+
+
+def _key_lines(path: Path) -> Iterator[tuple[str, int]]:
     """Dotted key and line of every value in a YAML file, the defaults list left out."""
 
     def walk(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
@@ -323,29 +325,29 @@ def _written(path: Path) -> Iterator[tuple[str, int]]:
         elif prefix:
             yield prefix, node.start_mark.line + 1
 
-    node = yaml.compose(safe_yaml.check(path), Loader=yaml.SafeLoader)
+    node = yaml.compose(safe_yaml.check_yaml(path), Loader=yaml.SafeLoader)
     if node is not None:
         yield from walk(node, "")
 
 
-def _forget_below(origins: dict[str, str], dotted: str) -> None:
+def _drop_origins_below(origins: dict[str, str], dotted: str) -> None:
     for known in [known for known in origins if known.startswith(dotted + ".")]:
         del origins[known]
 
 
-def _refuse_instantiation(values: Any, composed: Composed, prefix: str = "") -> None:
+def _refuse_instantiation(values: Any, composed: ComposedConfig, prefix: str = "") -> None:
     children = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for name, value in children:
         dotted = f"{prefix}.{name}" if prefix else str(name)
         if isinstance(name, str) and name.startswith("_") and name.endswith("_"):
             raise ConfigError(
-                f"'{dotted}' ({composed.origin(dotted)}): nothing is instantiated by name from a config; "
+                f"'{dotted}' ({composed.origin(dotted)}): classes cannot be instantiated from a configuration; "
                 "write a Task in Python and choose it by path/to/file.py:Class"
             )
         _refuse_instantiation(value, composed, dotted)
 
 
-def _short(path: Path) -> str:
+def _display_path(path: Path) -> str:
     """A path as a user would look for it: packaged files from the package, others from here."""
     package = Path(__file__).parent.parent
     if path.is_relative_to(package):
@@ -353,7 +355,7 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _first_lines(text: str) -> str:
+def _summarise_error(text: str) -> str:
     return " ".join(
         line.strip()
         for line in text.split("Config search path:")[0].splitlines()

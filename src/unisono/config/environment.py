@@ -1,7 +1,7 @@
-"""What lies around a run and could change what it computes: versions of libraries, and variables of the environment.
+"""The environment of a run that could change what it computes: library versions and environment variables.
 
 Of the environment only variables of the kinds named here are looked at, and of these not those that say where something
-lies or what is told of it: they differ from host to host, and nothing computed depends on them. None is a secret.
+lies or what is logged: they differ from host to host, and nothing computed depends on them. None is a secret.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from unisono.config import secrets
+from unisono.runtime import secrets
 from unisono.version import __version__
 
-_KINDS = (
+_RELEVANT = (
     "ATEN_*", "CUBLAS*", "CUDA_*", "CUDNN_*", "GLOO_*", "JAX_*", "KMP_*", "MKL_*", "NCCL_*", "NVIDIA_TF32_OVERRIDE",
     "OMP_*", "OPENBLAS_*", "PYTORCH_*", "TORCH_*", "XLA_*",
 )  # fmt: skip
-_WHERE = (
+_IGNORED = (
     "*_IFNAME", "*_HOME", "*_DIR", "*_PATH", "*_FILE", "*_VERSION", "*_DEBUG", "*_DEBUG_*", "*_LOGS", "*_LOG_LEVEL",
     "*_TRACE", "*_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_FR_*", "TORCH_NCCL_*", "TORCH_SHOW_*", "TORCH_WARN_*",
 )  # fmt: skip
-_OF_ENGINE = {"torch": ("torch", "peft", "flash_attn"), "jax": ("jax", "jaxlib", "optax", "equinox")}
+_ENGINE_PACKAGES = {"torch": ("torch", "peft", "flash_attn"), "jax": ("jax", "jaxlib", "optax", "equinox")}
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
 @cache
-def versions(engine: str = "torch") -> dict[str, str]:
+def library_versions(engine: str = "torch") -> dict[str, str]:
     """Versions of whatever could change what a run on an engine computes; another engine's packages cannot."""
-    names = (*_OF_ENGINE[engine], "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
+    names = (*_ENGINE_PACKAGES[engine], "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     return {
         "unisono": __version__,
@@ -42,7 +42,7 @@ def versions(engine: str = "torch") -> dict[str, str]:
     }
 
 
-def driver() -> str | None:
+def driver_version() -> str | None:
     """Version of the driver of this host's NVIDIA accelerators, if it has one."""
     try:
         return _DRIVER.read_text(encoding="ascii").strip()
@@ -50,18 +50,18 @@ def driver() -> str | None:
         return None
 
 
-def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def relevant_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that change numbers or how processes talk to each other, without those that say where something is.
 
-    >>> variables({"OMP_NUM_THREADS": "2", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "NCCL_SECRET": "x"})
+    >>> relevant_variables({"OMP_NUM_THREADS": "2", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "NCCL_SECRET": "x"})
     {'OMP_NUM_THREADS': '2'}
     """
     return {
         name: secrets.mask(value)
         for name, value in sorted(environment.items())
-        if _is(name, _KINDS) and not _is(name, _WHERE) and not secrets.names_secret(name.lower())
+        if _matches_any(name, _RELEVANT) and not _matches_any(name, _IGNORED) and not secrets.names_secret(name.lower())
     }
 
 
-def _is(name: str, kinds: tuple[str, ...]) -> bool:
+def _matches_any(name: str, kinds: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, kind) for kind in kinds)

@@ -14,41 +14,43 @@ from typing import Any
 from unisono.config.schema.run import RunConfig
 
 # Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.
-_HARMLESS = (
-    "layout", "eval", "checkpoint", "observe", "launch", "callbacks", "run.name", "run.dir", "run.resume", "run.allow_change",
-    "run.stop_after", "train.guard_every", "optim.implementation",
+_RESULT_NEUTRAL = (
+    "layout", "eval", "checkpoint", "observe", "launch", "callbacks", "run.name", "run.dir", "run.resume",
+    "run.allow_change", "run.stop_after", "train.guard_every", "optim.implementation",
     "data.workers", "data.worker_kind", "data.prefetch", "data.prefetch_mb", "data.cache", "data.verify",
 )  # fmt: skip
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested values by dotted key; lists are values."""
     if not isinstance(values, dict) or not values:
         return {prefix: values}
     return {
         key: leaf
         for name, value in values.items()
-        for key, leaf in flat(value, f"{prefix}.{name}" if prefix else name).items()
+        for key, leaf in flatten(value, f"{prefix}.{name}" if prefix else name).items()
     }
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
+def to_json(config: RunConfig) -> dict[str, Any]:
     """A configuration as JSON values."""
     return config.model_dump(mode="json")
 
 
-def mathematics(config: RunConfig | dict[str, Any], random: bool) -> dict[str, Any]:
+def mathematical_keys(config: RunConfig | dict[str, Any], random: bool) -> dict[str, Any]:
     """The keys that decide what is computed, and their values.
 
     Args:
         config: of the run, or the same as JSON values.
         random: whether a forward pass draws random numbers.
     """
-    values = flat(plain(config) if isinstance(config, RunConfig) else config)
+    values = flatten(to_json(config) if isinstance(config, RunConfig) else config)
     kept = {
-        key: value for key, value in values.items() if not any(key == h or key.startswith(h + ".") for h in _HARMLESS)
+        key: value
+        for key, value in values.items()
+        if not any(key == h or key.startswith(h + ".") for h in _RESULT_NEUTRAL)
     }
-    kept["recipe"] = task(values["recipe"])
+    kept["recipe"] = task_identity(values["recipe"])
     if random:
         kept["layout.micro_batch"] = values["layout.micro_batch"]
         if values.get("layout.strategy") == "dp":  # every device draws for its own rows
@@ -58,42 +60,47 @@ def mathematics(config: RunConfig | dict[str, Any], random: bool) -> dict[str, A
     return kept
 
 
-def normalised_together(config: RunConfig | dict[str, Any]) -> tuple[int, int] | None:
+def batch_norm_rows(config: RunConfig | dict[str, Any]) -> tuple[int, int] | None:
     """Which rows have common batch statistics where those are synchronised; part of the mathematics of a run under way.
 
     Returns:
         Processes and rows of a micro-batch. None where it is always the same: the whole global batch, or where each
         process has statistics of its own micro-batches.
     """
-    values = flat(plain(config) if isinstance(config, RunConfig) else config)
+    values = flatten(to_json(config) if isinstance(config, RunConfig) else config)
     world, micro_batch = values["layout.world_size"], values["layout.micro_batch"]
     if not (values.get("layout.sync_batch_norm") and isinstance(micro_batch, int) and isinstance(world, int)):
         return None
     return None if world * micro_batch == values["train.global_batch"] else (world, micro_batch)
 
 
-def changes(
+def changed_keys(
     old: RunConfig | dict[str, Any], new: RunConfig | dict[str, Any], random: bool
 ) -> dict[str, tuple[Any, Any]]:
     """Mathematical keys whose value is not the same, with the old and the new value."""
-    before, after = mathematics(old, random), mathematics(new, random)
+    before, after = mathematical_keys(old, random), mathematical_keys(new, random)
+    engines = [flatten(to_json(c) if isinstance(c, RunConfig) else c).get("layout.engine") for c in (old, new)]
+    if "auto" not in engines and None not in engines:  # one recipe may have a task for each, with other first weights
+        before["layout.engine"], after["layout.engine"] = engines
     keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
-    there, here = ({**flat(plain(c) if isinstance(c, RunConfig) else c), **m} for c, m in ((old, before), (new, after)))
+    there, here = (
+        {**flatten(to_json(c) if isinstance(c, RunConfig) else c), **m} for c, m in ((old, before), (new, after))
+    )
     return {key: (there.get(key), here.get(key)) for key in keys}
 
 
-def digest(config: RunConfig) -> str:
+def config_digest(config: RunConfig) -> str:
     """A hash of the mathematics, equal for equal runs on any layout.
 
     The micro-batch is not in it: only a run that is under way knows whether its forward passes draw random numbers.
     """
-    return hashlib.sha256(json.dumps(mathematics(config, random=False), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(mathematical_keys(config, random=False), sort_keys=True).encode()).hexdigest()
 
 
-def task(recipe: str) -> str:
+def task_identity(recipe: str) -> str:
     """Which task it is, wherever its file lies.
 
-    >>> task("language"), task("/home/me/tasks.py:Mine"), task("mine.tasks:Mine")
+    >>> task_identity("language"), task_identity("/home/me/tasks.py:Mine"), task_identity("mine.tasks:Mine")
     ('language', 'tasks.py:Mine', 'tasks.py:Mine')
     """
     place, _, name = recipe.rpartition(":")

@@ -1,4 +1,4 @@
-"""A run that may be somebody else's: its configuration is data, and never decides which code is imported.
+"""A run that may come from someone else: its configuration is data, and never decides which code is imported.
 
 A run folder arrives by a copy, a shared disk or an object store, and its `config.yaml` names the file of its task. To
 import that file is to run whatever its author wrote. So the task of a run comes from the command (`--task`), from a
@@ -28,7 +28,7 @@ from unisono.runtime.text import one_line
 if TYPE_CHECKING:
     from unisono.task import Task
 
-NAME = "config.yaml"
+CONFIG_FILE = "config.yaml"
 
 
 class TrustError(ConfigError):
@@ -43,20 +43,20 @@ def read_values(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: where the file is missing or is not the configuration of a run.
     """
-    values = safe_yaml.read(path)
+    values = safe_yaml.read_yaml(path)
     if not isinstance(values.get("recipe"), str):
-        raise ConfigError(f"{path} is not the configuration of a run: it names no task (recipe)")
+        raise ConfigError(f"{path} is not the configuration of a run (it names no task: recipe is missing)")
     own = {group: values.get(group) or {} for group in validate.TASK_GROUPS}
     if wrong := next((group for group, given in own.items() if not isinstance(given, dict)), None):
         raise ConfigError(f"{path} is not the configuration of a run: '{wrong}' is not a group of keys")
     try:
         config = RunConfig.model_validate({**values, **{group: {} for group in own}})
     except (ValidationError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the configuration of a run: {_first(error)}") from error
-    return {**fingerprint.plain(config), **own}
+        raise ConfigError(f"{path} is not the configuration of a run: {_first_mistake(error)}") from error
+    return {**fingerprint.to_json(config), **own}
 
 
-def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> str:
+def resolve_task(folder: Path, task: str | type[Task] | None = None, *, trust: bool = False) -> str:
     """The reference of the task to import for a run.
 
     Args:
@@ -68,23 +68,23 @@ def task_of(folder: Path, task: str | type[Task] | None = None, *, trust: bool =
         RunError: if the folder is not that of a run.
         TrustError: if the run names a file that nobody has vouched for.
     """
-    if not (folder / NAME).is_file():
-        raise RunError(f"{folder} is not a run directory (no {NAME})")
+    if not (folder / CONFIG_FILE).is_file():
+        raise RunError(f"{folder} is not a run directory (no {CONFIG_FILE})")
     if task is not None:
         return task if isinstance(task, str) else _reference_to(task)
-    named = str(safe_yaml.read(folder / NAME).get("recipe"))
+    named = str(safe_yaml.read_yaml(folder / CONFIG_FILE).get("recipe"))
     if trust or is_packaged(named) or is_imported(named):
         return named
     raise TrustError(
-        f"{folder / NAME} names a task of its own, {described(named)}. Using this run would execute that file with "
-        "your rights, so it is not imported. Name the task yourself (--task path/to/file.py:Class), or, if you trust "
-        "whoever can write that file, add --trust"
+        f"{folder / CONFIG_FILE} names a task of its own, {describe_reference(named)}. Using this run would execute "
+        "that file with your rights, so it was not imported. Name the task yourself (--task path/to/file.py:Class), or "
+        "add --trust if you trust everyone who can write that file"
     )
 
 
 def is_packaged(reference: str) -> bool:
     """Whether a reference is to a recipe of an installed package, or to a task of one."""
-    return reference in recipes.names() or recipes.name_of(reference) is not None
+    return reference in recipes.recipe_names() or recipes.find_recipe_name(reference) is not None
 
 
 def is_imported(reference: str) -> bool:
@@ -93,11 +93,11 @@ def is_imported(reference: str) -> bool:
     if not place.endswith(".py"):
         return inspect.isclass(getattr(sys.modules.get(place), name, None))
     path = str(Path(place).resolve())
-    loaded = [module for module in list(sys.modules.values()) if _file_of(module) == path]
+    loaded = [module for module in list(sys.modules.values()) if _module_file(module) == path]
     return any(inspect.isclass(getattr(module, name, None)) for module in loaded)
 
 
-def described(reference: str) -> str:
+def describe_reference(reference: str) -> str:
     """What a reference would run, whose it is and who else may write it, for people."""
     place = reference.rpartition(":")[0]
     if not place.endswith(".py"):
@@ -111,13 +111,13 @@ def described(reference: str) -> str:
     try:
         status = path.stat()
     except (OSError, ValueError):
-        return f"{shown} (which is not there)"
+        return f"{shown} (which does not exist)"
     others = [who for who, bit in (("its group", stat.S_IWGRP), ("anybody", stat.S_IWOTH)) if status.st_mode & bit]
     also = f", writable by {' and '.join(others)}" if others else ""
-    return f"{shown} (owner {owner(status.st_uid)}{also})"
+    return f"{shown} (owner {owner_name(status.st_uid)}{also})"
 
 
-def owner(number: int) -> str:
+def owner_name(number: int) -> str:
     """The name of a user, or the number where there is none."""
     try:
         return pwd.getpwuid(number).pw_name
@@ -131,14 +131,14 @@ def _reference_to(task: type[Task]) -> str:
     return f"{place}:{task.__qualname__}"
 
 
-def _file_of(module: Any) -> str | None:
+def _module_file(module: Any) -> str | None:
     with suppress(Exception):  # some modules compute their attributes
         file = getattr(module, "__file__", None)
         return str(Path(file).resolve()) if isinstance(file, str) and file.endswith(".py") else None
     return None
 
 
-def _first(error: Exception) -> str:
+def _first_mistake(error: Exception) -> str:
     """The first mistake of a validation, in one line."""
     if not isinstance(error, ValidationError):
         return "it is nested too deeply"

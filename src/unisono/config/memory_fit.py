@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MARGIN = 0.03  # of the limit, that is left free: peaks of equal steps differ by about 1 %
-_GROWTH = 4  # at most, from one size to the next
-_ALIKE = 0.2  # of two slopes
+_MAX_GROWTH = 4  # at most, from one size to the next
+_SLOPE_TOLERANCE = 0.2  # of two slopes
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryLine:
     """Bytes of a peak by rows.
 
     Attributes:
@@ -30,7 +30,7 @@ class Line:
     per_row: float
 
     @classmethod
-    def through(cls, peaks: Mapping[int, float]) -> Line:
+    def fit(cls, peaks: Mapping[int, float]) -> MemoryLine:
         """The line of least squares through the three largest sizes, or steeper: through the last two."""
         sizes = sorted(peaks)[-3:]
         last = sizes[-1]
@@ -46,12 +46,12 @@ class Line:
         return (room - self.base) / self.per_row if self.per_row else float("inf")
 
 
-def room(limit: float) -> float:
+def usable_bytes(limit: float) -> float:
     """What of a limit may be used."""
     return (1 - MARGIN) * limit
 
 
-def to_measure(sizes: Sequence[int], peaks: Mapping[int, float], room: float, failed: float) -> int | None:
+def next_size(sizes: Sequence[int], peaks: Mapping[int, float], room: float, failed: float) -> int | None:
     """The size to measure next, None if it is known which is the largest that fits.
 
     Args:
@@ -67,25 +67,25 @@ def to_measure(sizes: Sequence[int], peaks: Mapping[int, float], room: float, fa
     fitting = [size for size, peak in peaks.items() if peak <= room]
     if not fitting:
         return None
-    line = Line.through(peaks) if len(peaks) > 1 else Line(-1.0, 0.0)  # one peak says nothing of more rows
+    line = MemoryLine.fit(peaks) if len(peaks) > 1 else MemoryLine(-1.0, 0.0)  # one peak says nothing of more rows
     wanted = [size for size in open_ if size > max(fitting) and size not in peaks and size <= line.rows(room)]
     if peaks[largest] > room:  # between what fits and what does not
         wanted = [size for size in wanted if size < largest]
         return max(wanted, default=None)
     if failed < float("inf"):  # the line has promised too much
         return wanted[len(wanted) // 2] if wanted else None
-    reach = min(_GROWTH, room / peaks[largest] if not _straight(peaks) else _GROWTH) * largest
+    reach = min(_MAX_GROWTH, room / peaks[largest] if not _is_linear(peaks) else _MAX_GROWTH) * largest
     near = [size for size in wanted if size <= reach] if len(peaks) > 1 else []
     return max(near, default=min(wanted, default=None))
 
 
-def _straight(peaks: Mapping[int, float]) -> bool:
+def _is_linear(peaks: Mapping[int, float]) -> bool:
     """Whether the last three sizes lie on a line."""
     sizes = sorted(peaks)[-3:]
     slopes = [(peaks[b] - peaks[a]) / (b - a) for a, b in pairwise(sizes)]
-    return len(slopes) == 2 and min(slopes) > 0 and max(slopes) - min(slopes) <= _ALIKE * max(slopes)
+    return len(slopes) == 2 and min(slopes) > 0 and max(slopes) - min(slopes) <= _SLOPE_TOLERANCE * max(slopes)
 
 
-def largest(peaks: Mapping[int, float], room: float) -> int | None:
+def largest_fitting(peaks: Mapping[int, float], room: float) -> int | None:
     """The largest size that was measured to fit."""
     return max((size for size, peak in peaks.items() if peak <= room), default=None)

@@ -5,8 +5,8 @@ A package declares a recipe in its `pyproject.toml`, and everything else follows
     [project.entry-points."unisono.recipes"]
     puzzles = "puzzles:RECIPE"
 
-That object lies in a module that imports nothing heavy: every `unisono --help` looks at it. A recipe whose module cannot
-be imported is left out of lists, and is an error where somebody asks for it.
+That object lies in a module that imports nothing heavy: every `unisono --help` looks at it. A recipe whose module
+cannot be imported is left out of lists, and is an error when it is asked for by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.runtime.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-GROUP = "unisono.recipes"
+ENTRY_POINT_GROUP = "unisono.recipes"
 
 
 @dataclass(frozen=True)
@@ -32,42 +32,62 @@ class Recipe:
 
     Attributes:
         tasks: `package.module:Class` by engine; the first is trained where nobody chooses another engine.
-        config: folder of the YAML groups, beside the module that holds this object. `NAME.yaml` in it is the recipe's own
-            configuration, NAME being that of the entry point.
+        config: folder of the YAML groups, beside the module that holds this object. `NAME.yaml` in it is the recipe's
+            own configuration, NAME being that of the entry point.
+        weight_names: `package.module:function` from the name of a weight in torch to its name in JAX, for a recipe with
+            tasks for both; None where they have the same.
         verbs: `package.module:function` by verb, each with a line that says what it does; see `unisono.cli.verbs`.
     """
 
     tasks: Mapping[str, str]
     config: str = "config"
+    weight_names: str | None = None
     verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
-    def task(self, engine: str | None = None) -> str:
-        """The reference of the task for an engine; None for the recipe's first.
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("a Recipe has at least one task: tasks={'torch': 'package.module:Class'}")
 
-        Raises:
-            ConfigError: for an engine that the recipe has no task for.
-        """
-        if engine is None:
-            return next(iter(self.tasks.values()))
-        if engine not in self.tasks:
-            raise ConfigError(f"layout.engine={engine}: this recipe has no task for it, {nearest(engine, self.tasks)}")
-        return self.tasks[engine]
+    @property
+    def engine(self) -> str:
+        """That of its first task, which is trained where nobody chooses another."""
+        return next(iter(self.tasks))
 
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
-    return {entry.name: entry for entry in sorted(entry_points(group=GROUP))}
+    return {entry.name: entry for entry in sorted(entry_points(group=ENTRY_POINT_GROUP))}
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """Of all recipes that are installed; none of them is imported."""
     return list(_entry_points())
 
 
+def task_of(name: str, engine: str = "auto") -> str:
+    """The `package.module:Class` of a recipe's task.
+
+    Args:
+        name: of the recipe.
+        engine: that a layout asks for; auto: that of the recipe's first task.
+
+    Raises:
+        ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
+    """
+    recipe = find_recipe(name)
+    chosen = recipe.engine if engine == "auto" else engine
+    if chosen not in recipe.tasks:
+        only = f"layout.engine={' or '.join(recipe.tasks)}"
+        raise ConfigError(
+            f"layout.engine={chosen}: the recipe '{name}' has no task for it; use {only}, or leave it out"
+        )
+    return recipe.tasks[chosen]
+
+
 @cache
-def find(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """A recipe by its name.
 
     Raises:
@@ -75,7 +95,7 @@ def find(name: str) -> Recipe:
     """
     entry = _entry_points().get(name)
     if entry is None:
-        raise ConfigError(f"unknown recipe '{name}', {suggestion(name)}")
+        raise ConfigError(f"unknown recipe '{name}', {suggest_recipe(name)}")
     try:
         found = entry.load()
     except Exception as error:  # whatever a package raises while it is imported
@@ -88,29 +108,29 @@ def find(name: str) -> Recipe:
 def all_recipes() -> dict[str, Recipe]:
     """Every recipe that can be imported, by name."""
     found = {}
-    for name in names():
+    for name in recipe_names():
         try:
-            found[name] = find(name)
+            found[name] = find_recipe(name)
         except ConfigError:
             continue
     return found
 
 
-def folder(name: str) -> Path:
-    """Where a recipe's YAML groups lie; errors as of `find`."""
-    recipe, module = find(name), _entry_points()[name].module
+def config_folder(name: str) -> Path:
+    """Where a recipe's YAML groups lie; errors as of `find_recipe`."""
+    recipe, module = find_recipe(name), _entry_points()[name].module
     file = sys.modules[module].__file__
     assert file is not None
     return Path(file).parent / recipe.config
 
 
-def folders() -> dict[str, Path]:
+def config_folders() -> dict[str, Path]:
     """Where the YAML groups of every recipe lie that has a configuration, by name."""
-    found = {name: folder(name) for name in all_recipes()}
+    found = {name: config_folder(name) for name in all_recipes()}
     return {name: path for name, path in found.items() if (path / f"{name}.yaml").is_file()}
 
 
-def name_of(reference: str) -> str | None:
+def find_recipe_name(reference: str) -> str | None:
     """The recipe that a task belongs to; None for a task of nobody's recipe.
 
     Args:
@@ -119,12 +139,12 @@ def name_of(reference: str) -> str | None:
     return next((name for name, recipe in all_recipes().items() if reference in recipe.tasks.values()), None)
 
 
-def suggestion(name: str) -> str:
+def suggest_recipe(name: str) -> str:
     """The end of an error about a name that is no recipe."""
-    known = names()
+    known = recipe_names()
     if known:
         return f"{nearest(name, known)} (or a task of your own: path/to/file.py:Class)"
     return (
-        "and none is installed: the metadata of this installation is older than its source. Install it again "
+        "and no recipe is installed: the metadata of this installation is older than its source. Reinstall it "
         "(pip install -e .), or train a task of your own: path/to/file.py:Class"
     )

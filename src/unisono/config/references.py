@@ -1,4 +1,7 @@
-"""Names of tasks and callbacks, and the modules that they are in: a recipe, `path/to/file.py:Name`, `package.module:Name`."""
+"""From the name of a task or callback to its module.
+
+A name is that of a recipe, `path/to/file.py:Name`, or `package.module:Name`.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,35 @@ from unisono.config import recipes
 from unisono.runtime.errors import ConfigError
 
 
-def located(reference: str) -> str:
+def resolve_reference(reference: str, engine: str = "auto") -> str:
     """The `file.py:Class` or `package.module:Class` of a reference to a task, which may be the name of a recipe.
 
+    Args:
+        reference: to the task.
+        engine: that a layout asks for; of a recipe's tasks the one for it.
+
     Raises:
-        ConfigError: for a name that is no recipe.
+        ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
     """
-    return reference if ":" in reference else recipes.find(reference).task()
+    return reference if ":" in reference else recipes.task_of(reference, engine)
 
 
-def module_of(reference: str, place: str) -> types.ModuleType:
+def load_module(reference: str, place: str) -> types.ModuleType:
     """The module of a reference: `path/to/file.py` is run from the file, `package.module` is imported.
 
     Raises:
         ConfigError: where it is missing.
     """
-    return _from_file(Path(place)) if place.endswith(".py") else _from_package(place, reference)
+    return _import_file(Path(place)) if place.endswith(".py") else _import_package(place, reference)
 
 
-def lasting(reference: str) -> str:
+def absolute_reference(reference: str) -> str:
     """The same reference, such that it holds in any working directory."""
     place, _, name = reference.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
 
 
-def _from_package(module: str, reference: str) -> types.ModuleType:
+def _import_package(module: str, reference: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -46,7 +53,7 @@ def _from_package(module: str, reference: str) -> types.ModuleType:
         raise ConfigError(f"{reference} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
 
 
-def _from_file(path: Path) -> types.ModuleType:
+def _import_file(path: Path) -> types.ModuleType:
     """A module from a file: of its package, if it lies in one, so that its relative imports work; else on its own.
 
     Its name is derived from the path, so importing it twice gives the same module. A script that trains a task of its
@@ -57,7 +64,7 @@ def _from_file(path: Path) -> types.ModuleType:
         raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
     if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
         return sys.modules["__main__"]
-    root, packaged = in_package(path)
+    root, packaged = find_package(path)
     if packaged:
         for position, folder in ((0, root), (len(sys.path), path.parent)):  # the latter as below, but after all others
             if str(folder) not in sys.path:
@@ -83,7 +90,7 @@ def _from_file(path: Path) -> types.ModuleType:
     return module
 
 
-def in_package(path: Path) -> tuple[Path, str]:
+def find_package(path: Path) -> tuple[Path, str]:
     """The folder from which a file is imported, and its dotted name there; no name if it lies in no package."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():

@@ -1,7 +1,7 @@
-"""A run as one process has resolved it: what all others get as data, compare by its digest, and never change.
+"""A resolved run: one process decides it, all others receive it as data, compare its digest, and never change it.
 
-Everything that was left open by the user is decided here: the layout, the micro-batch, the directory, and the checkpoint
-to resume from. A smaller micro-batch after a run has run out of memory is another resolved run.
+Everything that the user left open is decided here: the layout, the micro-batch, the directory, and the checkpoint to
+resume from. A smaller micro-batch after an out-of-memory error makes another resolved run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import fingerprint, references
-from unisono.config.batch_split import Split, split_of
-from unisono.config.schema.run import Layout, RunConfig
+from unisono.config.batch_split import BatchSplit, resolve_split
+from unisono.config.schema.layout import Layout
+from unisono.config.schema.run import RunConfig
 
-RESOLVED = "resolved.json"  # in the directory of a run: what its newest start was resolved to
+RESOLVED_FILE = "resolved.json"  # in the directory of a run: what its newest start was resolved to
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class ResumePoint:
     random: bool = False
 
     @classmethod
-    def of(cls, values: Mapping[str, Any] | None) -> ResumePoint | None:
+    def from_json(cls, values: Mapping[str, Any] | None) -> ResumePoint | None:
         """A resume point from its JSON values."""
         if values is None:
             return None
@@ -74,7 +75,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run without a word that is still open.
+    """A run in which nothing is left to decide.
 
     Attributes:
         config: with a concrete layout and a name.
@@ -102,29 +103,29 @@ class ResolvedRun:
         return self.layout.world_size
 
     @cached_property
-    def split(self) -> Split:
+    def split(self) -> BatchSplit:
         """How a global batch is cut."""
-        return split_of(self.config)
+        return resolve_split(self.config)
 
     @cached_property
     def digest(self) -> str:
         """A hash of all of it, equal in every process of the run."""
-        return digest_of(self.plain())
+        return digest_values(self.plain())
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON values; the task's file by its whole path, so that it holds in any working directory."""
-        told = {
-            "config": {**fingerprint.plain(self.config), **code_of(self.config)},
+        described = {
+            "config": {**fingerprint.to_json(self.config), **absolute_references(self.config)},
             "directory": str(self.directory),
             "resume": None if self.resume is None else asdict(self.resume),
             "origins": dict(self.origins),
             "command": list(self.command),
         }
-        plain: dict[str, Any] = json.loads(json.dumps(told))
+        plain: dict[str, Any] = json.loads(json.dumps(described))
         return plain
 
     @property
-    def resumes_by(self) -> str:
+    def resume_hint(self) -> str:
         """What to type to resume it: the command, or the setting where it was started from Python."""
         return self.with_changes({})
 
@@ -133,13 +134,15 @@ class ResolvedRun:
         return resume_command(self.command, str(self.config.run.name), changes)
 
 
-def code_of(config: RunConfig) -> dict[str, Any]:
+def absolute_references(config: RunConfig) -> dict[str, Any]:
     """What a configuration has imported, its task and its callbacks, such that it holds in any working directory."""
     callbacks = [
-        {**one, "callback": references.lasting(one["callback"])} if isinstance(one, dict) else references.lasting(one)
-        for one in fingerprint.plain(config)["callbacks"]
+        {**one, "callback": references.absolute_reference(one["callback"])}
+        if isinstance(one, dict)
+        else references.absolute_reference(one)
+        for one in fingerprint.to_json(config)["callbacks"]
     ]
-    return {"recipe": references.lasting(config.recipe), "callbacks": callbacks}
+    return {"recipe": references.absolute_reference(config.recipe), "callbacks": callbacks}
 
 
 def resume_command(command: tuple[str, ...], name: str, changes: Mapping[str, str | None] | None = None) -> str:
@@ -151,21 +154,21 @@ def resume_command(command: tuple[str, ...], name: str, changes: Mapping[str, st
         changes: other values for some keys; None leaves a key out.
     """
     if command:
-        return shlex.join(changed_words(command, changes or {}))
+        return shlex.join(override_words(command, changes or {}))
     named = {"run.name": name, **(changes or {})}
     settings = ", ".join(f'"{key}": "{value}"' for key, value in named.items() if value is not None)
     return f"unisono.train(…, {{{settings}}})"
 
 
-def digest_of(values: Mapping[str, Any]) -> str:
+def digest_values(values: Mapping[str, Any]) -> str:
     """The hash of a resolved run's JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def changed_words(words: tuple[str, ...], changes: Mapping[str, str | None]) -> list[str]:
+def override_words(words: tuple[str, ...], changes: Mapping[str, str | None]) -> list[str]:
     """The words of a command with other values for some keys; those that it does not have come last.
 
-    >>> changed_words(("unisono", "train", "language", "run.stop_after=5"), {"run.stop_after": None, "run.name": "a"})
+    >>> override_words(("unisono", "train", "language", "run.stop_after=5"), {"run.stop_after": None, "run.name": "a"})
     ['unisono', 'train', 'language', 'run.name=a']
     """
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in changes or "=" not in word]

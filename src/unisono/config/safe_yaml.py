@@ -1,4 +1,4 @@
-"""What a YAML file may be before anything reads it: of a sane size, its aliases written out."""
+"""Checks YAML files before they are parsed: their size and depth, with all aliases expanded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import yaml
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError
 
-BYTES = 1 << 20
-VALUES = 100_000
-DEPTH = 64
+MAX_BYTES = 1 << 20
+MAX_VALUES = 100_000
+MAX_DEPTH = 64
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """The values of a configuration in a file of a run, which may come from anywhere.
 
     Raises:
-        ConfigError: where the file is missing, is a link, is refused by `check`, or does not hold keys and values.
+        ConfigError: where the file is missing, is a link, is refused by `check_yaml`, or does not hold keys and values.
     """
     try:
-        text = safe_paths.read_text(path.parent, path.name, BYTES)
-        _check(text, path)
+        text = safe_paths.read_text(path.parent, path.name, MAX_BYTES)
+        _check_size(text, path)
         values = yaml.safe_load(text)
     except (OSError, yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
-def check(path: Path) -> str:
+def check_yaml(path: Path) -> str:
     """The text of a file of the user's own, unless it would be enormous or endless in memory.
 
     What is no YAML at all is left to whoever reads it.
@@ -45,16 +45,16 @@ def check(path: Path) -> str:
     """
     try:
         with safe_paths.open_regular(path) as file:
-            text = safe_paths.bounded(file, str(path), BYTES).decode("utf-8")
+            text = safe_paths.bounded(file, str(path), MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration: {getattr(error, 'strerror', None) or error}"
         ) from error
-    _check(text, path)
+    _check_size(text, path)
     return text
 
 
-def _check(text: str, path: Path) -> None:
+def _check_size(text: str, path: Path) -> None:
     """Refuse a text whose values would be too many or too deep.
 
     An alias costs a few bytes and stands for all that it names, and aliases of aliases grow as powers do; a reader that
@@ -65,26 +65,28 @@ def _check(text: str, path: Path) -> None:
     except yaml.YAMLError:
         return
     except RecursionError:
-        raise ConfigError(f"{path}: nested more than {DEPTH} deep") from None
-    if root is not None and (count := _values(root, path, {}, 1)) > VALUES:
+        raise ConfigError(f"{path}: nested more than {MAX_DEPTH} deep") from None
+    if root is not None and (count := _count_values(root, path, {}, 1)) > MAX_VALUES:
         raise ConfigError(
-            f"{path}: its aliases (*name) stand for {count:.1e} values; a configuration has at most {VALUES}"
+            f"{path}: its aliases (*name) stand for {count:.1e} values; a configuration has at most {MAX_VALUES}"
         )
 
 
-def _values(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> int:
+def _count_values(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> int:
     """How many values a node is, its aliases written out."""
     if id(node) in known:
         if not known[id(node)]:
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: an alias (*name) for something that it is part of")
+            raise ConfigError(
+                f"{path}:{node.start_mark.line + 1}: an alias (*name) refers to something that contains it"
+            )
         return known[id(node)]
-    if depth > DEPTH:
-        raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested more than {DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep")
     known[id(node)] = 0  # being counted
     parts: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
         parts = [part for pair in node.value for part in pair]
     elif isinstance(node, yaml.SequenceNode):
         parts = node.value
-    known[id(node)] = 1 + sum(_values(part, path, known, depth + 1) for part in parts)
+    known[id(node)] = 1 + sum(_count_values(part, path, known, depth + 1) for part in parts)
     return known[id(node)]

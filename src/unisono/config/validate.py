@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from unisono.config import secrets
-from unisono.config.compose import Composed
+from unisono.config.compose import ComposedConfig
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
+from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError, nearest
 
 TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}  # group -> the attribute of a task with its type
 Groups = Mapping[str, Any]  # the types of the three groups that belong to a task
 
 
-def reference_of(composed: Composed) -> str:
+def task_reference(composed: ComposedConfig) -> str:
     """The reference to its task in a composed configuration, once it plainly holds no secret.
 
     Raises:
@@ -32,7 +32,7 @@ def reference_of(composed: Composed) -> str:
     return recipe
 
 
-def validate(composed: Composed, groups: Groups) -> RunConfig:
+def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
     """A typed configuration from composed values.
 
     Args:
@@ -43,18 +43,18 @@ def validate(composed: Composed, groups: Groups) -> RunConfig:
         ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.
     """
     values = composed.values
-    reference = reference_of(composed)
+    reference = task_reference(composed)
     mistakes: list[str] = []
     typed: dict[str, Any] = {}
     for group, kind in groups.items():
         try:
             typed[group] = TypeAdapter(kind).validate_python(values.get(group) or {}, extra="forbid")
         except ValidationError as error:
-            mistakes += _sentences(error, composed, groups, group)
+            mistakes += _format_mistakes(error, composed, groups, group)
     try:
         config = RunConfig.model_validate({**values, **{group: {} for group in groups}})
     except ValidationError as error:
-        mistakes += _sentences(error, composed, groups)
+        mistakes += _format_mistakes(error, composed, groups)
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     if not isinstance(typed["data"], Data):
@@ -66,19 +66,21 @@ def validate(composed: Composed, groups: Groups) -> RunConfig:
 # mistakes, in the user's words ------------------------------------------------------------------------------------
 
 
-def _sentences(error: ValidationError, composed: Composed, groups: Groups, group: str | None = None) -> Iterator[str]:
+def _format_mistakes(
+    error: ValidationError, composed: ComposedConfig, groups: Groups, group: str | None = None
+) -> Iterator[str]:
     for mistake in error.errors():
         values = composed.values.get(group) if group else composed.values
-        parts = [*([group] if group else []), *_without_tags(mistake["loc"], values, mistake["type"])]
+        parts = [*([group] if group else []), *_strip_tags(mistake["loc"], values, mistake["type"])]
         dotted = ".".join(str(part) for part in parts)
         origin = composed.origin(dotted)
         if mistake["type"] == "extra_forbidden":
-            yield f"unknown key '{dotted}' ({origin}), {_suggestion(parts, composed.values, groups)}"
+            yield f"unknown key '{dotted}' ({origin}), {_suggest_key(parts, composed.values, groups)}"
         elif mistake["type"] == "missing":
             yield f"'{dotted}' is missing"
         elif mistake["type"] in ("union_tag_not_found", "union_tag_invalid"):
             name = str(mistake["ctx"]["discriminator"]).strip("'")
-            tags = ", ".join(_tags(parts, name, composed.values, groups))
+            tags = ", ".join(_union_tags(parts, name, composed.values, groups))
             if "tag" in mistake["ctx"]:
                 origin = composed.origin(f"{dotted}.{name}")
                 yield f"'{dotted}.{name}' must be one of: {tags}, got {mistake['ctx']['tag']!r} ({origin})"
@@ -94,7 +96,7 @@ def _sentences(error: ValidationError, composed: Composed, groups: Groups, group
             yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
 
 
-def _without_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int | str]:
+def _strip_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int | str]:
     """The path of an error in the user's keys: pydantic mixes in the tags of unions and the names of their branches."""
     parts: list[int | str] = []
     for position, part in enumerate(loc):
@@ -107,12 +109,12 @@ def _without_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int
     return parts
 
 
-def _suggestion(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
+def _suggest_key(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
     """The same key elsewhere, else the nearest key here, else all keys here."""
     above = "".join(f"{part}." for part in parts[:-1])
     word = str(parts[-1])
     same = next(
-        (key for key in _leaves(RunConfig, {}, groups) if key.endswith(f".{word}") and key != above + word), None
+        (key for key in _walk_keys(RunConfig, {}, groups) if key.endswith(f".{word}") and key != above + word), None
     )
     if same:
         return f"did you mean '{same}'?"
@@ -122,16 +124,16 @@ def _suggestion(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
 
 def _children_at(parts: Sequence[int | str], values: Any, groups: Groups) -> dict[Any, Any]:
     """Names and types of the keys below a path."""
-    return _children(*_at(parts, values, groups), groups)
+    return _children(*_annotation_at(parts, values, groups), groups)
 
 
-def _tags(parts: Sequence[int | str], name: str, values: Any, groups: Groups) -> list[str]:
+def _union_tags(parts: Sequence[int | str], name: str, values: Any, groups: Groups) -> list[str]:
     """The values that tell the branches of the union at a path from each other."""
-    annotation, _ = _at(parts, values, groups)
-    return [str(tag) for model in models_of(annotation, None) for tag in _literals(model, name)]
+    annotation, _ = _annotation_at(parts, values, groups)
+    return [str(tag) for model in settings_models(annotation, None) for tag in _literal_values(model, name)]
 
 
-def _at(parts: Sequence[int | str], values: Any, groups: Groups) -> tuple[Any, Any]:
+def _annotation_at(parts: Sequence[int | str], values: Any, groups: Groups) -> tuple[Any, Any]:
     """The annotation at a path, and the value there if there is one."""
     annotation: Any = RunConfig
     for part in parts:
@@ -143,7 +145,7 @@ def _at(parts: Sequence[int | str], values: Any, groups: Groups) -> tuple[Any, A
 
 def _children(annotation: Any, values: Any, groups: Groups) -> dict[Any, Any]:
     """Names and types of the keys below an annotation; unions are resolved by the `kind` that is there."""
-    for model in models_of(annotation, values):
+    for model in settings_models(annotation, values):
         fields = {name: field.annotation for name, field in model.model_fields.items()}
         if model is RunConfig:
             fields.update(groups)
@@ -155,25 +157,25 @@ def _children(annotation: Any, values: Any, groups: Groups) -> dict[Any, Any]:
     return {}
 
 
-def models_of(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
+def settings_models(annotation: Any, values: Any) -> Iterator[type[BaseModel]]:
     """The settings that an annotation allows; of a union those of the `kind` that the values have, if they have one."""
     if get_origin(annotation) is Annotated:
-        yield from models_of(get_args(annotation)[0], values)
+        yield from settings_models(get_args(annotation)[0], values)
     elif get_origin(annotation) in (Union, types.UnionType):
-        branches = [model for branch in get_args(annotation) for model in models_of(branch, values)]
+        branches = [model for branch in get_args(annotation) for model in settings_models(branch, values)]
         wanted = values.get("kind") if isinstance(values, dict) else None
-        yield from (model for model in branches if wanted is None or wanted in _literals(model, "kind"))
+        yield from (model for model in branches if wanted is None or wanted in _literal_values(model, "kind"))
     elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         yield annotation
 
 
-def _literals(model: type[BaseModel], name: str) -> tuple[Any, ...]:
+def _literal_values(model: type[BaseModel], name: str) -> tuple[Any, ...]:
     field = model.model_fields.get(name)
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
-def _leaves(annotation: Any, values: Any, groups: Groups, prefix: str = "") -> Iterator[str]:
+def _walk_keys(annotation: Any, values: Any, groups: Groups, prefix: str = "") -> Iterator[str]:
     for name, child in _children(annotation, values, groups).items():
         dotted = f"{prefix}.{name}" if prefix else str(name)
         yield dotted
-        yield from _leaves(child, {}, groups, dotted)
+        yield from _walk_keys(child, {}, groups, dotted)

@@ -1,8 +1,8 @@
-"""Whether a run consumed what it should have, each sample once: its ledger, held against the plan.
+"""Whether a run consumed each planned sample exactly once: its ledger, compared with the plan.
 
-The plan is made again from the run's configuration. Every step has to be covered by the lines of its processes, without
-a gap and without anything twice, with the samples that the plan has there; steps that were made again after an
-interruption have to have held the same; and a few steps are made anew, to see that the data still are what they were.
+The plan is rebuilt from the run's configuration. The lines of all processes must cover every step, without a gap or an
+overlap, with the samples of the plan; steps that were repeated after an interruption must have held the same samples;
+and a few steps are rebuilt, to check that the data have not changed.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 from unisono.data import ledger
-from unisono.data.ledger import Line, Start
+from unisono.data.ledger import LedgerLine, RunStart
 from unisono.data.loading import checksum
-from unisono.data.loading.batch_builder import Maker
-from unisono.data.order.plan import Plan, Taken
-from unisono.data.order.planning import plan_of, source_of
-from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, ranges
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.order.plan import Plan, SampleIndices
+from unisono.data.order.planning import build_plan, build_source
+from unisono.runtime.errors import BadSamplesError, RunError, UnisonoError, format_ranges
 from unisono.runtime.rng import key
 from unisono.task import Source, Task
 from unisono.task_config import build_task, read_run
 
-_AT_ONCE = 64  # samples that are collated together
-_SHOWN = 20  # faults that are listed
+_COLLATE_SAMPLES = 64  # samples that are collated together
+_MAX_SHOWN = 20  # faults that are listed
 
 
 @dataclass
-class Report:
-    """What an audit found.
+class AuditReport:
+    """The result of an audit.
 
     Attributes:
         folder: of the run.
@@ -39,8 +39,8 @@ class Report:
         samples: consumed in them.
         masked: that could not be made: (step, row of the source, reason).
         starts: (first step, number of processes) of each start of the run.
-        repeated: lines of steps that were made again, and held the same.
-        remade: steps that were made anew, and held the same.
+        repeated: lines of steps that were repeated with the same samples.
+        remade: steps that were rebuilt with the same result.
         faults: what is wrong; empty where every sample was consumed exactly once.
     """
 
@@ -50,7 +50,7 @@ class Report:
     masked: list[tuple[int, int, str]] = field(default_factory=list)
     starts: list[tuple[int, int]] = field(default_factory=list)
     repeated: int = 0
-    remade: int = 0
+    rebuilt: int = 0
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -62,24 +62,27 @@ class Report:
         starts = ", ".join(f"step {first} on {world}" for first, world in self.starts)
         lines = [
             f"{self.folder}: {self.steps} steps, {self.samples} samples, started from {starts or 'nowhere'}",
-            f"  made again after an interruption, the same: {self.repeated} lines; made anew: {self.remade} steps",
+            f"  repeated after an interruption with the same samples: {self.repeated} lines; rebuilt: {self.rebuilt} "
+            "steps",
         ]
-        lines += [f"  step {step}: row {row} left out: {why}" for step, row, why in self.masked[:_SHOWN]]
-        if len(self.masked) > _SHOWN:
+        lines += [f"  step {step}: row {row} left out: {why}" for step, row, why in self.masked[:_MAX_SHOWN]]
+        if len(self.masked) > _MAX_SHOWN:
             lines.append(f"  {len(self.masked)} samples left out in all")
-        lines += [f"  FAULT: {fault}" for fault in self.faults[:_SHOWN]]
-        if len(self.faults) > _SHOWN:
+        lines += [f"  FAULT: {fault}" for fault in self.faults[:_MAX_SHOWN]]
+        if len(self.faults) > _MAX_SHOWN:
             lines.append(f"  {len(self.faults)} faults in all")
-        told = "every sample of the plan consumed exactly once" if self.passed else "not what the plan says"
-        return "\n".join([*lines, f"{'PASS' if self.passed else 'FAIL'}: {told}"])
+        verdict = (
+            "every sample of the plan was consumed exactly once" if self.passed else "the run differs from the plan"
+        )
+        return "\n".join([*lines, f"{'PASS' if self.passed else 'FAIL'}: {verdict}"])
 
 
-def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None, trust: bool = False) -> Report:
+def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None, trust: bool = False) -> AuditReport:
     """Audit a run.
 
     Args:
         folder: of the run.
-        remake: how many of its steps are made anew, to compare what they hold.
+        remake: how many of its steps are rebuilt and compared.
         task: of the run, as `unisono.task_config.read_run` takes it.
         trust: import the task that the run names, wherever it lies.
 
@@ -88,25 +91,25 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
         RunError: if the folder holds no run, or no ledger.
     """
     if not (folder / "config.yaml").is_file():
-        raise RunError(f"{folder} holds no run: it has no config.yaml")
+        raise RunError(f"{folder} is not a run directory (no config.yaml)")
     files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
     if not files:
-        raise RunError(f"{folder} has no ledger: there is no {ledger.FOLDER}/rank-00000.jsonl")
+        raise RunError(f"{folder} has no ledger (no {ledger.FOLDER}/rank-00000.jsonl), so there is nothing to audit")
     config = read_run(folder, task, trust=trust)
     made_task = build_task(config)
-    source = source_of(made_task, config)
-    plan = plan_of(made_task, source, config, world_size=1)  # of any number of processes: the order is the same
-    report = Report(folder)
-    starts = gather(files, report)
+    source = build_source(made_task, config)
+    plan = build_plan(made_task, source, config, world_size=1)  # of any number of processes: the order is the same
+    report = AuditReport(folder)
+    starts = collect_starts(files, report)
     made = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
-    counted = check(starts, plan, max(made, default=0), report)
-    anew(counted, plan, made_task, source, remake, report)
+    counted = check_starts(starts, plan, max(made, default=0), report)
+    rebuild_steps(counted, plan, made_task, source, remake, report)
     return report
 
 
-def gather(files: Sequence[Path], report: Report) -> list[Start]:
+def collect_starts(files: Sequence[Path], report: AuditReport) -> list[RunStart]:
     """The starts of a run, in order, with the lines of all its processes."""
-    read = {int(path.stem.removeprefix("rank-")): ledger.read(path) for path in files}
+    read = {int(path.stem.removeprefix("rank-")): ledger.read_ledger(path) for path in files}
     for _, faults in read.values():
         report.faults += faults
     if 0 not in read:
@@ -125,7 +128,9 @@ def gather(files: Sequence[Path], report: Report) -> list[Start]:
     return list(starts.values())
 
 
-def check(starts: Sequence[Start], plan: Plan, checkpoint: int, report: Report) -> dict[int, list[Line]]:
+def check_starts(
+    starts: Sequence[RunStart], plan: Plan, checkpoint: int, report: AuditReport
+) -> dict[int, list[LedgerLine]]:
     """Hold the lines of a run against its plan.
 
     Args:
@@ -137,16 +142,16 @@ def check(starts: Sequence[Start], plan: Plan, checkpoint: int, report: Report) 
     Returns:
         The lines of each step that counts.
     """
-    counted: dict[int, list[Line]] = {}
-    again: dict[int, list[list[Line]]] = {}
+    counted: dict[int, list[LedgerLine]] = {}
+    again: dict[int, list[list[LedgerLine]]] = {}
     for number, start in enumerate(starts):
         missing = sorted(set(range(start.world_size)) - start.lines.keys())
         if missing:
             report.faults.append(f"the start from step {start.first} has no ledger of ranks {missing}")
         until = min((later.first for later in starts[number + 1 :]), default=None)
         if until is None:  # a run that was interrupted: what not every process has told was made again, or will be
-            until = max(checkpoint, min((_end(start, rank) for rank in range(start.world_size)), default=0))
-        by_step: dict[int, list[Line]] = {}
+            until = max(checkpoint, min((_last_step(start, rank) for rank in range(start.world_size)), default=0))
+        by_step: dict[int, list[LedgerLine]] = {}
         for line in (line for lines in start.lines.values() for line in lines):
             by_step.setdefault(line.step, []).append(line)
         for step in range(start.first, until):
@@ -154,18 +159,18 @@ def check(starts: Sequence[Start], plan: Plan, checkpoint: int, report: Report) 
         for step, lines in by_step.items():
             again.setdefault(step, []).append(lines)
     for step in sorted(counted.keys() | again.keys()):
-        planned = plan.taken(step, range(plan.rows(step))) if step < plan.steps else None
+        planned = plan.samples(step, range(plan.rows(step))) if step < plan.steps else None
         if planned is None:
             report.faults.append(f"step {step} is not one of the {plan.steps} of the plan")
             continue
         if step in counted:
-            _covered(step, counted[step], plan.rows(step), report)
+            _check_coverage(step, counted[step], plan.rows(step), report)
         for lines in (counted.get(step, []), *again.get(step, [])):
-            _as_planned(step, lines, planned, report)
+            _check_samples(step, lines, planned, report)
         for lines in again.get(step, []):
-            _same(step, lines, counted.get(step), plan.rows(step), report)
+            _check_repeats(step, lines, counted.get(step), plan.rows(step), report)
     if expected := [step for step in range(max(counted, default=-1) + 1) if step not in counted]:
-        report.faults.append(f"steps {ranges(expected)} are missing")
+        report.faults.append(f"steps {format_ranges(expected)} are missing")
     report.steps = len(counted)
     report.samples = sum(line.samples for lines in counted.values() for line in lines)
     report.masked = [
@@ -177,99 +182,110 @@ def check(starts: Sequence[Start], plan: Plan, checkpoint: int, report: Report) 
     return counted
 
 
-def anew(
-    counted: Mapping[int, Sequence[Line]], plan: Plan, task: Task, source: Source, remake: int, report: Report
+def rebuild_steps(
+    counted: Mapping[int, Sequence[LedgerLine]],
+    plan: Plan,
+    task: Task,
+    source: Source,
+    remake: int,
+    report: AuditReport,
 ) -> None:
     """Make a few of the steps anew, and compare what they hold; which ones follows from the seed."""
     steps = sorted(counted)
     chosen = sorted({steps[key(plan.seed, "audit", turn) % len(steps)] for turn in range(remake if steps else 0)})
-    maker = Maker(task, source, plan.seed, "train", mask=True, contents=True)
+    maker = BatchBuilder(task, source, plan.seed, "train", mask=True, contents=True)
     for step in chosen:
         try:
-            good, pieces, _ = maker.pieces(plan.taken(step, range(plan.rows(step))))
+            good, pieces, _ = maker.pieces(plan.samples(step, range(plan.rows(step))))
             if plan.capacity is None:
-                good, pieces = _usable(task, good, pieces)
+                good, pieces = _drop_unusable(task, good, pieces)
         except UnisonoError as error:
-            report.faults.append(f"step {step} cannot be made anew: {error}")
+            report.faults.append(f"step {step} cannot be rebuilt: {error}")
             continue
         contents = np.array([checksum.checksum(piece) for piece in pieces], dtype=np.uint64)
-        if ledger.contents_of(good, contents) != _total(counted[step]):
+        if ledger.digest_contents(good, contents) != _sum_content(counted[step]):
             report.faults.append(
-                f"step {step}: its rows hold something else now than when they were trained on: the data or the task "
+                f"step {step}: its rows now differ from those that were trained on: the data or the task "
                 "have changed, or sample() does not depend on its arguments alone"
             )
         else:
-            report.remade += 1
+            report.rebuilt += 1
 
 
-def _usable(task: Task, taken: Taken, pieces: list[Any]) -> tuple[Taken, list[Any]]:
+def _drop_unusable(task: Task, taken: SampleIndices, pieces: list[Any]) -> tuple[SampleIndices, list[Any]]:
     """Samples without those that only `collate` finds it cannot use."""
     good = np.ones(len(pieces), dtype=bool)
-    for first in range(0, len(pieces), _AT_ONCE):
+    for first in range(0, len(pieces), _COLLATE_SAMPLES):
         try:
-            task.collate(pieces[first : first + _AT_ONCE])
+            task.collate(pieces[first : first + _COLLATE_SAMPLES])
         except BadSamplesError as error:
             good[[first + number for number in error.reasons]] = False
     return taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
 
 
-def _end(start: Start, rank: int) -> int:
+def _last_step(start: RunStart, rank: int) -> int:
     """One past the last step that a rank has told of."""
     return max((line.step + 1 for line in start.lines.get(rank, ())), default=start.first)
 
 
-def _covered(step: int, lines: Sequence[Line], rows: int, report: Report) -> None:
+def _check_coverage(step: int, lines: Sequence[LedgerLine], rows: int, report: AuditReport) -> None:
     """Every row of the global batch once."""
     reached = 0
     for line in sorted((line for line in lines if len(line.rows)), key=lambda line: line.rows.start):
         if line.rows.start > reached:
-            report.faults.append(f"step {step}: rows {reached} to {line.rows.start - 1} were made by nobody")
+            report.faults.append(f"step {step}: no process made rows {reached} to {line.rows.start - 1}")
         if line.rows.start < reached:
             report.faults.append(f"step {step}: rows {line.rows.start} to {reached - 1} were made twice")
         reached = max(reached, line.rows.stop)
     if reached < rows:
-        report.faults.append(f"step {step}: rows {reached} to {rows - 1} were made by nobody")
+        report.faults.append(f"step {step}: no process made rows {reached} to {rows - 1}")
     if reached > rows:
         report.faults.append(f"step {step}: rows {rows} to {reached - 1} were made, which the plan does not have")
 
 
-def _as_planned(step: int, lines: Sequence[Line], planned: Taken, report: Report) -> None:
+def _check_samples(step: int, lines: Sequence[LedgerLine], planned: SampleIndices, report: AuditReport) -> None:
     """The samples of the plan, and no others."""
     for line in lines:
         here = planned[(planned.slots >= line.rows.start) & (planned.slots < line.rows.stop)]
-        good = _without(here, {(slot, row, epoch, first) for slot, row, epoch, first, _ in line.masked})
-        if len(here) - len(good) != len(line.masked) or ledger.ids_of([good]) != line.ids or len(good) != line.samples:
+        good = _drop_masked(here, {(slot, row, epoch, first) for slot, row, epoch, first, _ in line.masked})
+        if (
+            len(here) - len(good) != len(line.masked)
+            or ledger.digest_ids([good]) != line.ids
+            or len(good) != line.samples
+        ):
             report.faults.append(
-                f"step {step}: rank {line.rank} made other samples in rows {line.rows.start} to {line.rows.stop - 1} "
-                "than the plan has there"
+                f"step {step}: rank {line.rank} made samples in rows {line.rows.start} to {line.rows.stop - 1} "
+                "that differ from the plan"
             )
 
 
-def _same(step: int, lines: Sequence[Line], later: Sequence[Line] | None, rows: int, report: Report) -> None:
+def _check_repeats(
+    step: int, lines: Sequence[LedgerLine], later: Sequence[LedgerLine] | None, rows: int, report: AuditReport
+) -> None:
     """What was made again held the same; parts are compared where both times they were the same parts, or whole."""
     if not later:
         return
     if all(sum(len(line.rows) for line in part) == rows for part in (lines, later)):
-        fine = _total(lines) == _total(later)
+        fine = _sum_content(lines) == _sum_content(later)
         report.repeated += len(lines) if fine else 0
         if not fine:
-            report.faults.append(f"step {step} held something else when it was made again after an interruption")
+            report.faults.append(f"step {step} held other samples when it was repeated after an interruption")
         return
     for line in lines:
         for other in (other for other in later if other.rows == line.rows):
             report.repeated += other.content == line.content
             if other.content != line.content:
                 report.faults.append(
-                    f"step {step}: rows {line.rows.start} to {line.rows.stop - 1} held something else when they were "
-                    "made again after an interruption"
+                    f"step {step}: rows {line.rows.start} to {line.rows.stop - 1} held other samples when they "
+                    "were repeated after an interruption"
                 )
 
 
-def _total(lines: Sequence[Line]) -> int:
+def _sum_content(lines: Sequence[LedgerLine]) -> int:
     return sum(line.content for line in lines) % (1 << 64)
 
 
-def _without(taken: Taken, masked: set[tuple[int, int, int, int]]) -> Taken:
+def _drop_masked(taken: SampleIndices, masked: set[tuple[int, int, int, int]]) -> SampleIndices:
     """What is left when samples are left out."""
     if not masked:
         return taken

@@ -1,36 +1,30 @@
-"""What takes long is computed by one process of a host, once, and found in the cache by all others and later.
+"""Computes slow things once per host: one process does the work, and all others find the result in the cache.
 
-An entry is a folder named by all that decides what is in it, so it never speaks of other data. It appears by one rename.
-Whoever waits for another process says so, and for whom.
+An entry is a folder named by everything that determines its content, so it never holds other data. It appears by one
+rename. A process that waits for another says so, and for which.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from socket import gethostname
 from typing import Any, TypeVar
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from unisono.data.cache_lock import locked
 from unisono.data.sources.storage import derived
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import cache_dir, whole_folder, write_whole
+from unisono.runtime.files import atomic_folder, cache_dir
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
-_PATIENCE = 5.0  # seconds before a wait is worth a line
-_WAIT = 24 * 3600.0  # seconds
-_DAMAGED = (OSError, ValueError, KeyError, EOFError)
+_LOCK_TIMEOUT = 24 * 3600.0  # seconds
+_DAMAGED_ERRORS = (OSError, ValueError, KeyError, EOFError)
 
 
 def compute_once(
@@ -40,7 +34,7 @@ def compute_once(
     load: Callable[[Path], T],
     *,
     cache: Path | None = None,
-    wait: float = _WAIT,
+    wait: float = _LOCK_TIMEOUT,
 ) -> T:
     """What `make` has put into a folder of the cache, by whichever process came first, as `load` reads it.
 
@@ -63,23 +57,23 @@ def compute_once(
     """
     root = cache or cache_dir()
     folder = root / kind / hashlib.sha256(json.dumps(address, sort_keys=True).encode()).hexdigest()[:24]
-    with suppress(*_DAMAGED):
+    with suppress(*_DAMAGED_ERRORS):
         if folder.is_dir():
             return load(folder)
     try:
         derived(folder.parent)
-        with _locked(folder, wait):
-            with suppress(*_DAMAGED):
+        with locked(folder, wait):
+            with suppress(*_DAMAGED_ERRORS):
                 if folder.is_dir():  # another process has made it meanwhile
                     return load(folder)
             shutil.rmtree(folder, ignore_errors=True)
-            with whole_folder(folder) as temporary:
+            with atomic_folder(folder) as temporary:
                 make(temporary)
             return load(folder)
     except OSError as error:
         raise DataError(
-            f"the cache {root} cannot be used ({error.strerror or error}); choose another one by data.cache or "
-            "$UNISONO_CACHE"
+            f"the cache {root} cannot be used ({error.strerror or error}); set data.cache or $UNISONO_CACHE "
+            "to another folder"
         ) from error
 
 
@@ -90,7 +84,7 @@ def compute_array_once(
     *,
     is_valid: Callable[[NDArray[Any]], bool] = lambda found: True,
     cache: Path | None = None,
-    wait: float = _WAIT,
+    wait: float = _LOCK_TIMEOUT,
 ) -> NDArray[Any]:
     """An array that is computed once; arguments and errors as of `compute_once`.
 
@@ -113,34 +107,3 @@ def compute_array_once(
         return found
 
     return compute_once(kind, address, write, read, cache=cache, wait=wait)
-
-
-@contextmanager
-def _locked(folder: Path, wait: float) -> Iterator[None]:
-    """Hold the lock of an entry, beside a note that says who holds it."""
-    lock, note = FileLock(f"{folder}.lock"), folder.with_name(f"{folder.name}.holder.json")
-    patience = min(_PATIENCE, wait)
-    try:
-        lock.acquire(timeout=patience)
-    except Timeout:
-        log.warning("waiting for %s, which is computed by %s", folder, _holder(note))
-        try:
-            lock.acquire(timeout=max(0.0, wait - patience))
-        except Timeout as error:
-            raise DataError(
-                f"waited {wait:g} s for {folder}, which is computed by {_holder(note)}: see whether that process is still "
-                "at work, and end it if it is not"
-            ) from error
-    try:
-        write_whole(note, json.dumps({"host": gethostname(), "process": os.getpid(), "since": time.time()}))
-        yield
-    finally:
-        note.unlink(missing_ok=True)
-        lock.release()
-
-
-def _holder(note: Path) -> str:
-    with suppress(OSError, ValueError, KeyError):
-        found = json.loads(note.read_text(encoding="utf-8"))
-        return f"process {found['process']} on {found['host']}, for {time.time() - found['since']:.0f} s"
-    return "another process"

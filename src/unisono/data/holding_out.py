@@ -48,7 +48,7 @@ def hold_out(
     rows = groups if isinstance(groups, int) else len(groups)
     if named is not None:
         assert not isinstance(groups, int)
-        return _named(groups, named, column)
+        return _hold_out_named(groups, named, column)
     if fraction == 0:
         return np.zeros(rows, dtype=bool)
     if isinstance(groups, int):
@@ -66,14 +66,14 @@ def hold_out(
             else f"all {rows} {what}s have {column}={names[0]}"
         )
         raise DataError(
-            f"data.held_out={fraction:g}: {where}, so none can be held out and another be left to train on; set "
+            f"data.held_out={fraction:g}: {where}, so none can be held out while another is left to train on; set "
             "data.held_out=0" + (", or choose another data.group" if column else f", {hint}" if hint else "")
         )
     size = min(count - 1, max(1, round(fraction * count)))
     parts = -(-count // size)
     if fold >= parts:
         raise ConfigError(
-            f"data.fold={fold}: {count} groups, {size} of which are held out at a time, make {parts} parts; choose 0 "
+            f"data.fold={fold}: {count} groups, {size} of them held out at a time, make {parts} folds; choose 0 "
             f"to {parts - 1}"
         )
     part = np.arange(fold * size, min((fold + 1) * size, count))
@@ -82,7 +82,7 @@ def hold_out(
     return chosen[members]
 
 
-def _named(groups: Sequence[str], named: Sequence[str], column: str | None) -> NDArray[np.bool_]:
+def _hold_out_named(groups: Sequence[str], named: Sequence[str], column: str | None) -> NDArray[np.bool_]:
     known = set(groups)
     for name in named:
         if name not in known:
@@ -90,6 +90,6 @@ def _named(groups: Sequence[str], named: Sequence[str], column: str | None) -> N
                 f"data.held_out_groups: no row has {column or 'the group'}={name}, {nearest(name, known)}"
             )
     if known <= set(named):
-        raise ConfigError(f"data.held_out_groups has all {len(known)} groups, which leaves none to train on")
+        raise ConfigError(f"data.held_out_groups names all {len(known)} groups, which leaves none to train on")
     chosen = set(named)
     return np.array([group in chosen for group in groups], dtype=bool)

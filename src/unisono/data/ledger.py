@@ -1,9 +1,9 @@
-"""What each step consumed, as it was in fact made: a line per step and process, in files that only grow.
+"""The ledger of what each step consumed: a line per step and process, in append-only files.
 
 A line says which rows of the global batch a process made, and digests of which samples they were and of what these
-held. Every line carries a digest of all before it, so that none can be changed or left out unseen. Where a run goes on
-after an interruption, a line says from which step and on how many processes; what was made before and is made again
-stays in the file, to be compared. `unisono.data.audit` reads them.
+held. Every line carries a digest of all before it, so that none can be changed or left out unseen. Where a run resumes
+after an interruption, a line says from which step and on how many processes; steps that are repeated stay in the file,
+to be compared. `unisono.data.audit` reads them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 
 from unisono.data.loading.batch_builder import MicroBatch
-from unisono.data.order.order import mix
-from unisono.data.order.plan import Taken
+from unisono.data.order.order import mix_bits
+from unisono.data.order.plan import SampleIndices
 from unisono.runtime.errors import RecordError, RunError
-from unisono.runtime.files import recording
+from unisono.runtime.files import wrap_record_errors
 
 FOLDER = "ledger"
 _BYTES = 8  # of a digest
 _CHAIN = ',"chain":"'
-_EVERY = 256  # lines that are held back at most
-_TAIL = 1 << 20  # bytes at the end of a file in which its last line is looked for
-_REASON = 300  # characters of a reason that are kept
+_MAX_HELD = 256  # lines that are held back at most
+_TAIL_BYTES = 1 << 20  # bytes at the end of a file in which its last line is looked for
+_MAX_REASON = 300  # characters of a reason that are kept
 
 
-def ids_of(taken: Iterable[Taken]) -> str:
+def digest_ids(taken: Iterable[SampleIndices]) -> str:
     """A digest of which samples stand where: their rows, epochs and pieces, in order."""
     digest = blake2b(digest_size=_BYTES)
     for part in taken:
@@ -42,11 +42,11 @@ def ids_of(taken: Iterable[Taken]) -> str:
     return digest.hexdigest()
 
 
-def contents_of(taken: Taken, contents: np.ndarray[Any, np.dtype[np.uint64]]) -> int:
+def digest_contents(taken: SampleIndices, contents: np.ndarray[Any, np.dtype[np.uint64]]) -> int:
     """What samples hold and where they stand, as a number whose sum over parts of a batch is that of the batch."""
-    place = mix(taken.slots.astype(np.uint64)) ^ mix(taken.rows.astype(np.uint64) + np.uint64(1 << 32))
-    place ^= mix(taken.first.astype(np.uint64) + np.uint64(1 << 48))
-    return int(mix(contents ^ place).sum(dtype=np.uint64))
+    place = mix_bits(taken.slots.astype(np.uint64)) ^ mix_bits(taken.rows.astype(np.uint64) + np.uint64(1 << 32))
+    place ^= mix_bits(taken.first.astype(np.uint64) + np.uint64(1 << 48))
+    return int(mix_bits(contents ^ place).sum(dtype=np.uint64))
 
 
 class Ledger:
@@ -63,7 +63,7 @@ class Ledger:
     def __init__(self, folder: Path, rank: int, world_size: int, first: int, start: str) -> None:
         self._path = path = folder / FOLDER / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        self._chain, torn = _recover(path)
+        self._chain, torn = _truncate_torn(path)
         self._consumed = 0
         self._held: list[str] = []
         self._file = path.open("a", encoding="utf-8")
@@ -77,7 +77,7 @@ class Ledger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or not issubclass(kind, RunError):  # else the file belongs to who has taken over the run
-            # The error that ends the run is told, and not what follows from it.
+            # The error that ends the run is reported, and not what follows from it.
             with suppress(RecordError) if kind is not None else nullcontext():
                 self.flush()
         with suppress(OSError):  # of what could not be written
@@ -85,23 +85,23 @@ class Ledger:
 
     def step(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """A step was made with these micro-batches; `step` counts from 0."""
-        made = [micro.made for micro in batches if micro.made is not None and len(micro.made.slots)]
-        taken = [part.taken for part in made]
-        total = sum(contents_of(part.taken, part.contents) for part in made if len(part.contents))
+        made = [micro.info for micro in batches if micro.info is not None and len(micro.info.slots)]
+        taken = [part.samples for part in made]
+        total = sum(digest_contents(part.samples, part.contents) for part in made if len(part.contents))
         line: dict[str, Any] = {
             "step": step,
             "rows": [made[0].slots.start, made[-1].slots.stop] if made else [0, 0],
             "samples": sum(map(len, taken)),
-            "ids": ids_of(taken),
+            "ids": digest_ids(taken),
             "content": f"{total % (1 << 64):016x}",
         }
         masked = [sample for part in made for sample in part.masked]
         if masked:
-            line["masked"] = [[m.slot, m.row, m.epoch, m.first, m.reason[:_REASON]] for m in masked]
-        self._consumed = (self._consumed + total * _factor(step)) % (1 << 64)
+            line["masked"] = [[m.slot, m.row, m.epoch, m.first, m.reason[:_MAX_REASON]] for m in masked]
+        self._consumed = (self._consumed + total * _step_factor(step)) % (1 << 64)
         self._write(line)
-        if len(self._held) >= _EVERY:
-            self._pour()
+        if len(self._held) >= _MAX_HELD:
+            self._write_held()
 
     def flush(self) -> None:
         """Have everything on disk; before a checkpoint, which must not know more than the ledger.
@@ -109,32 +109,32 @@ class Ledger:
         Raises:
             RecordError: if it cannot be written.
         """
-        self._pour()
-        with recording(self._path):
+        self._write_held()
+        with wrap_record_errors(self._path):
             os.fsync(self._file.fileno())
 
     def mark(self) -> dict[str, Any]:
-        """Where the flushed file of this process stands, for a checkpoint: see `joined`."""
+        """Where the flushed file of this process stands, for a checkpoint: see `merge_marks`."""
         size = os.fstat(self._file.fileno()).st_size
         return {"file": Path(self._file.name).name, "bytes": size, "chain": self._chain, "consumed": self._consumed}
 
     def _write(self, line: dict[str, Any]) -> None:
         body = json.dumps(line, separators=(",", ":"))
-        self._chain = _chained(self._chain, body)
+        self._chain = _chain_digest(self._chain, body)
         self._held.append(f'{body[:-1]}{_CHAIN}{self._chain}"}}\n')
 
-    def _pour(self) -> None:
-        with recording(self._path):
+    def _write_held(self) -> None:
+        with wrap_record_errors(self._path):
             self._file.write("".join(self._held))
             self._file.flush()
         self._held.clear()
 
 
-def joined(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_marks(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a checkpoint keeps of the ledger.
 
     Args:
-        before: the same of the checkpoint from which the run goes on.
+        before: the same, of the checkpoint from which the run resumes.
         marks: of all processes, since then.
 
     Returns:
@@ -147,12 +147,12 @@ def joined(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, Any]])
     return {"consumed": f"{total % (1 << 64):016x}", "files": {**start["files"], **files}}
 
 
-def missing(folder: Path, kept: Mapping[str, Any]) -> list[str]:
+def missing_files(folder: Path, kept: Mapping[str, Any]) -> list[str]:
     """Files that a checkpoint knows of and that are not there."""
     return [name for name in kept["files"] if not (folder / FOLDER / name).is_file()]
 
 
-def fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
+def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
     """Why a file is not what it was when a checkpoint was written, or None; what was added since is not looked at.
 
     Args:
@@ -164,17 +164,17 @@ def fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
         content = file.read(until["bytes"])
     chain, step = "", "its first line"
     for number, raw in enumerate(content.splitlines(), start=1):
-        body, said = _parted(raw.decode("utf-8", errors="replace"))
-        if body is None or said != _chained(chain, body):
-            place = _step_of(raw) or f"after {step}"
+        body, said = _split_chain(raw.decode("utf-8", errors="replace"))
+        if body is None or said != _chain_digest(chain, body):
+            place = _describe_step(raw) or f"after {step}"
             return f"{name}, line {number} ({place}) is not what was written, or lines before it are missing"
-        chain, step = said, _step_of(raw) or step
+        chain, step = said, _describe_step(raw) or step
     if len(content) < until["bytes"]:
         return f"{name} ends after {step}, and the checkpoint knows {until['bytes'] - len(content)} bytes more"
     return None if chain == until["chain"] else f"{name} is of another run: {step} is not what the checkpoint knows"
 
 
-def _step_of(line: bytes) -> str | None:
+def _describe_step(line: bytes) -> str | None:
     """The step of a line, counted from 1 as everywhere outside of this file, as part of a sentence."""
     try:
         return f"step {int(json.loads(line)['step']) + 1}"
@@ -182,13 +182,13 @@ def _step_of(line: bytes) -> str | None:
         return None
 
 
-def _factor(step: int) -> int:
+def _step_factor(step: int) -> int:
     """An odd number for each step, so that the same samples in other steps add up to something else."""
-    return int(mix(np.array([step], dtype=np.uint64))[0]) | 1
+    return int(mix_bits(np.array([step], dtype=np.uint64))[0]) | 1
 
 
 @dataclass(frozen=True)
-class Line:
+class LedgerLine:
     """What a process says of a step.
 
     Attributes:
@@ -213,7 +213,7 @@ class Line:
 
 
 @dataclass
-class Start:
+class RunStart:
     """A start of the run, as one process or all of them saw it.
 
     Attributes:
@@ -226,30 +226,30 @@ class Start:
     name: str
     first: int
     world_size: int
-    lines: dict[int, list[Line]] = field(default_factory=dict)
+    lines: dict[int, list[LedgerLine]] = field(default_factory=dict)
 
 
-def read(path: Path) -> tuple[list[Start], list[str]]:
+def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
     """The starts in a process's file, and what is wrong with it. A last line that was cut off is no fault."""
     rank = int(path.stem.removeprefix("rank-"))
-    starts: list[Start] = []
+    starts: list[RunStart] = []
     faults: list[str] = []
     chain = ""
     text = path.read_bytes().decode("utf-8", errors="replace")
     lines = text.split("\n")
     for number, line in enumerate(lines[:-1], start=1):
-        body, said = _parted(line)
-        if body is None or said != _chained(chain, body):
+        body, said = _split_chain(line)
+        if body is None or said != _chain_digest(chain, body):
             faults.append(f"{path.name}, line {number}: it was changed, or lines before it are missing")
         chain = said or chain
         try:
             found = json.loads(body or line)
             if "start" in found:
-                starts.append(Start(found["start"], found["first"], found["world_size"], {rank: []}))
+                starts.append(RunStart(found["start"], found["first"], found["world_size"], {rank: []}))
                 continue
             masked = [(slot, row, epoch, first, why) for slot, row, epoch, first, why in found.get("masked", [])]
             starts[-1].lines[rank].append(
-                Line(
+                LedgerLine(
                     number, rank, found["step"], range(*found["rows"]), found["samples"], found["ids"],
                     int(found["content"], 16), masked,
                 )
@@ -259,22 +259,22 @@ def read(path: Path) -> tuple[list[Start], list[str]]:
     return starts, faults
 
 
-def _recover(path: Path) -> tuple[str, int]:
+def _truncate_torn(path: Path) -> tuple[str, int]:
     """The digest of a file's last whole line; what comes after it is cut off. Returns how many bytes that were."""
     if not path.exists():
         return "", 0
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL))
+        file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read()
         end = tail.rfind(b"\n") + 1
         torn = len(tail) - end
         file.truncate(size - torn)
         lines = tail[:end].decode("utf-8", errors="replace").splitlines()
-    return (_parted(lines[-1])[1] or "" if lines else ""), torn
+    return (_split_chain(lines[-1])[1] or "" if lines else ""), torn
 
 
-def _parted(line: str) -> tuple[str | None, str | None]:
+def _split_chain(line: str) -> tuple[str | None, str | None]:
     """A line without its digest, and that."""
     body, found, rest = line.rpartition(_CHAIN)
     if not found or not rest.endswith('"}') or len(rest) != 2 * _BYTES + 2:
@@ -282,5 +282,5 @@ def _parted(line: str) -> tuple[str | None, str | None]:
     return body + "}", rest[:-2]
 
 
-def _chained(chain: str, body: str) -> str:
+def _chain_digest(chain: str, body: str) -> str:
     return blake2b(f"{chain}{body}".encode(), digest_size=_BYTES).hexdigest()

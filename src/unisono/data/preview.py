@@ -1,4 +1,4 @@
-"""What the samples of a run are, from any position on and for a layout that need not exist."""
+"""The samples of a run from any position on, for any layout, even one you do not have."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.order.mixture import Joined
-from unisono.data.order.planning import plan_of, source_of
+from unisono.data.order.planning import build_plan, build_source
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 
@@ -19,7 +19,7 @@ _WIDTH = 60  # characters of a record
 
 
 @dataclass(frozen=True)
-class Shown:
+class PreviewRow:
     """A sample and where it stands.
 
     Attributes:
@@ -47,7 +47,7 @@ class Shown:
     record: str
 
 
-def preview(task: Task, config: RunConfig, position: int, count: int, world_size: int) -> list[Shown]:
+def preview(task: Task, config: RunConfig, position: int, count: int, world_size: int) -> list[PreviewRow]:
     """The samples of the next rows of a run.
 
     Args:
@@ -61,25 +61,25 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
         ConfigError: for a position that the run does not have, or a layout that cannot be.
     """
     train = config.train
-    split = Split.of(train.global_batch, world_size, _fitting(config, world_size))
-    source = source_of(task, config, world_size)
-    plan = plan_of(task, source, config, world_size)
+    split = BatchSplit.create(train.global_batch, world_size, _usable_micro_batch(config, world_size))
+    source = build_source(task, config, world_size)
+    plan = build_plan(task, source, config, world_size)
     length = (plan.steps - 1) * train.global_batch + plan.rows(plan.steps - 1)
     if not 0 <= position < length:
-        raise ConfigError(f"position={position} is none of this run's {length} rows, 0 to {length - 1}")
+        raise ConfigError(f"position={position} is outside this run's {length} rows; choose 0 to {length - 1}")
     if count < 1:
-        raise ConfigError(f"count={count}: at least one row has to be shown")
-    shown: list[Shown] = []
+        raise ConfigError(f"count={count}: choose at least 1 row")
+    shown: list[PreviewRow] = []
     end = min(position + count, length)
     while position < end:
         step, first = divmod(position, train.global_batch)
         last = min(first + end - position, train.global_batch)
-        taken = plan.taken(step, range(first, last))
+        taken = plan.samples(step, range(first, last))
         for slot, row, epoch, begin, stop in taken:
             name, inside = source.name(row) if isinstance(source, Joined) else ("", row)
             number = slot // split.micro_batch
             shown.append(
-                Shown(
+                PreviewRow(
                     position=step * train.global_batch + slot,
                     step=step,
                     slot=slot,
@@ -89,17 +89,17 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
                     row=inside,
                     epoch=epoch,
                     units=None if stop < 0 else (begin, stop),
-                    record=_read(source, row),
+                    record=_read_record(source, row),
                 )
             )
         position += last - first
     return shown
 
 
-def lines(shown: Sequence[Shown]) -> list[str]:
+def format_table(shown: Sequence[PreviewRow]) -> list[str]:
     """The same as a table."""
     names = ["position", "step", "slot", "rank", "micro_batch", "source", "row", "epoch", "units", "record"]
-    rows = [[_cell(getattr(sample, name)) for name in names] for sample in shown]
+    rows = [[_format_cell(getattr(sample, name)) for name in names] for sample in shown]
     columns = [[name, *column] for name, column in zip(names, zip(*rows, strict=True), strict=True)]
     kept = [column for column in columns if any(column[1:])]
     widths = [max(map(len, column)) for column in kept]
@@ -110,44 +110,44 @@ def lines(shown: Sequence[Shown]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
 
 
-def short(record: Any, width: int = _WIDTH) -> str:
+def abbreviate(record: Any, width: int = _WIDTH) -> str:
     """The beginning of a record, in one line.
 
-    >>> short({"text": "Two lines", "tokens": np.arange(5)})
+    >>> abbreviate({"text": "Two lines", "tokens": np.arange(5)})
     "text='Two lines' tokens=[0 1 2 3 4]"
     """
     if isinstance(record, Mapping):
-        told = " ".join(f"{name}={short(value, max(8, width // len(record)))}" for name, value in record.items())
+        text = " ".join(f"{name}={abbreviate(value, max(8, width // len(record)))}" for name, value in record.items())
     elif isinstance(record, bytes | bytearray | memoryview):
-        told = f"{len(record)} bytes"
+        text = f"{len(record)} bytes"
     elif isinstance(record, str):
-        told = repr(record[: width + 1])
+        text = repr(record[: width + 1])
     elif hasattr(record, "shape") and len(record.shape):
         flat, size = np.asarray(record).reshape(-1), " × ".join(map(str, record.shape))
         size = f" ({size})" if len(record.shape) > 1 or len(flat) > width // 2 else ""
-        told = " ".join(map(str, flat[: width // 2].tolist()))
-        if len(told) + len(size) + 2 > width or len(flat) > width // 2:
-            told = told[: max(1, width - len(size) - 4)].rsplit(" ", 1)[0] + " …"
-        return f"[{told}]{size}"
+        text = " ".join(map(str, flat[: width // 2].tolist()))
+        if len(text) + len(size) + 2 > width or len(flat) > width // 2:
+            text = text[: max(1, width - len(size) - 4)].rsplit(" ", 1)[0] + " …"
+        return f"[{text}]{size}"
     else:
-        told = repr(record)
-    return told if len(told) <= width else told[: width - 1] + "…"
+        text = repr(record)
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _read(source: Any, row: int) -> str:
+def _read_record(source: Any, row: int) -> str:
     try:
-        return short(source[row])
+        return abbreviate(source[row])
     except Exception as error:
-        return short(f"cannot be read: {type(error).__name__}: {error}", 2 * _WIDTH)
+        return abbreviate(f"cannot be read: {type(error).__name__}: {error}", 2 * _WIDTH)
 
 
-def _fitting(config: RunConfig, world_size: int) -> int | None:
+def _usable_micro_batch(config: RunConfig, world_size: int) -> int | None:
     """The run's micro-batch, if it has one that processes of this number can have."""
     micro_batch, share = config.layout.micro_batch, config.train.global_batch // world_size
     return micro_batch if isinstance(micro_batch, int) and (not share or share % micro_batch == 0) else None
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value[0]}:{value[1]}" if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Targets on a scale on which they are learnt easily, and back: fitted on the training rows, kept with the run."""
+"""Scales targets so that they are easy to learn, and back: fitted on the training rows, kept with the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Scaling:
         """
         known = values[~np.isnan(values)]
         if not len(known):
-            raise DataError(f"no training row has a value of {name}, so there is nothing to learn it from")
+            raise DataError(f"no training row has a value for {name}, so it cannot be learnt")
         if kind == "none":
             return cls(kind)
         if kind == "log":

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from unisono.runtime.errors import ConfigError, DataError, find_duplicates, format_examples, format_share
-from unisono.runtime.files import whole
+from unisono.runtime.files import atomic_file
 
-WRITTEN = (".csv", ".tsv", ".jsonl", ".parquet")
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 
 def read_table(
@@ -43,7 +43,7 @@ def read_table(
         DataError: for a file that is no such table, naming file and line.
     """
     if not path.is_file():
-        raise DataError(f"{path} ({key}) does not exist; give a table of text")
+        raise DataError(f"{path} ({key}) does not exist; name a text table")
     if delimiter is None:
         delimiter = "," if path.name.lower().endswith(".csv") else "\t"
     try:
@@ -53,7 +53,7 @@ def read_table(
     except UnicodeDecodeError as error:
         raise DataError(f"{path} ({key}) is not UTF-8 ({error}); save it as UTF-8") from error
     except csv.Error as error:
-        raise DataError(f"{path} ({key}) cannot be read as a table: {error}; is a quote left open?") from error
+        raise DataError(f"{path} ({key}) cannot be read as a table: {error}; is a quotation mark left open?") from error
     if comment is not None:
         head = next((line for line in lines if line[1][0].strip().lower() in headers), None)
         lines = [line for line in lines if line is head or not line[1][0].startswith(comment)]
@@ -79,17 +79,17 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
 
     Args:
         path: of the file.
-        columns: lists or arrays by name. Numbers are written with six digits in text. In .jsonl and .parquet a value may be a
-            list; in text it is written as JSON.
+        columns: lists or arrays by name. Numbers are written with six digits in text. In .jsonl and .parquet a value
+            may be a list; in text it is written as JSON.
 
     Raises:
         ConfigError: for another ending.
     """
-    check_written(path)
-    values = {name: _plain(column) for name, column in columns.items()}
+    check_table_suffix(path)
+    values = {name: _to_list(column) for name, column in columns.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = zip(*values.values(), strict=True)
-    with whole(path) as temporary:
+    with atomic_file(path) as temporary:
         if path.suffix == ".parquet":
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -102,21 +102,21 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
             with temporary.open("w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t", lineterminator="\n")
                 writer.writerow(values)
-                writer.writerows([_text(value) for value in row] for row in rows)
+                writer.writerows([_format_value(value) for value in row] for row in rows)
     return path
 
 
-def check_written(path: Path) -> None:
+def check_table_suffix(path: Path) -> None:
     """Refuse a path whose ending is none of those that `write_table` writes."""
-    if path.suffix not in WRITTEN:
-        raise ConfigError(f"{path}: tables are written as {', '.join(WRITTEN)}; choose one of these endings")
+    if path.suffix not in TABLE_SUFFIXES:
+        raise ConfigError(f"{path}: tables are written as {', '.join(TABLE_SUFFIXES)}; choose one of these endings")
 
 
 def _check_header(path: Path, key: str, header: list[str], strip_key: str) -> None:
     if padded := [name for name in header if name != name.strip()]:
         raise DataError(
-            f"{path} ({key}): white space around the names of {format_share(padded, len(header), 'columns')}; take it "
-            "away" + (f", or set {strip_key}" if strip_key else "")
+            f"{path} ({key}): white space around the names of {format_share(padded, len(header), 'columns')}; remove "
+            "it" + (f", or set {strip_key}" if strip_key else "")
         )
     if doubles := find_duplicates(header):
         raise DataError(f"{path} ({key}) has columns of the same name: {format_examples(doubles)}; rename them")
@@ -124,14 +124,14 @@ def _check_header(path: Path, key: str, header: list[str], strip_key: str) -> No
         raise DataError(f"{path} ({key}): column {header.index('') + 1} of {len(header)} has no name; give it one")
 
 
-def _plain(column: Any) -> list[Any]:
+def _to_list(column: Any) -> list[Any]:
     """A column as Python has it; of an array with several axes, lists."""
     if hasattr(column, "detach"):
         column = column.detach().cpu().numpy()
     return list(np.asarray(column).tolist()) if hasattr(column, "dtype") else list(column)
 
 
-def _text(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     if isinstance(value, list):
         return json.dumps(value)
     return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,4 +1,7 @@
-"""Sources made of another source: some of its rows, or its rows as something else. What it knows of itself is passed on."""
+"""Views of a source: some of its rows, or its rows transformed.
+
+A view passes on what the source knows about itself: its files, blocks and lengths.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class Subset(_View):
 
     @cached_property
     def blocks(self) -> NDArray[np.int64] | None:
-        """Rows per block of the source, in order, (blocks,), without those that have none; None where it has no blocks."""
+        """Rows per block of the source, (blocks,), without empty ones; None where the source has no blocks."""
         blocks = getattr(self.source, "blocks", None)
         if blocks is None:
             return None

@@ -28,10 +28,10 @@ def main(folder: Path) -> None:
         from unisono.engines.torch import devices
         from unisono.engines.torch.parallel import process_group
 
-        device = devices.device_of((folder / "device").read_text(encoding="utf-8"), place)
+        device = devices.select_device((folder / "device").read_text(encoding="utf-8"), place)
         group = process_group.start(place, device, _DEADLINE, _DEADLINE)
         tensor = torch.ones(_SIZE // 4, device=device)
-        with process_group.waiting(place, "an all-reduce", _DEADLINE):
+        with process_group.translate_peer_errors(place, "an all-reduce", _DEADLINE):
             dist.all_reduce(tensor)
             group.barrier("the start of the measurement")
             began = perf_counter()
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         if place.is_first:
             (folder / RESULT).write_text(f"{seconds} {_SIZE}", encoding="utf-8")
 
-    rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+    rank_process.run_and_exit(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 
 
 if __name__ == "__main__":

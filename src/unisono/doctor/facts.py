@@ -1,4 +1,4 @@
-"""What there is on this host. `None` is what cannot be found out here; nothing is judged."""
+"""The facts of this host. `None` means that a fact cannot be found out here; nothing is judged."""
 
 from __future__ import annotations
 
@@ -22,14 +22,23 @@ from unisono.audio import native_core
 from unisono.config import environment
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
-from unisono.runtime.communicator import cores
+from unisono.runtime.communicator import usable_cores
 
 GIB = 2**30
-_TOLD = ("torchaudio", "accelerate", "peft", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "filelock", "hydra-core")
+_PACKAGES = (
+    "torchaudio",
+    "accelerate",
+    "peft",
+    "triton",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "filelock",
+    "hydra-core",
+)
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """What there is on this host.
 
     Attributes:
@@ -85,7 +94,7 @@ class Facts:
     disk_gib: float | None = None
 
 
-def gather(directory: Path) -> Facts:
+def gather_facts(directory: Path) -> HostFacts:
     """The facts of this host.
 
     Args:
@@ -95,22 +104,22 @@ def gather(directory: Path) -> Facts:
 
     kind, count = devices.accelerators()
     existing = next(parent for parent in (directory, *directory.resolve().parents) if parent.exists())
-    return Facts(
+    return HostFacts(
         environment=dict(os.environ),
         versions=_versions(kind),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         host=platform.node(),
-        resolves=_resolved(platform.node()),
+        resolves=_resolve_name(platform.node()),
         interfaces=tuple(network.interfaces()),
-        cores=cores(),
-        quota=_quota(),
+        cores=usable_cores(),
+        quota=_cpu_quota(),
         memory_gib=psutil.virtual_memory().available / GIB,
         shared_gib=shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else None,
-        files=_limit("RLIMIT_NOFILE"),
-        locked_memory=_limit("RLIMIT_MEMLOCK"),
+        files=_resource_limit("RLIMIT_NOFILE"),
+        locked_memory=_resource_limit("RLIMIT_MEMLOCK"),
         infiniband=Path("/dev/infiniband").is_dir(),
         accelerator=kind,
-        devices=tuple(_name(kind, index) for index in range(count)),
+        devices=tuple(_device_name(kind, index) for index in range(count)),
         jax=_jax(),
         device_memory=_device_memory(kind, count),
         driver_devices=_driver_devices(),
@@ -118,7 +127,7 @@ def gather(directory: Path) -> Facts:
         audio_core=next(iter(native_core.instruction_sets()), ""),
         clock_behind=max(0.0, Path(sys.modules[__name__].__file__ or ".").stat().st_mtime - time.time()),
         directory=str(directory),
-        writable=_why_not(existing),
+        writable=_write_error(existing),
         disk_gib=shutil.disk_usage(existing).free / GIB,
     )
 
@@ -130,9 +139,9 @@ def _jax() -> str:
     from unisono.engines.jax import devices
 
     kind, count = devices.accelerators()
-    told = f"{count} × {kind}" if count else "cpu"
+    text = f"{count} × {kind}" if count else "cpu"
     flags = os.environ.get("XLA_FLAGS")
-    return ", ".join(filter(None, [told, devices.fallback(), flags and f"XLA_FLAGS={flags}"]))
+    return ", ".join(filter(None, [text, devices.fallback(), flags and f"XLA_FLAGS={flags}"]))
 
 
 def _versions(kind: str) -> dict[str, str]:
@@ -140,9 +149,9 @@ def _versions(kind: str) -> dict[str, str]:
 
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     found = {
-        **environment.versions("jax"),
-        **environment.versions(),
-        **{name: metadata.version(name) for name in _TOLD if name in installed},
+        **environment.library_versions("jax"),
+        **environment.library_versions(),
+        **{name: metadata.version(name) for name in _PACKAGES if name in installed},
     }
     found["torch"] = torch.__version__  # with its build
     with suppress(Exception):  # each of these is there on some builds only
@@ -154,27 +163,27 @@ def _versions(kind: str) -> dict[str, str]:
             found["cudnn"] = str(torch.backends.cudnn.version())
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     with suppress(OSError):
-        told = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-        found["driver"] = next(word for word in told.split() if word.count(".") >= 1 and word[0].isdigit())
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        found["driver"] = next(word for word in text.split() if word.count(".") >= 1 and word[0].isdigit())
     return found
 
 
-def _name(kind: str, index: int) -> str:
+def _device_name(kind: str, index: int) -> str:
     import torch
 
     from unisono.engines.torch import devices
 
-    return devices.name_of(torch.device(kind, index))
+    return devices.device_name(torch.device(kind, index))
 
 
-def _resolved(host: str) -> str:
+def _resolve_name(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None)[0][4][0])
     except OSError:
         return ""
 
 
-def _quota() -> float | None:
+def _cpu_quota() -> float | None:
     """Cores' worth of time, by control groups of either version; 0 where there is no limit."""
     if sys.platform != "linux":
         return None
@@ -188,7 +197,7 @@ def _quota() -> float | None:
     return None
 
 
-def _limit(name: str) -> int | None:
+def _resource_limit(name: str) -> int | None:
     with suppress(ImportError, AttributeError):
         import resource
 
@@ -204,8 +213,8 @@ def _device_memory(kind: str, count: int) -> tuple[float, ...] | None:
     if not count or ask is None:
         return None
     with suppress(RuntimeError):
-        told = [ask(index) for index in range(count)]
-        return tuple(free / total for free, total in told)
+        text = [ask(index) for index in range(count)]
+        return tuple(free / total for free, total in text)
     return None
 
 
@@ -214,17 +223,19 @@ def _driver_devices() -> int | None:
     if sys.platform != "linux":
         return None
     nvidia = list(Path("/dev").glob("nvidia[0-9]*"))
-    amd = [path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _text(path) not in ("", "0")]
+    amd = [
+        path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _read_text(path) not in ("", "0")
+    ]
     return len(nvidia) + len(amd)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
     return ""
 
 
-def _why_not(existing: Path) -> str:
+def _write_error(existing: Path) -> str:
     try:
         with tempfile.TemporaryFile(dir=existing):
             return ""

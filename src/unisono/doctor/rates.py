@@ -1,4 +1,4 @@
-"""How fast this host multiplies, copies, writes and adds up over processes: short measurements, in seconds each.
+"""How fast this host multiplies, copies, writes and reduces over processes: short measurements of seconds each.
 
 They are rates of one moment, to be compared with the data sheet or with yesterday, and no benchmark.
 """
@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch
 
-from unisono.doctor.facts import Facts
+from unisono.doctor.facts import HostFacts
 from unisono.launch import layout
 from unisono.launch.processes import local_processes
 from unisono.runtime.errors import UnisonoError
@@ -47,7 +47,7 @@ class Rate:
         return f"{self.name}: {self.value:.3g} {self.unit}"
 
 
-def measure(facts: Facts, directory: Path, processes: int) -> list[Rate]:
+def measure_rates(facts: HostFacts, directory: Path, processes: int) -> list[Rate]:
     """All rates of this host.
 
     Args:
@@ -56,31 +56,31 @@ def measure(facts: Facts, directory: Path, processes: int) -> list[Rate]:
         processes: that add up a tensor together.
     """
     device = torch.device(facts.accelerator, 0) if facts.devices else torch.device("cpu")
-    rates = [matmul(name, dtype, device) for name, dtype in PRECISIONS.items()]
-    rates += [memory(device), disk(directory)]
-    return [*rates, all_reduce(processes, facts.accelerator if facts.devices else "cpu")]
+    rates = [measure_matmul(name, dtype, device) for name, dtype in PRECISIONS.items()]
+    rates += [measure_memory_copy(device), measure_disk(directory)]
+    return [*rates, measure_all_reduce(processes, facts.accelerator if facts.devices else "cpu")]
 
 
-def matmul(name: str, dtype: torch.dtype, device: torch.device) -> Rate:
+def measure_matmul(name: str, dtype: torch.dtype, device: torch.device) -> Rate:
     """Products of square matrices, 2n³ operations each."""
     size = 1024 if device.type == "cpu" else 8192
     try:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = _repeated(lambda: left @ right, device)
+        seconds = _time_repeated(lambda: left @ right, device)
     except (RuntimeError, TypeError) as error:  # a type that the device has not
         return Rate(f"matmul {name}", None, "TFLOP/s", str(error).splitlines()[0])
     return Rate(f"matmul {name}", 2 * size**3 / seconds / 1e12, "TFLOP/s")
 
 
-def memory(device: torch.device) -> Rate:
+def measure_memory_copy(device: torch.device) -> Rate:
     """A copy inside of the device's memory; every byte is read once and written once."""
     source = torch.ones(2**26 if device.type == "cpu" else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = _repeated(lambda: target.copy_(source), device)
+    seconds = _time_repeated(lambda: target.copy_(source), device)
     return Rate("memory copy", 2 * source.numel() / seconds / 1e9, "GB/s")
 
 
-def disk(directory: Path) -> Rate:
+def measure_disk(directory: Path) -> Rate:
     """64 MiB written and brought to the disk, as a checkpoint is."""
     content = os.urandom(2**26)
     try:
@@ -98,7 +98,7 @@ def disk(directory: Path) -> Rate:
     return Rate("disk write", len(content) / seconds / 1e6, "MB/s")
 
 
-def all_reduce(processes: int, device: str) -> Rate:
+def measure_all_reduce(processes: int, device: str) -> Rate:
     """A sum of 64 MiB over processes, as the rate that each link must carry: 2 (n - 1) / n of it, as in nccl-tests."""
     name = f"all-reduce {processes} × {device}"
     if processes < 2:
@@ -107,7 +107,7 @@ def all_reduce(processes: int, device: str) -> Rate:
         place = Path(folder)
         (place / "device").write_text(device, encoding="utf-8")
         try:
-            local_processes.processes(
+            local_processes.run_processes(
                 "unisono.doctor.all_reduce_process",
                 place,
                 processes,
@@ -121,19 +121,19 @@ def all_reduce(processes: int, device: str) -> Rate:
     return Rate(name, 2 * (processes - 1) / processes * size / seconds / 1e9, "GB/s")
 
 
-def _repeated(act: Callable[[], object], device: torch.device) -> float:
+def _time_repeated(act: Callable[[], object], device: torch.device) -> float:
     """Seconds that an act takes, once it is warm."""
     act()
-    _wait(device)
+    _synchronize(device)
     count, began = 0, perf_counter()
     while perf_counter() - began < _SECONDS:
         for _ in range(1 if device.type == "cpu" else 10):
             act()
             count += 1
-        _wait(device)
+        _synchronize(device)
     return (perf_counter() - began) / count
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

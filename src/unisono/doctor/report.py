@@ -1,4 +1,4 @@
-"""All that `unisono doctor` has to say about this host: what there is, how fast it is, what is wrong, what to set."""
+"""The report of `unisono doctor`: what this host has, how fast it is, what is wrong, and what to set."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from unisono.doctor import facts, rules
-from unisono.doctor.facts import Facts
+from unisono.doctor.facts import HostFacts
 from unisono.doctor.rates import Rate
-from unisono.launch.host.host_variables import Finding
+from unisono.launch.host.host_variables import HostFinding
 from unisono.launch.nodes import network
 from unisono.observe.peak_rates import peak_flops
 
-_SLOW = 0.3  # of the data sheet; a product of 8192 × 8192 reaches more than half of it on a healthy device
+_SLOW_SHARE = 0.3  # of the data sheet; a product of 8192 × 8192 reaches more than half of it on a healthy device
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What was found out.
 
     Attributes:
@@ -28,9 +28,9 @@ class Report:
         advice: settings that fit this host, each with its reason.
     """
 
-    facts: Facts
+    facts: HostFacts
     rates: Sequence[Rate]
-    findings: Sequence[Finding]
+    findings: Sequence[HostFinding]
     advice: Sequence[str]
 
     @property
@@ -44,27 +44,27 @@ class Report:
         devices = ", ".join(f"{here.devices.count(name)} × {name}" for name in dict.fromkeys(here.devices)) or "none"
         memory = "?" if here.memory_gib is None else f"{here.memory_gib:.1f}"
         disk = "?" if here.disk_gib is None else f"{here.disk_gib:.1f}"
-        told = [
+        lines = [
             "versions      " + ", ".join(f"{name} {version}" for name, version in here.versions.items()),
             f"host          {here.host} ({here.system}), {here.cores} cores, {memory} GiB of memory free",
             f"accelerators  {devices}",
             f"JAX           {here.jax or 'not installed'}",
             f"audio core    {here.audio_core or 'not built'}",
-            f"interfaces    {network.described(list(here.interfaces))}",
+            f"interfaces    {network.format_interfaces(list(here.interfaces))}",
             f"run.dir       {here.directory}, {disk} GiB free",
             *(f"{'rates' if not i else '':<14}{rate}" for i, rate in enumerate(self.rates)),
             "",
         ]
         for finding in self.findings:
-            told += [f"{finding.level:<8}{finding.what}", *([f"{'':<8}{finding.remedy}"] if finding.remedy else [])]
-        told += [f"{'advice':<8}{line}" for line in self.advice]
+            lines += [f"{finding.level:<8}{finding.what}", *([f"{'':<8}{finding.remedy}"] if finding.remedy else [])]
+        lines += [f"{'advice':<8}{line}" for line in self.advice]
         counts = {level: [f.level for f in self.findings].count(level) for level in ("FAIL", "WARNING", "ABSTAIN")}
         unmeasured = sum(rate.value is None for rate in self.rates)
         counts["ABSTAIN"] += unmeasured
         summary = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
-        return [*told, summary or "nothing is wrong that the rules know"]
+        return [*lines, summary or "no known problems found"]
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The report as JSON values; of the environment only what a rule has found, since the rest may hold secrets."""
         here = {name: value for name, value in asdict(self.facts).items() if name != "environment"}
         return {
@@ -76,7 +76,7 @@ class Report:
         }
 
 
-def report(directory: Path, processes: int | None = None, measuring: bool = True) -> Report:
+def report(directory: Path, processes: int | None = None, measuring: bool = True) -> DoctorReport:
     """Examine this host.
 
     Args:
@@ -84,42 +84,42 @@ def report(directory: Path, processes: int | None = None, measuring: bool = True
         processes: that add up a tensor together; None: one per accelerator, or two where there is none.
         measuring: whether rates are measured, which takes some seconds.
     """
-    here = facts.gather(directory)
+    here = facts.gather_facts(directory)
     rates: list[Rate] = []
     if measuring:
-        from unisono.doctor.rates import measure
+        from unisono.doctor.rates import measure_rates
 
-        rates = measure(here, directory, processes or len(here.devices) or 2)
-    return Report(here, rates, [*rules.examine(here), *slow(here, rates)], advice(here, rates))
+        rates = measure_rates(here, directory, processes or len(here.devices) or 2)
+    return DoctorReport(here, rates, [*rules.check_rules(here), *find_slow_devices(here, rates)], advice(here, rates))
 
 
-def slow(here: Facts, rates: Sequence[Rate]) -> list[Finding]:
+def find_slow_devices(here: HostFacts, rates: Sequence[Rate]) -> list[HostFinding]:
     """Rates that are far below what the maker of the device says."""
     found = []
     for precision in ("bf16", "fp32"):
         peak = peak_flops(here.devices[0], precision) if here.devices else None
-        value = _of(rates, f"matmul {precision}")
-        if peak and value is not None and value * 1e12 < _SLOW * peak:
-            what = f"matmul {precision}: {value:.3g} TFLOP/s are {value * 1e12 / peak:.0%} of the data sheet's"
-            remedy = "see whether others use the device, and its clocks, power limit and temperature (nvidia-smi -q)"
-            found.append(Finding("WARNING", "slow device", what, remedy))
+        value = _find_rate(rates, f"matmul {precision}")
+        if peak and value is not None and value * 1e12 < _SLOW_SHARE * peak:
+            what = f"matmul {precision}: {value:.3g} TFLOP/s, {value * 1e12 / peak:.0%} of the data sheet's rate"
+            remedy = "check for other users of the device, its clocks, power limit and temperature (nvidia-smi -q)"
+            found.append(HostFinding("WARNING", "slow device", what, remedy))
     return found
 
 
-def advice(here: Facts, rates: Sequence[Rate]) -> list[str]:
+def advice(here: HostFacts, rates: Sequence[Rate]) -> list[str]:
     """Settings that follow from what was found."""
-    told = []
+    lines = []
     if len(here.devices) > 1:
-        told.append(f"layout.world_size={len(here.devices)}: one process per accelerator, which auto means, too")
-    low, full = _of(rates, "matmul bf16"), _of(rates, "matmul fp32")
+        lines.append(f"layout.world_size={len(here.devices)}: one process per accelerator (the default, auto)")
+    low, full = _find_rate(rates, "matmul bf16"), _find_rate(rates, "matmul fp32")
     if low and full and low > 1.3 * full:
-        told.append(f"train.precision=bf16: its products are {low / full:.1f} times as fast as those of fp32")
+        lines.append(f"train.precision=bf16: matmuls are {low / full:.1f} times as fast as in fp32")
     elif low and full and low < full:
-        told.append(f"train.precision=fp32: products of bf16 are {full / low:.1f} times as slow on this device")
+        lines.append(f"train.precision=fp32: bf16 matmuls are {full / low:.1f} times slower on this device")
     if here.accelerator == "cuda" and not any(name.endswith("ALLOC_CONF") for name in here.environment):
-        told.append("PYTORCH_ALLOC_CONF=expandable_segments:True: less memory is lost where lengths of batches differ")
-    return told
+        lines.append("PYTORCH_ALLOC_CONF=expandable_segments:True: less fragmentation where batch lengths differ")
+    return lines
 
 
-def _of(rates: Sequence[Rate], name: str) -> float | None:
+def _find_rate(rates: Sequence[Rate], name: str) -> float | None:
     return next((rate.value for rate in rates if rate.name == name), None)

@@ -1,4 +1,4 @@
-"""How a step is computed: the protocol that the loop knows, the rules that all engines share, and an engine a room."""
+"""How a step is computed: the protocol that the loop uses, the rules that all engines share, one package per engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono.engines.protocol import Engine, Job
+    from unisono.engines.protocol import Engine, EngineJob
 
 
-def create_engine(job: Job) -> Engine:
+def create_engine(job: EngineJob) -> Engine:
     """The engine that the layout names, which is that of the task's framework."""
     asked = job.config.layout.engine
     name = job.task.engine if asked == "auto" else asked

@@ -24,35 +24,35 @@ def to_numpy(data: Any) -> Array:
     if torch is None or not isinstance(data, torch.Tensor):
         return np.asarray(data)
     plain = data.detach().cpu().resolve_conj().resolve_neg()
-    kind = dtype(name_of(data))
-    if not is_foreign(kind):
+    kind = parse_dtype(dtype_name(data))
+    if not is_ml_dtype(kind):
         return plain.numpy()  # type: ignore[no-any-return]
     bits = plain.contiguous().view(getattr(torch, f"int{8 * kind.itemsize}"))
     return bits.numpy().view(kind)  # type: ignore[no-any-return]
 
 
-def name_of(data: Any) -> str:
+def dtype_name(data: Any) -> str:
     """The name of an array's dtype, e.g. `bfloat16`."""
     return str(data.dtype).removeprefix("torch.")
 
 
-def dtype(name: str) -> np.dtype[Any]:
+def parse_dtype(name: str) -> np.dtype[Any]:
     """The dtype of a name."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def is_foreign(kind: np.dtype[Any]) -> bool:
-    """Whether NumPy has a dtype only through `ml_dtypes`."""
+def is_ml_dtype(kind: np.dtype[Any]) -> bool:
+    """Whether NumPy knows a dtype only through `ml_dtypes`."""
     return hasattr(ml_dtypes, kind.name)
 
 
-def copies_beside(data: Any) -> bool:
-    """Whether it can be copied to this host beside a device's work: a tensor of torch on an accelerator."""
+def can_copy_async(data: Any) -> bool:
+    """Whether it can be copied to the host while its device computes: a torch tensor on an accelerator."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor) and data.device.type not in ("cpu", "mps")
 
 
-def bytes_of(data: Any) -> int:
+def nbytes(data: Any) -> int:
     """Its size, without touching its content."""
     size = int(np.prod(tuple(data.shape), dtype=np.int64))
-    return size * dtype(name_of(data)).itemsize
+    return size * parse_dtype(dtype_name(data)).itemsize

@@ -1,4 +1,4 @@
-"""The choice among kernels that compute the same, for `Task.kernels`: by name, or the best that nothing speaks against."""
+"""How `Task.kernels` chooses among equivalent kernels: by name, or the best one that is available."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from unisono.runtime.errors import KernelError
 
 
 def choose_kernel(setting: str, asked: str, against: Mapping[str, str], expected: str = "") -> tuple[str, str]:
-    """The kernel to compute with, and why `auto` could not take a better one.
+    """The kernel to compute with, and why `auto` could not choose a better one.
 
     Args:
-        setting: that asks, e.g. `model.attention`.
+        setting: key of the setting, e.g. `model.attention`.
         asked: its value: a kernel, or `auto`.
-        against: by kernel, the best first, what speaks against it; empty where it can be used, as the last one can.
-        expected: kernel that every device should have; `auto` gives a reason only where it comes to a lesser one.
+        against: by kernel, best first: why it cannot be used; empty if it can. The last one can always be used.
+        expected: kernel that every device should have; `auto` gives a reason only if it falls back to a lesser one.
 
     Raises:
-        KernelError: for a kernel that was asked for by name and cannot be used, with the best that can.
+        KernelError: if a kernel was requested by name and cannot be used; names the best one that can.
     """
     usable = [kernel for kernel, why in against.items() if not why]
     if asked == "auto":

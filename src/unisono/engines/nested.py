@@ -7,7 +7,7 @@ from typing import Any
 
 
 def leaves(arrays: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a nested batch with a name that says where it stands."""
+    """Every leaf of a nested batch, with its dotted path as name."""
     if isinstance(arrays, Mapping):
         for key, value in arrays.items():
             yield from leaves(value, f"{name}.{key}" if name else str(key))
@@ -18,12 +18,12 @@ def leaves(arrays: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, arrays
 
 
-def each(act: Callable[[Any], Any], value: Any) -> Any:
-    """The same nested value with something done to every leaf."""
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure with a function applied to every leaf."""
     if isinstance(value, Mapping):
-        return {name: each(act, inner) for name, inner in value.items()}
+        return {name: map_leaves(function, inner) for name, inner in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(each(act, inner) for inner in value))
+        return type(value)(*(map_leaves(function, inner) for inner in value))
     if isinstance(value, list | tuple):
-        return type(value)(each(act, inner) for inner in value)
-    return act(value)
+        return type(value)(map_leaves(function, inner) for inner in value)
+    return function(value)

@@ -1,7 +1,7 @@
-"""Who looks at a step without being part of it: guards, spike detection, profiling, the recorder of a proof.
+"""Observers watch a step without being part of it: guards, spike detection, profiling, the recorder of a proof.
 
-An observer reads, and never changes a number: with all of them or none a run computes the same bits. It may refuse a
-step, or have its update left out. Such a verdict is the same on every rank, because it follows from numbers that came
+An observer reads and never changes a number: with or without observers a run computes the same bits. It may refuse a
+step, or have its update skipped. Such a verdict is the same on every rank, because it follows from numbers that came
 out of the one reduction that a step ends with; what a rank alone knows goes into that reduction as its votes.
 """
 
@@ -20,18 +20,18 @@ from unisono.runtime.errors import UnisonoError
 from unisono.task import Loss
 
 Array = NDArray[Any]
-Kind = Literal["parameters", "gradients", "optimizer state", "buffers", "EMA"]
-_OFF: AbstractContextManager[Any] = nullcontext()
+ArrayGroup = Literal["parameters", "gradients", "optimizer state", "buffers", "EMA"]
+_NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What an observer decides about a step, the same on every rank.
+class StepVerdict:
+    """An observer's decision about a step, the same on every rank.
 
     Attributes:
         error: refuses the step: every rank raises it before the update.
-        skip: why the update is left out.
-        recompiled: what was compiled again, for the step's record.
+        skip: why the update is skipped; empty if it is not.
+        recompiled: what was recompiled, for the step's record.
     """
 
     error: UnisonoError | None = None
@@ -40,10 +40,10 @@ class Verdict:
 
 
 class Observer:
-    """One observer; it overrides the points it needs. They are listed in the order in which a step comes to them."""
+    """One observer; override the hooks you need. They are listed in the order in which a step calls them."""
 
     def part(self, name: str) -> AbstractContextManager[Any] | None:
-        """The context of a part of a step, if this observer has one for it.
+        """A context manager around a part of a step, or None.
 
         Args:
             name: `reduction`, `forward`, `backward`, `optimizer`; or `passes`, around all of a step.
@@ -51,30 +51,30 @@ class Observer:
         return None
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """A step begins: `step` updates were made, `batches` are this process's micro-batches."""
+        """A step begins: `step` updates have been made, `batches` are this process's micro-batches."""
 
     def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
-        """A forward pass is done, and its backward pass is next, or is done with it where both are one program.
+        """A forward pass is done. Its backward pass is next, or already done if both are one program.
 
         Args:
             micro: the micro-batch.
-            outputs: what the task returned; None where several devices made parts of it.
-            loss: unscaled sums; None where the program of an engine does not give them apart.
+            outputs: what the task returned; None if several devices each computed a part of it.
+            loss: unscaled sums; None if the engine's program does not return them separately.
         """
 
     def on_gradients(self) -> None:
-        """All passes are done: the gradients of the step are there, reduced and not yet clipped.
+        """All passes are done: the step's gradients are reduced and not yet clipped.
 
         Raises:
-            UnisonoError: for what this rank alone knows, and no other rank waits for.
+            UnisonoError: for a fault that only this rank knows and that no other rank waits for.
         """
 
     def votes(self) -> Sequence[float]:
-        """Numbers to add up over ranks in the step's reduction, which is next; as many in every step."""
+        """Numbers to sum over ranks in the step's reduction, which is next; the same count in every step."""
         return ()
 
-    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
-        """The step's result is known, and the update is next.
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
+        """The step's result is known; the update is next.
 
         Args:
             result: the same on every rank.
@@ -83,32 +83,32 @@ class Observer:
         return None
 
     def on_update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """The update is next: gradients are clipped. Not called where it is left out."""
+        """The update is next: gradients are clipped. Not called if the update is skipped."""
 
     def on_step_end(self, step: int, result: StepResult) -> None:
-        """The step is over; whether its update was made, `result.skipped` says."""
+        """The step is over; `result.skipped` says whether its update was skipped."""
 
 
 class Observers:
-    """All observers of an engine, called in order; where several have a verdict, the first one counts."""
+    """All observers of an engine, called in order; the first verdict counts."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
 
     def add(self, observer: Observer) -> None:
-        """Call this one too, from now on."""
+        """Add an observer; it is called from now on."""
         self._observers.append(observer)
 
     @property
     def read_outputs(self) -> bool:
-        """Whether anybody wants to see what forward passes return."""
+        """Whether any observer reads what forward passes return."""
         return any(type(observer).on_forward is not Observer.on_forward for observer in self._observers)
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         """The contexts of a part of a step as one."""
         contexts = [context for observer in self._observers if (context := observer.part(name)) is not None]
         if len(contexts) < 2:
-            return contexts[0] if contexts else _OFF
+            return contexts[0] if contexts else _NULL_CONTEXT
         stack = ExitStack()
         for context in contexts:
             stack.enter_context(context)
@@ -130,16 +130,16 @@ class Observers:
             observer.on_gradients()
 
     def votes(self) -> list[float]:
-        """Those of all observers, one after the other."""
+        """The votes of all observers, concatenated."""
         votes = [list(observer.votes()) for observer in self._observers]
         self._counts = [len(own) for own in votes]
         return [vote for own in votes for vote in own]
 
     def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepResult:
-        """The result with everybody's verdicts in it.
+        """The result with all verdicts applied.
 
         Raises:
-            UnisonoError: that of the first observer that refuses the step.
+            UnisonoError: raised by the first observer that refuses the step.
         """
         first = 0
         for observer, count in zip(self._observers, self._counts, strict=True):
@@ -165,40 +165,46 @@ class Observers:
 
 
 class ModelView(Protocol):
-    """The model of a run, as an observer sees it: by name, and whole whatever the layout."""
+    """The model of a run as observers see it: arrays by name, whole on any layout."""
 
     module: Any  # the model itself, in the framework's own terms
     trainable: list[str]  # names of the parameters that are trained
     frozen: list[str]  # names of the others
-    local_buffers: list[str]  # names of the buffers of which every process has its own
+    local_buffers: list[str]  # names of the buffers that differ by process
     size: int  # scalars in all parameters
 
-    def whole(self, kind: Kind) -> dict[str, Array]:
-        """Whole arrays by name, gathered on rank 0; the other ranks take part and get none. Collective."""
+    def whole(self, kind: ArrayGroup) -> dict[str, Array]:
+        """Whole arrays by name, gathered on rank 0; other ranks take part and get nothing. Collective."""
 
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient now."""
 
     def learning_rates(self) -> list[float]:
-        """Of every parameter group, as the optimizer has them."""
+        """The optimizer's learning rate of every parameter group."""
 
-    def differing_replicas(self) -> list[str]:
-        """Parameters and averages of which ranks hold copies with other bits, each in a few words. Collective."""
+    def find_differing_replicas(self) -> list[str]:
+        """Parameters and averages whose copies differ between ranks, one short description each. Collective."""
 
     def digests(self) -> dict[str, Any]:
-        """Of all that an evaluation may not change: by what it is, something to compare."""
+        """Digests, by name, of everything that an evaluation must not change."""
 
     def flatten(self, outputs: Any) -> dict[str, Array]:
-        """The computed arrays of what a task returned, by where they stand in it; parameters are left out."""
+        """The computed arrays in a task's outputs, by path; parameters are left out."""
 
-    def without_trace(self) -> AbstractContextManager[Any]:
-        """The context of passes that do not count: buffers and random state are put back at its end."""
+    def without_side_effects(self) -> AbstractContextManager[Any]:
+        """A context for passes without side effects: buffers and random state are restored on exit."""
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
-        """What the task returns for a micro-batch in training, without gradients; within `without_trace`."""
+        """Outputs for a micro-batch in training mode, without gradients; use within `without_side_effects`."""
+
+    def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        """The sums of the loss for a micro-batch, as `outputs`; empty where a micro-batch has none of its own."""
+
+    def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
+        """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty where it is not known."""
 
     def perturb(self, size: float) -> None:
-        """Change every parameter by a random relative change of at most this size, the same on every layout."""
+        """Change every parameter by a random relative amount of at most `size`, the same on every layout."""
 
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
-        """Make one update from whole gradients, those not named being absent. No observer is called."""
+        """Make one update from whole gradients; parameters not named have none. No observer is called."""

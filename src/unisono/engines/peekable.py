@@ -1,4 +1,4 @@
-"""Steps of which the next can be looked at while the one before is still computed."""
+"""An iterator over steps whose next item can be seen while the current step is still computed."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from unisono.data.loading.loader import MicroBatch
 
 
 class Peekable:
-    """An iterator that can be looked into; an error met in doing so is raised when its turn comes."""
+    """An iterator with `peek`; an error raised while peeking is kept and raised by the next `next()`."""
 
     def __init__(self, steps: Iterator[list[MicroBatch]]) -> None:
         self._steps = steps
-        self._seen: tuple[list[MicroBatch] | None, Exception | None] | None = None
+        self._peeked: tuple[list[MicroBatch] | None, Exception | None] | None = None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
     def __next__(self) -> list[MicroBatch]:
         self.peek()
-        assert self._seen is not None
-        batches, error = self._seen
-        self._seen = None
+        assert self._peeked is not None
+        batches, error = self._peeked
+        self._peeked = None
         if error is not None:
             raise error
         assert batches is not None
         return batches
 
     def peek(self) -> list[MicroBatch] | None:
-        """The next step; None after the last one, and where it cannot be made."""
-        if self._seen is None:
+        """The next step; None after the last one, or if building it failed."""
+        if self._peeked is None:
             try:
-                self._seen = next(self._steps), None
+                self._peeked = next(self._steps), None
             except Exception as error:
-                self._seen = None, error
-        return self._seen[0]
+                self._peeked = None, error
+        return self._peeked[0]

@@ -1,7 +1,7 @@
-"""The rules of a step, without a framework: counts, scales, sums, clipping, results, and what ranks must agree on.
+"""The framework-independent rules of a step: counts, scales, sums, clipping, results, agreement between ranks.
 
-Every engine computes by these rules. What they are given and return is plain numbers, or scalars of whatever framework
-the engine has: nothing here does more with them than multiply and add.
+Every engine follows these rules. Arguments and results are plain numbers or scalars of whatever framework
+the engine uses: they are only multiplied and added here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from unisono.config.batch_split import Split, divisors
+from unisono.config.batch_split import BatchSplit, divisors
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
-from unisono.runtime.communicator import Group
+from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import ConfigError, KernelError, MemoryExhaustedError
 from unisono.task import Batch, Context, Loss, Task
 
-Names = list[list[str]]  # of terms, metrics and work
+ReportNames = list[list[str]]  # of terms, metrics and work
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -25,27 +25,27 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def sum_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """What each term counts in this process's micro-batches, sorted by name; the rest of it is a sum over ranks.
+    """Each term's count in this process's micro-batches, sorted by name; still to be summed over ranks.
 
     Raises:
-        ConfigError: for terms that only some micro-batches have, and for negative or infinite counts.
+        ConfigError: if terms are missing in some micro-batches, or a count is negative or infinite.
     """
     names = sorted(batches[0].counts)
     for micro in batches:
         if sorted(micro.counts) != names or not all(0 <= n < math.inf for n in micro.counts.values()):
             raise ConfigError(
-                f"counts() returned {micro.counts} for rows {micro.rows.tolist()[:8]}; every batch must count the "
-                f"terms {names}, none below zero"
+                f"counts() returned {_format(micro.counts)} for rows {micro.rows.tolist()[:8]}; every batch must "
+                f"count the terms {', '.join(names)}, none below zero"
             )
     return {name: sum(micro.counts[name] for micro in batches) for name in names}
 
 
-def scales(counts: Mapping[str, Any], factor: float, where: Callable[..., Any]) -> dict[str, Any]:
-    """What each term's sum is multiplied by: factor / count, and zero where nothing counts.
+def loss_scales(counts: Mapping[str, Any], factor: float, where: Callable[..., Any]) -> dict[str, Any]:
+    """The scale of each term's sum: factor / count, and zero if the count is zero.
 
     Args:
         counts: of the terms, over the whole global batch.
-        factor: undoes the division of gradients by whatever wraps the model.
+        factor: compensates for the gradient averaging of the model's wrapper.
         where: the framework's `where(condition, then, otherwise)`.
     """
     return {name: where(count > 0, factor / count, 0.0) for name, count in counts.items()}
@@ -60,19 +60,20 @@ def scaled_loss(
     """A task's loss as one scaled scalar, whose gradients add up to the step's, and as the unscaled sums to report.
 
     Raises:
-        ConfigError: for terms that are not those that were counted, and for sums that are not scalars.
+        ConfigError: if the terms are not the counted ones, or a sum is not a scalar.
     """
     loss = task.loss(outputs, batch, context)
     check_terms(task, loss, scales, context.training)
     total = scaled_sum(loss.sums, loss.weights, scales)
     if total.ndim:
         shapes = {term: tuple(value.shape) for term, value in loss.sums.items() if value.ndim}
-        raise ConfigError(f"{type(task).__name__}: loss() must return sums over the rows, scalars; got shapes {shapes}")
+        got = ", ".join(f"{term} {shape}" for term, shape in shapes.items())
+        raise ConfigError(f"{type(task).__name__}: loss() must return scalar sums over the rows; got the shapes {got}")
     return total, loss
 
 
 def check_terms(task: Task, loss: Loss, counted: Iterable[str], training: bool) -> None:
-    """Refuse a loss whose terms are not those that were counted; in evaluation some of them may be left out.
+    """Refuse a loss whose terms are not the counted ones; in evaluation some may be missing.
 
     Raises:
         ConfigError: naming both.
@@ -88,15 +89,15 @@ def check_terms(task: Task, loss: Loss, counted: Iterable[str], training: bool) 
 
 
 def scaled_sum(sums: Mapping[str, Any], weights: Mapping[str, Any], scales: Mapping[str, Any]) -> Any:
-    """What is differentiated: Σ weight · (sum · scale) over the terms, each scaled once."""
+    """The scalar to differentiate: Σ weight · (sum · scale) over the terms, each scaled once."""
     return sum(weights.get(term, 1.0) * (value * scales[term]) for term, value in sums.items())
 
 
 class MetricSums:
-    """What a step or an evaluation reports, summed over this process's micro-batches; idle ones add only their names.
+    """The sums that a step or an evaluation reports, over this process's micro-batches; idle ones add only names.
 
     Args:
-        vector: makes scalars one vector of the framework, wide enough to add millions of them.
+        vector: stacks scalars into one vector of the framework, in a dtype wide enough to sum millions of them.
 
     Attributes:
         names: of terms, metrics and work; None before the first micro-batch.
@@ -108,7 +109,7 @@ class MetricSums:
         self._metrics: dict[str, Any] = {}  # (sum, count)
         self._work: dict[str, float] = {}
         self._weights: dict[str, float] = {}
-        self.names: Names | None = None
+        self.names: ReportNames | None = None
 
     def add(self, micro: MicroBatch, loss: Loss) -> None:
         """Add the sums of one micro-batch.
@@ -121,8 +122,8 @@ class MetricSums:
         if self.names not in (None, names) or self._weights not in ({}, weights):
             raise ConfigError(
                 f"micro-batch {micro.number}: terms, metrics, work or weights differ from the micro-batches before "
-                f"({self.names}, {self._weights} before; {names}, {weights} now). They may not depend on the rows; a "
-                "term that counts nothing has sum and count zero."
+                f"({self.names}, {self._weights} before; {names}, {weights} now). They must not depend on the rows; a "
+                "term with nothing to count has sum and count zero."
             )
         self.names, self._weights = names, weights
         for name, term in loss.sums.items():
@@ -138,15 +139,15 @@ class MetricSums:
         return sorted(self._terms)
 
     def vectors(self) -> list[Any]:
-        """All sums, to be added up over ranks: of the terms, the metrics, the work."""
+        """All sums, still to be summed over ranks: terms, metrics, work."""
         sums = [self._terms[name] for name in self.terms] + [self._metrics[name] for name in sorted(self._metrics)]
         return [*sums, *(self._vector(amount) for amount in self._work.values())]
 
     def result(self, sums: Sequence[float], counts: Sequence[float], squared_norm: float = 0.0) -> StepResult:
-        """What the step came to.
+        """The result of the step.
 
         Args:
-            sums: the elements of `vectors`, one after the other, over all ranks.
+            sums: the elements of `vectors`, concatenated and summed over all ranks.
             counts: of the terms, in their order.
             squared_norm: of the gradient.
         """
@@ -154,17 +155,17 @@ class MetricSums:
         terms = {name: (next(values), count) for name, count in zip(self.terms, counts, strict=True)}
         metrics = {name: (next(values), next(values)) for name in sorted(self._metrics)}
         work = {name: next(values) for name in self._work}
-        return step_result(terms, self._weights, metrics, work, math.sqrt(squared_norm))
+        return build_step_result(terms, self._weights, metrics, work, math.sqrt(squared_norm))
 
 
-def step_result(
+def build_step_result(
     terms: Mapping[str, tuple[float, float]],
     weights: Mapping[str, float],
     metrics: Mapping[str, tuple[float, float]],
     work: Mapping[str, float],
     grad_norm: float = 0.0,
 ) -> StepResult:
-    """What a step or an evaluation came to.
+    """The result of a step or an evaluation.
 
     Args:
         terms: of the loss, each as its sum and count over the global batch.
@@ -173,18 +174,18 @@ def step_result(
         work: units, summed.
         grad_norm: of the whole gradient before clipping.
     """
-    means = {name: ratio(*pair) for name, pair in terms.items()}
+    means = {name: mean_or_zero(*pair) for name, pair in terms.items()}
     return StepResult(
         loss=sum(weights.get(name, 1.0) * mean for name, mean in means.items()),
         terms=means,
-        metrics={name: ratio(*pair) for name, pair in metrics.items()},
+        metrics={name: mean_or_zero(*pair) for name, pair in metrics.items()},
         work=dict(work),
         grad_norm=grad_norm,
     )
 
 
-def ratio(total: float, count: float) -> float:
-    """A mean; of nothing it is zero, not NaN."""
+def mean_or_zero(total: float, count: float) -> float:
+    """A mean; zero, not NaN, if the count is zero."""
     return total / count if count else 0.0
 
 
@@ -192,23 +193,23 @@ def ratio(total: float, count: float) -> float:
 
 
 def clip_factor(norm: float, largest: float | None) -> float | None:
-    """What to multiply gradients by so that their norm is at most `largest`; None where it is already."""
+    """The factor that scales the gradient's norm down to `largest`; None if it is not larger."""
     return None if largest is None or norm <= largest else shrinking_factor(norm, largest)
 
 
 def shrinking_factor(norm: Any, largest: Any) -> Any:
-    """What brings a norm that is too large down to the largest one allowed; of numbers, or scalars of a framework."""
+    """The factor that scales a norm down to the largest one allowed; for numbers or scalars of a framework."""
     return largest / (norm + _CLIP_EPSILON)
 
 
 # what ranks must agree on ---------------------------------------------------------------------------------------------
 
 
-def choose_kernels(task: Task, communicator: Group, device: str, precision: str) -> dict[str, str]:
+def choose_kernels(task: Task, communicator: Communicator, device: str, precision: str) -> dict[str, str]:
     """The kernels that the task chooses, the same on every rank; collective.
 
     Raises:
-        KernelError: on every rank, if one cannot have what was asked for, or chooses another.
+        KernelError: on every rank, if one cannot use the requested kernel or ranks choose different ones.
     """
     mine, refusal = {}, ""
     try:
@@ -221,13 +222,13 @@ def choose_kernels(task: Task, communicator: Group, device: str, precision: str)
             raise KernelError(refused if all(why for _, why in everyone) else f"rank {rank}: {refused}")
         if chosen != everyone[0][0]:
             raise KernelError(
-                f"rank 0 would compute with {everyone[0][0]} and rank {rank} with {chosen}; install the same packages "
-                "on all hosts, or name the kernels"
+                f"rank 0 chose the kernels {_format(everyone[0][0])}, rank {rank} {_format(chosen)}; install the same "
+                "packages on all hosts, or name the kernels"
             )
     return mine
 
 
-def check_names(communicator: Group, names: Names | None, where: str) -> None:
+def check_names(communicator: Communicator, names: ReportNames | None, where: str) -> None:
     """Check that all ranks report the same terms, metrics and work; collective.
 
     Raises:
@@ -237,22 +238,26 @@ def check_names(communicator: Group, names: Names | None, where: str) -> None:
     for rank, others in enumerate(everyone):
         if others != everyone[0]:
             raise ConfigError(
-                f"in {where}, terms, metrics and work have other names on rank 0 and rank {rank}: {everyone[0]} and "
-                f"{others}. They may not depend on the rows."
+                f"in {where}, the names of terms, metrics and work differ between rank 0 and rank {rank}: "
+                f"{everyone[0]} and {others}. They must not depend on the rows."
             )
 
 
-def agree_on_first_pass(communicator: Group, left_out: Sequence[str], random: bool) -> tuple[bool, list[str]]:
-    """Whether the first pass of any rank drew random numbers, and the parameters that any of them left out; collective."""
+def gather_first_pass(communicator: Communicator, left_out: Sequence[str], random: bool) -> tuple[bool, list[str]]:
+    """Whether any rank's first pass drew random numbers, and the parameters that any of them left out; collective."""
     everyone = communicator.gather([list(left_out), random], "the others to warm up")
     return any(drew for _, drew in everyone), sorted({name for names, _ in everyone for name in names})
+
+
+def _format(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing"
 
 
 # out of memory --------------------------------------------------------------------------------------------------------
 
 
-def memory_error(where: str, split: Split, reason: str) -> MemoryExhaustedError:
-    """What to say of a process that ran out of memory, e.g. in `rank 1, step 3`, in the allocator's own words."""
+def out_of_memory_error(where: str, split: BatchSplit, reason: str) -> MemoryExhaustedError:
+    """The error for a process that ran out of memory, e.g. in `rank 1, step 3`, with the allocator's message."""
     smaller = [size for size in divisors(split.passes * split.micro_batch) if size < split.micro_batch]
     sizes = f"a smaller layout.micro_batch ({', '.join(map(str, smaller[-4:]))})"
     advice = f"Use {sizes}, or let `unisono autobatch` find the largest that fits" if smaller else (

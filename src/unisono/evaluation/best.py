@@ -1,6 +1,6 @@
-"""The best of every value that evaluations have told, and after which step it was.
+"""The best of every value that evaluations reported, and after which step.
 
-Whether less or more is better, the name of a value does not say, so both ends are kept. A checkpoint keeps them, so a
+A value's name does not say whether less or more is better, so both extremes are kept. A checkpoint saves them, so a
 run that was interrupted has the same as one that was not.
 """
 
@@ -19,21 +19,21 @@ class Best:
     """
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
-        self._seen: dict[str, dict[str, list[float]]] = {
+        self._extremes: dict[str, dict[str, list[float]]] = {
             name: {end: list(at) for end, at in ends.items()} for name, ends in (kept or {}).items()
         }
 
-    def see(self, step: int, values: Mapping[str, float]) -> None:
-        """Take an evaluation after `step` updates in; of equal values the first stays, and NaN is none."""
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Include an evaluation after `step` updates; of equal values the first is kept, and NaN is ignored."""
         for name, value in values.items():
             if not math.isfinite(value):
                 continue
-            ends = self._seen.setdefault(name, {"least": [value, step], "most": [value, step]})
+            ends = self._extremes.setdefault(name, {"least": [value, step], "most": [value, step]})
             if value < ends["least"][0]:
                 ends["least"] = [value, step]
             if value > ends["most"][0]:
                 ends["most"] = [value, step]
 
     def state(self) -> dict[str, Any]:
-        """By name of a value: `least` and `most`, each with the step after which it was told."""
-        return {name: {end: list(at) for end, at in ends.items()} for name, ends in self._seen.items()}
+        """By name of a value: `least` and `most`, each with its step."""
+        return {name: {end: list(at) for end, at in ends.items()} for name, ends in self._extremes.items()}

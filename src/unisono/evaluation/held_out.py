@@ -6,20 +6,20 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from itertools import islice
 
-from unisono.config.batch_split import Split, divisors
+from unisono.config.batch_split import BatchSplit, divisors
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.protocol import Engine
-from unisono.protocols import cross_sample
-from unisono.runtime.communicator import Place
+from unisono.protocols import cross_sample_mode
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
 from unisono.task import Source, Task
 
 
 class HeldOut:
-    """The held-out rows of a task, ready to be evaluated as often as wanted.
+    """The held-out rows of a task, ready to be evaluated any number of times.
 
     No row is dropped or counted twice: a last short batch is short, and a process without rows in it repeats one at
     weight zero, so that all make equally many passes. Where only some rows are asked for, they are drawn from all of
@@ -28,7 +28,7 @@ class HeldOut:
     Args:
         task: whose rows they are.
         source: the rows.
-        config: its `eval` group says how many rows and in what micro-batch.
+        config: its `eval` group sets the number of rows and the micro-batch.
         place: of this process.
         micro_batch: of the training, used where `eval.micro_batch` is null.
         global_batch: of the training, if it is not the configuration's. A loss across samples is evaluated on as many
@@ -40,7 +40,7 @@ class HeldOut:
         task: Task,
         source: Source,
         config: RunConfig,
-        place: Place,
+        place: ProcessInfo,
         micro_batch: int,
         global_batch: int | None = None,
     ) -> None:
@@ -52,13 +52,13 @@ class HeldOut:
         devices = config.layout.devices_each
         parts = place.world_size * devices
         whole = micro * parts
-        if cross_sample(task) is not None:
+        if cross_sample_mode(task) is not None:
             whole = global_batch or config.train.global_batch
             micro = max(size for size in divisors(whole // parts) if size <= micro)
-        self._split = Split.of(whole, place.world_size, micro, devices)
+        self._split = BatchSplit.create(whole, place.world_size, micro, devices)
         self._plan = StreamPlan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
-        self._loader = Loader.of(task, source, self._plan, self._split, place, config, purpose="eval")
-        self._averages = [
+        self._loader = Loader.from_config(task, source, self._plan, self._split, place, config, purpose="eval")
+        self._weight_sets = [
             average for average, one in ((False, "model"), (True, "ema"))
             if config.eval.weights in ("both", one) and (config.ema.decay is not None or not average)
         ]  # fmt: skip
@@ -76,7 +76,7 @@ class HeldOut:
         self._loader.close()
 
     def evaluate(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Loss and metrics, with the weights that `eval.weights` names; what the moving average gives is `ema/…`.
+        """Loss and metrics, with the weights that `eval.weights` names; those of the moving average are `ema/…`.
 
         Args:
             engine: to compute with.
@@ -84,19 +84,19 @@ class HeldOut:
             scalars: of that step.
         """
         values: dict[str, float] = {}
-        for average in self._averages:
-            values |= self._told(engine, self.batches(), step, scalars, average)
+        for average in self._weight_sets:
+            values |= self._evaluate_weights(engine, self.batches(), step, scalars, average)
         return values
 
     def names(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> list[str]:
-        """The names that `evaluate` gives values to, by its first rows alone; arguments as there."""
+        """The names that `evaluate` returns, found with its first rows only; same arguments."""
         names: list[str] = []
-        for average in self._averages:
+        for average in self._weight_sets:
             with closing(self.batches()) as batches:
-                names += self._told(engine, islice(batches, 1), step, scalars, average)
+                names += self._evaluate_weights(engine, islice(batches, 1), step, scalars, average)
         return names
 
-    def _told(
+    def _evaluate_weights(
         self,
         engine: Engine,
         batches: Iterable[list[MicroBatch]],
@@ -104,5 +104,5 @@ class HeldOut:
         scalars: Mapping[str, float],
         average: bool,
     ) -> dict[str, float]:
-        told = self._task.summary(engine.evaluate(batches, step, scalars, average).values)
-        return {f"{'ema/' if average else ''}{name}": value for name, value in told.items()}
+        summary = self._task.summary(engine.evaluate(batches, step, scalars, average).values)
+        return {f"{'ema/' if average else ''}{name}": value for name, value in summary.items()}

@@ -1,7 +1,7 @@
-"""Correlations, R² and the like of an evaluation: no means themselves, but they follow from means over all rows.
+"""Correlations, R² and the like of an evaluation: not means themselves, but computed from means over all rows.
 
 A loss reports the moments of predicted and true values as metrics, which are summed over rows, micro-batches and
-processes as any metric is; `Task.summary` makes of them what people read.
+processes like any metric; `Task.summary` turns them into readable values.
 """
 
 from __future__ import annotations

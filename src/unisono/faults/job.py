@@ -1,4 +1,4 @@
-"""Jobs of the small task, as a user starts them, and what is left of one: its end, its processes, its newest state."""
+"""Jobs of the small task, started as a user would, and what is left of one: its end, processes and newest state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unisono.faults import task
-from unisono.faults.fork_server import Ranks, Stem
+from unisono.faults.rank_server import RankProcesses, RankServer
 from unisono.supervise import processes
 
 if TYPE_CHECKING:
-    from unisono.faults.matrix import Ground
+    from unisono.faults.matrix import Sandbox
 
 RUN = "a"
 TASK = "harmed.py"  # the task's file in the folder of a job
 STEPS = 12
 EVERY = 3
-WORDS = (
+SETTINGS = (
     f"run.name={RUN}", f"train.steps={STEPS}", "train.global_batch=8", "optim=adamw", "optim.lr=1e-2", "ema.decay=0.9",
     f"checkpoint.every={EVERY}", "checkpoint.keep=3", "observe.progress=false", "layout.threads=1", "layout.device=cpu",
 )  # fmt: skip
@@ -38,28 +38,28 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 @dataclass(frozen=True)
-class Done:
+class JobResult:
     """How a job ended.
 
     Attributes:
         code: of its command.
         said: on stdout and stderr.
-        ended: seconds of the monotonic clock.
+        ended_at: seconds of the monotonic clock.
         orphans: processes that were still there ten seconds later.
     """
 
     code: int
     said: str
-    ended: float
+    ended_at: float
     orphans: tuple[int, ...] = ()
 
     @property
     def sentence(self) -> str:
         """What the command said at last, in one line."""
-        return self.told[-1].removeprefix("unisono: ").removeprefix("error: ") if self.told else ""
+        return self.reasons[-1].removeprefix("unisono: ").removeprefix("error: ") if self.reasons else ""
 
     @property
-    def told(self) -> list[str]:
+    def reasons(self) -> list[str]:
         """Every line in which the command says why it ended."""
         said = [line for line in self.said.splitlines() if line.startswith("unisono: ")]
         return [line for line in said if not line.startswith("unisono: WARNING")]
@@ -75,7 +75,7 @@ class Job:
         command: of another verb, or a whole command that starts with a program.
         variables: of the environment.
         output: file for what it says.
-        stem: starts so many ranks without a launcher; see `unisono.faults.fork_server`.
+        server: starts so many ranks without a launcher; see `unisono.faults.rank_server`.
     """
 
     def __init__(
@@ -86,27 +86,36 @@ class Job:
         command: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         output: str = "output.txt",
-        stem: tuple[Stem, int] | None = None,
+        server: tuple[RankServer, int] | None = None,
     ) -> None:
         self.folder = folder
         self.output = folder / output
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(task.__file__, folder / TASK)
         kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in _LAUNCHERS
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in (*_LAUNCHERS, task.VARIABLE)
         }
-        told = {"OMP_NUM_THREADS": "1", **(variables or {}), **({task.VARIABLE: misbehave} if misbehave else {})}
+        variables_set = {
+            "OMP_NUM_THREADS": "1",
+            **(variables or {}),
+            **({task.VARIABLE: misbehave} if misbehave else {}),
+        }
         self._output = self.output.open("w+", encoding="utf-8")
-        self.process: subprocess.Popen[bytes] | Ranks
-        if stem is None:
+        self.process: subprocess.Popen[bytes] | RankProcesses
+        if server is None:
             self.process = subprocess.Popen(
-                list(command or train(*words)), cwd=folder, env={**kept, **told}, start_new_session=True,
+                list(command or train_command(*words)), cwd=folder, env={**kept, **variables_set},
+                start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         else:
-            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), f"{stem[1]}")
+            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), f"{server[1]}")
             here = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-            self.process = stem[0].start(folder, *_named(words), {**kept, **told, **size, **here}, self.output)
+            self.process = server[0].start(
+                folder, *_task_and_settings(words), {**kept, **variables_set, **size, **here}, self.output
+            )
 
     def __enter__(self) -> Job:
         return self
@@ -125,10 +134,10 @@ class Job:
 
     def pids(self) -> list[int]:
         """Processes of the job: those of its folder, and ranks that are not there yet."""
-        early = [one.pid for one in getattr(self.process, "all", ()) if processes.same(one)]
-        return sorted({*early, *(pid for pid in pids() if _works_in(pid, self.folder))})
+        early = [one.pid for one in getattr(self.process, "all", ()) if processes.refresh(one)]
+        return sorted({*early, *(pid for pid in pids() if _works_in_folder(pid, self.folder))})
 
-    def workers(self, count: int, seconds: float = 60.0) -> list[int]:
+    def wait_for_ranks(self, count: int, seconds: float = 60.0) -> list[int]:
         """The process numbers of all ranks, once they are there."""
         wait_for(lambda: len(self._ranks()) >= count, seconds, f"{count} ranks in {self.folder}")
         return [pid for _, pid in sorted(self._ranks().items())]
@@ -137,20 +146,20 @@ class Job:
         """The last step that was recorded."""
         return last_step(self.run)
 
-    def reaches(self, step: int, seconds: float = 180.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = 180.0) -> None:
         """Wait until a step was recorded."""
         wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
 
-    def held(self, seconds: float = 180.0) -> list[int]:
+    def wait_for_hold(self, seconds: float = 180.0) -> list[int]:
         """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); the ranks."""
         wait_for((self.folder / task.MARK).exists, seconds, f"a rank that is held in {self.folder}")
-        return self.workers(2)
+        return self.wait_for_ranks(2)
 
     def release(self) -> None:
         """Let a rank that is held resume."""
         (self.folder / task.RELEASED).touch()
 
-    def finish(self, seconds: float = 180.0) -> Done:
+    def finish(self, seconds: float = 180.0) -> JobResult:
         """Wait for its end; what is still there ten seconds after it is an orphan."""
         try:
             code = self.process.wait(timeout=seconds)
@@ -161,7 +170,7 @@ class Job:
             wait_for(lambda: not self.pids(), 10.0, "no process left")
         self._output.flush()
         said = self.output.read_text(encoding="utf-8", errors="replace")
-        return Done(code, said, ended, tuple(self.pids()))
+        return JobResult(code, said, ended, tuple(self.pids()))
 
     def _ranks(self) -> dict[int, int]:
         found = {}
@@ -180,19 +189,19 @@ class Job:
         return found
 
 
-def train(*words: str) -> list[str]:
+def train_command(*words: str) -> list[str]:
     """The command that trains the small task."""
-    task_, settings = _named(words)
+    task_, settings = _task_and_settings(words)
     return [sys.executable, "-m", "unisono", "train", task_, *settings]
 
 
-def _named(words: Sequence[str]) -> tuple[str, list[str]]:
+def _task_and_settings(words: Sequence[str]) -> tuple[str, list[str]]:
     """The small task, and its settings."""
     own = {word.partition("=")[0] for word in words}
-    return f"{TASK}:Small", [*(word for word in WORDS if word.partition("=")[0] not in own), *words]
+    return f"{TASK}:Small", [*(word for word in SETTINGS if word.partition("=")[0] not in own), *words]
 
 
-def verb(*words: str) -> list[str]:
+def verb_command(*words: str) -> list[str]:
     """Any other command of `unisono`."""
     return [sys.executable, "-m", "unisono", *words]
 
@@ -204,7 +213,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def happened(folder: Path) -> float | None:
+def fault_time(folder: Path) -> float | None:
     """When the fault happened, in seconds of the monotonic clock."""
     path = folder / task.MARK
     text = path.read_text() if path.exists() else ""
@@ -223,65 +232,65 @@ def last_step(run: Path) -> int:
     return max(steps)
 
 
-def finished(ground: Ground, *words: str) -> Path:
+def train_to_end(sandbox: Sandbox, *words: str) -> Path:
     """The newest commit of a run that was made to its end."""
-    with ground.job(*words) as run:
+    with sandbox.job(*words) as run:
         done = run.finish()
         assert done.code == 0, done.said[-2000:]
         return sorted((run.run / "checkpoints").glob("step-*"))[-1]
 
 
-def rewrite(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def rewrite_manifest(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change what a commit's manifest says, and let its own hash fit."""
     from unisono.checkpoint.core import manifest
 
     content = change(json.loads((commit / manifest.NAME).read_text()))
-    (commit / manifest.NAME).write_bytes(manifest.dumps({k: v for k, v in content.items() if k != "sha256"}))
+    (commit / manifest.NAME).write_bytes(manifest.encode({k: v for k, v in content.items() if k != "sha256"}))
 
 
-def saving(run: Path) -> bool:
+def is_saving(run: Path) -> bool:
     """Whether a half of a commit lies there: of a save that goes on, or was cut off."""
     return any((run / "checkpoints").glob(".writing-*"))
 
 
-def newest(run: Path) -> int:
+def newest_step(run: Path) -> int:
     """The step of the newest commit whose content is what was written; -1 if there is none, or it is damaged."""
     from unisono.checkpoint.core import commit
     from unisono.runtime.errors import CheckpointError
 
-    found = commit.find(run / "checkpoints")
+    found = commit.find_checkpoints(run / "checkpoints")
     try:
-        return commit.open_(found[-1]).step if found else -1
+        return commit.open_checkpoint(found[-1]).step if found else -1
     except CheckpointError:
         return -1
 
 
-def state(run: Path) -> dict[str, str]:
+def read_digests(run: Path) -> dict[str, str]:
     """Hashes of everything that a run's newest commit holds, and what the ledger says that each step took."""
     from unisono.checkpoint.core import commit
 
-    checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])
     reader = checkpoint.reader()
     found = {}
     for name, shape in reader.shapes.items():
         found[name] = hashlib.sha256(reader.read(name, (0,) * len(shape), shape).tobytes()).hexdigest()
     kept = checkpoint.state
     found |= {name: json.dumps(kept[name]) for name in ("step", "total", "random", "micro_batch", "plan", "best")}
-    return found | {"consumed": json.dumps((kept["ledger"] or {}).get("consumed"))} | samples(run)
+    return found | {"consumed": json.dumps((kept["ledger"] or {}).get("consumed"))} | read_samples(run)
 
 
-def values(run: Path) -> dict[str, Any]:
+def read_arrays(run: Path) -> dict[str, Any]:
     """Everything that a run's newest commit holds."""
     from unisono.checkpoint.core import commit
 
-    checkpoint = commit.open_(commit.find(run / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])
     reader = checkpoint.reader()
     return {n: reader.read(n, (0,) * len(shape), shape).astype(np.float64) for n, shape in reader.shapes.items()}
 
 
-def apart(run: Path, before: Mapping[str, Any]) -> float:
+def max_distance(run: Path, before: Mapping[str, Any]) -> float:
     """The largest relative distance of an array of a run from what it was to be; infinite if one is missing."""
-    mine = values(run)
+    mine = read_arrays(run)
     if mine.keys() != before.keys():
         return float("inf")
     return max(
@@ -289,13 +298,13 @@ def apart(run: Path, before: Mapping[str, Any]) -> float:
     )
 
 
-def samples(run: Path) -> dict[str, str]:
+def read_samples(run: Path) -> dict[str, str]:
     """What the ledger says each step took, as it was made last; by step and rows of the global batch."""
     from unisono.data import ledger
 
     found: dict[str, str] = {}
     for path in sorted((run / ledger.FOLDER).glob("rank-*.jsonl")):
-        starts, faults = ledger.read(path)
+        starts, faults = ledger.read_ledger(path)
         found |= {f"fault of {path.name}": fault for fault in faults}
         for start in starts:
             for lines in start.lines.values():
@@ -328,7 +337,7 @@ def pids() -> list[int]:
     return found
 
 
-def _works_in(pid: int, folder: Path) -> bool:
+def _works_in_folder(pid: int, folder: Path) -> bool:
     """Whether a process has the folder as its own, or in its command, as a monitor has, which works in none."""
     here = folder.resolve()
     try:

@@ -1,9 +1,9 @@
-"""The task whose runs are harmed: small, with everything that a resumed run can get wrong, and faults on demand.
+"""The task into which faults are injected: small, with everything that a resumed run can get wrong.
 
-The file is copied to where the runs are, since it stands for a user's.
-A fault is asked for in the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, and not in the configuration, which
-has to be the same when the run goes on. It happens once in a run's life: the moment before, its time is written down.
-`UNISONO_FAULT` (`unisono.supervise.fault_injection`) cannot do this: it knows no task, and it happens again in every start.
+The file is copied to where the runs are, since it stands for a user's file.
+A fault is requested by the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, not by the configuration, which has to
+be the same when the run is resumed. It happens once in a run's life; its time is recorded just before. `--harm`
+(`unisono.supervise.fault_injection`) cannot do this: it knows no task, and it happens again in every start.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from unisono.task import Context, Loss, SampleContext, Task
 VARIABLE = "UNISONO_MISBEHAVE"
 MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
 RELEASED = Path("released")  # in the working folder: a process that is held resumes
-TELLS = "UNISONO_TELLS_ADDRESS"  # set where rank 0 is to write down at which address the processes meet
+ADDRESS_WANTED = "UNISONO_TELLS_ADDRESS"  # set where rank 0 is to write down at which address the processes meet
 ADDRESS = Path("address")  # in the working folder: that address, and the port
 FOREVER = 3600.0
 ANY = -1
 
 
 @dataclass(frozen=True)
-class Fault:
+class TaskFault:
     """What is to go wrong, where and when.
 
     Attributes:
@@ -59,7 +59,7 @@ class Fault:
     step: int
 
     @classmethod
-    def asked(cls) -> Fault | None:
+    def from_environment(cls) -> TaskFault | None:
         """The fault of this process's environment."""
         words = os.environ.get(VARIABLE, "")
         if not words:
@@ -68,7 +68,7 @@ class Fault:
         where, rank, step = rest.split(":")
         return cls(act, where, int(rank), int(step))
 
-    def here(self, where: str, step: int) -> bool:
+    def is_due(self, where: str, step: int) -> bool:
         """Whether it is this fault's place and time, in this process, and it has not been before."""
         if self.where != where or self.rank not in (ANY, _rank()):
             return False
@@ -77,9 +77,9 @@ class Fault:
         again = self.act == "nan" or (self.act, self.where) == ("raise", "data")
         return step == self.step and (again or not MARK.exists())
 
-    def happen(self) -> None:
+    def trigger(self) -> None:
         """Do it, if it is something that a process does to itself."""
-        self.mark()
+        self.write_mark()
         match self.act:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -107,13 +107,13 @@ class Fault:
             case "pause":
                 time.sleep(2.0)
 
-    def mark(self) -> None:
+    def write_mark(self) -> None:
         """Write down when it happened, the first time."""
         if not MARK.exists():
             MARK.write_text(f"{time.monotonic()} {os.getpid()}")
 
 
-class Rows:
+class RandomRows:
     """Rows of numbers whose sum is to be learnt."""
 
     def __init__(self, seed: int, count: int) -> None:
@@ -141,27 +141,27 @@ class Small(Task):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fault = Fault.asked()
+        self.fault = TaskFault.from_environment()
         if self.fault is not None and self.fault.where in _CALLS and "RANK" in os.environ:  # not in the launcher
-            _harm_calls(self.fault)
-        if TELLS in os.environ and os.environ.get("RANK") == "0":
+            _patch_call(self.fault)
+        if ADDRESS_WANTED in os.environ and os.environ.get("RANK") == "0":
             written = ADDRESS.with_suffix(".part")
             written.write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
             written.replace(ADDRESS)
 
-    def data(self) -> Rows:
+    def data(self) -> RandomRows:
         """Rows to train on."""
-        return Rows(self.config.seed, self.config.rows)
+        return RandomRows(self.config.seed, self.config.rows)
 
-    def held_out(self) -> Rows:
+    def held_out(self) -> RandomRows:
         """Rows to evaluate on."""
-        return Rows(self.config.seed + 1, 9)
+        return RandomRows(self.config.seed + 1, 9)
 
     def sample(self, record: tuple[int, np.ndarray], context: SampleContext) -> tuple[int, np.ndarray]:
         """A row with noise; or whatever the fault is."""
         row, values = record
-        if self.fault is not None and self.fault.here("data", row):
-            self.fault.happen()
+        if self.fault is not None and self.fault.is_due("data", row):
+            self.fault.trigger()
             if self.fault.act == "nan":
                 values = values * float("nan")
         if not context.training:
@@ -188,32 +188,32 @@ class Small(Task):
         fault, step = self.fault, context.step
         if fault is None or step < fault.step:
             return torch.as_tensor(model(batch["x"]))
-        if fault.here("forward" if context.training else "evaluate", step):
+        if fault.is_due("forward" if context.training else "evaluate", step):
             if fault.act in _COLLECTIVES:
-                fault.mark()
+                fault.write_mark()
             elif fault.act != "unused":
-                fault.happen()
+                fault.trigger()
         if fault.act in _COLLECTIVES and context.training == (fault.where == "forward") and step == fault.step:
             _COLLECTIVES[fault.act](fault.rank == _rank())
         result = torch.as_tensor(model(batch["x"]))
         if not context.training:
             return result
         if fault.act == "unused" and fault.rank == _rank() and step == fault.step:
-            fault.mark()
+            fault.write_mark()
             result = model[-1](torch.zeros(len(batch["x"]), self.config.width))  # type: ignore[index]
-        if result.requires_grad and fault.here("backward", step):  # not where a guard looks for the reason
+        if result.requires_grad and fault.is_due("backward", step):  # not where a guard looks for the reason
             result.register_hook(functools.partial(_in_backward, fault))
-        if fault.here("update", step):
+        if fault.is_due("update", step):
             register_optimizer_step_pre_hook(functools.partial(_in_update, fault, model))
-        if fault.here("updated", step):
+        if fault.is_due("updated", step):
             register_optimizer_step_post_hook(functools.partial(_after_update, fault))
         return result
 
     def loss(self, outputs: torch.Tensor, batch: Mapping[str, Any], context: Context) -> Loss:
         """The sum of squares."""
         total = (outputs - batch["y"]).square().sum()
-        if self.fault is not None and context.training and self.fault.here("loss", context.step):
-            self.fault.mark()
+        if self.fault is not None and context.training and self.fault.is_due("loss", context.step):
+            self.fault.write_mark()
             total = total * float("nan")
         return Loss({"square": total}, metrics={"bias": ((outputs - batch["y"]).sum(), len(outputs))})
 
@@ -227,32 +227,32 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _in_backward(fault: Fault, gradient: torch.Tensor) -> torch.Tensor:
+def _in_backward(fault: TaskFault, gradient: torch.Tensor) -> torch.Tensor:
     if fault.act in ("nan", "flip"):
-        fault.mark()
+        fault.write_mark()
         return gradient * float("nan") if fault.act == "nan" else gradient * 2.0
-    fault.happen()
+    fault.trigger()
     return gradient
 
 
-def _in_update(fault: Fault, model: nn.Module, *_: Any) -> None:
+def _in_update(fault: TaskFault, model: nn.Module, *_: Any) -> None:
     if MARK.exists():
         return
     if fault.act == "drift":  # a replica that leaves the others
-        fault.mark()
+        fault.write_mark()
         with torch.no_grad():
             next(model.parameters()).add_(1e-6)
         return
-    fault.happen()
+    fault.trigger()
 
 
-def _after_update(fault: Fault, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_update(fault: TaskFault, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not MARK.exists():
-        fault.mark()
+        fault.write_mark()
         next(iter(optimizer.state.values()))["exp_avg"].add_(1e-6)
 
 
-def _harm_calls(fault: Fault) -> None:
+def _patch_call(fault: TaskFault) -> None:
     """Have the n-th such call of the operating system end this process, before or after it was made."""
     module, name, after = _CALLS[fault.where]
     call = getattr(module, name)
@@ -261,17 +261,17 @@ def _harm_calls(fault: Fault) -> None:
     @functools.wraps(call)
     def harmed(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
-        due = fault.here(fault.where, made) and (fault.act != "away" or _of_a_checkpoint(args[0]))
+        due = fault.is_due(fault.where, made) and (fault.act != "away" or _is_in_checkpoint(args[0]))
         made += 1
         result = call(*args, **kwargs) if after or not due else None
         if due:
-            fault.happen()
+            fault.trigger()
         return result if after or not due else call(*args, **kwargs)
 
     setattr(module, name, harmed)
 
 
-def _of_a_checkpoint(descriptor: int) -> bool:
+def _is_in_checkpoint(descriptor: int) -> bool:
     return "/checkpoints/" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 

@@ -1,7 +1,8 @@
-"""Which process this is, by what its launcher put into the environment: torchrun, srun, or nothing."""
+"""Which process this is, from the environment variables of its launcher: torchrun, srun, or none."""
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -9,12 +10,12 @@ from collections.abc import Mapping, MutableMapping
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
-OURS = "UNISONO_RUN_ID"  # what our launcher gives the processes that it starts: its own run id
+RUN_ID_VARIABLE = "UNISONO_RUN_ID"  # what our launcher gives the processes that it starts: its own run id
 
 
-def launcher(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of the process that started this one, if that is a launcher of ours."""
-    run_id = environment.get(OURS)
+def launcher_pid(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The process id of the launcher that started this process, if it is one of ours."""
+    run_id = environment.get(RUN_ID_VARIABLE)
     if run_id is None or run_id != environment.get("TORCHELASTIC_RUN_ID"):
         return None
     return int(run_id.rpartition("-")[2])
@@ -31,28 +32,30 @@ def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo | N
         missing = [name for name in wanted if name not in environment]
         if missing:
             raise ConfigError(
-                f"RANK and WORLD_SIZE are set, as by torchrun, but not {', '.join(missing)}; unset them or set all"
+                f"RANK and WORLD_SIZE are set, as torchrun does, but not {', '.join(missing)}; set all of them or none"
             )
         rank, world, local, local_world = (int(environment[name]) for name in wanted[:4])
         run_id = environment.get("TORCHELASTIC_RUN_ID")  # of the nearest launcher, which may be inside of ours
-        launcher = "unisono" if run_id is not None and run_id == environment.get(OURS) else "torchrun"
+        launcher = "unisono" if run_id is not None and run_id == environment.get(RUN_ID_VARIABLE) else "torchrun"
         return ProcessInfo(rank, world, local, local_world, launcher)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         world = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
         rank, local = int(environment["SLURM_PROCID"]), int(environment.get("SLURM_LOCALID", "0"))
-        return ProcessInfo(rank, world, local, _tasks_here(environment, world), "slurm")
+        return ProcessInfo(rank, world, local, _tasks_on_host(environment, world), "slurm")
     return None
 
 
-def complete(process: ProcessInfo, environment: MutableMapping[str, str] = os.environ) -> None:
+def set_rendezvous_variables(process: ProcessInfo, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what torch's rendezvous reads where the launcher is srun, which sets names of its own.
 
-    The first host of the step is the meeting point; the port follows from the job's number, so all processes know it.
+    The first host of the step is the meeting point; the port follows from the number of the
+    step and from `UNISONO_TOKEN`, so all processes know it, and with a token nobody else does.
     """
     if process.launcher == "slurm":
         environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
-        number = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
-        environment.setdefault("MASTER_PORT", str(20000 + number % 20000))
+        step = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+        number = hmac.digest(environment.get("UNISONO_TOKEN", "").encode(), step.encode(), "sha256")
+        environment.setdefault("MASTER_PORT", str(20000 + int.from_bytes(number[:4], "big") % 12000))
 
 
 def _first_host(nodes: str) -> str:
@@ -65,7 +68,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
-def _tasks_here(environment: Mapping[str, str], world: int) -> int:
+def _tasks_on_host(environment: Mapping[str, str], world: int) -> int:
     """How many tasks of the step run on this host: Slurm writes `2(x3),1` for 2, 2, 2, 1."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)).split(","):

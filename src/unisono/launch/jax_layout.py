@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.config.schema.run import Layout, RunConfig
-from unisono.engines import choice
+from unisono.config.schema.layout import Layout
+from unisono.config.schema.run import RunConfig
+from unisono.engines import device_modules
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 
-def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+def resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     """The configuration with a concrete layout.
 
     Args:
         config: whose engine is JAX.
-        process: that a launcher gave this process; None where nobody launched it.
+        process: of this process, as its launcher numbered it; None without a launcher.
 
     Raises:
         ConfigError: for a layout that this host or its launcher cannot give.
     """
-    devices, layout, nodes = choice.devices("jax"), config.layout, config.launch.nodes
+    devices, layout, nodes = device_modules.device_module("jax"), config.layout, config.launch.nodes
     if process is not None:
         world, here = process.world_size, process.local_world_size
     else:
@@ -41,8 +42,8 @@ def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
         shards: int = node if node < count else each
         if shards in (1, count):
             raise ConfigError(
-                "layout.strategy=hsdp needs layout.shards: how many devices share one copy of the model (only where "
-                "there are several nodes, or several devices in each of several processes, is it known)"
+                "layout.strategy=hsdp needs layout.shards: how many devices share one copy of the model (it has a "
+                "default only with several nodes, or with several processes of several devices each)"
             )
         update["shards"] = shards
     try:

@@ -1,4 +1,4 @@
-"""A layout without a word that is still open: how many processes, of which strategy, on which device.
+"""The layout with every `auto` resolved: how many processes, which strategy, which device.
 
 Decided once, from what the user asked for, what this host has, and what a launcher has started already. The micro-batch
 comes later (`unisono.launch.resolve`), since it may depend on what an earlier start of the run used.
@@ -6,18 +6,18 @@ comes later (`unisono.launch.resolve`), since it may depend on what an earlier s
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from unisono.config.schema.run import RunConfig
-from unisono.engines import choice
+from unisono.engines import device_modules
 from unisono.launch import jax_layout
-from unisono.runtime.communicator import ProcessInfo, cores
+from unisono.runtime.communicator import ProcessInfo, usable_cores
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import find_task
 
 
-def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     """The configuration with every `auto` of the layout decided, but for the micro-batch.
 
     Args:
@@ -27,25 +27,25 @@ def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     Raises:
         ConfigError: for a layout that this host or its launcher cannot give.
     """
-    config = _with_engine(config)
+    config = _resolve_engine(config)
     if process is not None:
         _refuse_for_launcher(config, process)
     if config.layout.engine == "jax":
-        return jax_layout.concrete(config, process)
-    layout, devices = config.layout, choice.devices("torch")
+        return jax_layout.resolve_jax_layout(config, process)
+    layout, devices = config.layout, device_modules.device_module("torch")
     if layout.devices not in (1, "auto"):
         raise ConfigError(
-            f"layout.devices={layout.devices} belongs to layout.engine=jax; torch has one process per device "
+            f"layout.devices={layout.devices} is for layout.engine=jax only; torch runs one process per device "
             "(layout.world_size), or all devices of a host in one process (layout.strategy=dp)"
         )
-    world, local_world = _world_size(config, process)
+    world, local_world = _resolve_world_size(config, process)
     strategy = ("single" if world == 1 else "ddp") if layout.strategy == "auto" else layout.strategy
     update: dict[str, Any] = {"world_size": world, "strategy": strategy, "devices": 1}
     if strategy == "hsdp" and layout.shards is None:
         if local_world in (1, world):
             raise ConfigError(
-                "layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model (it is known "
-                "only where there are several nodes of several processes: those of one node)"
+                "layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model (the "
+                "default, the processes of one node, exists only with several nodes of several processes each)"
             )
         update["shards"] = local_world  # whole parameters are gathered inside a node, gradients alone cross
     update["device"] = devices.resolve(layout.model_copy(update=update), local_world, config.train.precision)
@@ -53,7 +53,8 @@ def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
         if world & (world - 1):
             below = 1 << (world.bit_length() - 1)
             raise ConfigError(
-                f"layout.reduction=ordered needs a power of two of processes, not {world}; use {below} or {2 * below}"
+                f"layout.reduction=ordered: the number of processes must be a power of two, not {world}; use {below} "
+                f"or {2 * below}"
             )
         update["threads"] = layout.threads or 1  # the number of threads changes the order of sums inside an operation
     try:
@@ -65,12 +66,13 @@ def concrete(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     return config.model_copy(update={"layout": checked})
 
 
-def _with_engine(config: RunConfig) -> RunConfig:
-    """The configuration with the engine that its task is written for."""
-    written = find_task(config.recipe).engine
+def _resolve_engine(config: RunConfig) -> RunConfig:
+    """The configuration with its task's engine; of a recipe's tasks the one that was asked for."""
+    written = find_task(config.recipe, config.layout.engine).engine
     if config.layout.engine not in ("auto", written):
         raise ConfigError(
-            f"layout.engine={config.layout.engine}, but {config.recipe} is written in {written}; leave layout.engine out"
+            f"layout.engine={config.layout.engine}, but {config.recipe} is written for {written}; leave out "
+            "layout.engine"
         )
     return config.model_copy(update={"layout": config.layout.model_copy(update={"engine": written})})
 
@@ -83,73 +85,77 @@ def is_single(config: RunConfig) -> bool:
 
 def threads_per_process(processes: int) -> int:
     """This host's cores, divided among its processes."""
-    return max(1, cores() // processes)
+    return max(1, usable_cores() // processes)
 
 
-def warn(asked: RunConfig, config: RunConfig) -> None:
-    """Say what of this host a run leaves idle, and which of its settings have no effect.
+def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
+    """Warn about accelerators that a run leaves idle, and about settings that have no effect.
 
     Args:
         asked: as the user gave it.
         config: the same with a concrete layout.
     """
-    layout, devices = config.layout, choice.devices(config.layout.engine)
+    layout, devices = config.layout, device_modules.device_module(config.layout.engine)
     kind, count = devices.accelerators()
     if layout.engine == "jax" and asked.layout.device == "auto" and (why := devices.fallback()):
-        _warn(f"this run goes to the CPU: {why}. layout.device=cpu says that the CPU is meant")
+        _warn(f"this run uses the CPU: {why}. Set layout.device=cpu if that is intended")
     if count and asked.layout.device == "auto" and layout.device == "cpu":
         run = f"{layout.world_size} × {config.train.precision}"
         _warn(
-            f"this run ({run}) goes to the CPU, though this host has {count} × {kind}: there must be one for each "
-            f"process, and it must support the precision. layout.device={kind} says what is missing; layout.device=cpu "
-            "says that the CPU is meant"
+            f"this run ({run}) uses the CPU, although this host has {count} × {kind}: a run needs one for each "
+            f"process, and it must support the precision. layout.device={kind} shows what is missing; set "
+            "layout.device=cpu if the CPU is intended"
         )
     if layout.strategy == "dp" and (layout.device == "cpu" or count < 2):
         found = f"{count} × {kind}" if layout.device != "cpu" else "the CPU"
         _warn(
-            f"layout.strategy=dp shares rows among several devices of one process, and this run has {found}: it is the "
+            f"layout.strategy=dp splits rows over several devices of one process, and this run has {found}: it is the "
             "same as layout.strategy=single"
         )
     if is_single(config) and config.launch.max_restarts:
         _warn(
-            f"launch.max_restarts={config.launch.max_restarts} has no effect on a single process: it restarts the "
-            "processes that a launcher has started, and this run has no launcher"
+            f"launch.max_restarts={config.launch.max_restarts} has no effect on a single process: a launcher restarts "
+            "the processes that it started, and this run has no launcher"
         )
 
 
-def _world_size(config: RunConfig, process: ProcessInfo | None) -> tuple[int, int]:
+def _resolve_world_size(config: RunConfig, process: ProcessInfo | None) -> tuple[int, int]:
     """Processes of the run, and of this host."""
     layout, nodes = config.layout, config.launch.nodes
     if process is not None:
         return process.world_size, process.local_world_size
     if layout.world_size != "auto":
         return layout.world_size, layout.world_size // nodes
-    local = max(1, choice.devices("torch").accelerators()[1]) if layout.device != "cpu" and not is_single(config) else 1
+    local = (
+        max(1, device_modules.device_module("torch").accelerators()[1])
+        if layout.device != "cpu" and not is_single(config)
+        else 1
+    )
     return local * nodes, local
 
 
 def _refuse_for_launcher(config: RunConfig, process: ProcessInfo) -> None:
-    """Refuse what cannot go with processes that another launcher has started."""
+    """Refuse settings that do not work with processes started by another launcher."""
     launcher, launch = process.launcher, config.launch
     if process.world_size > 1 and config.layout.strategy == "dp":
         raise ConfigError(
-            f"layout.strategy=dp is one process with all devices of its host, but {launcher} has started "
-            f"{process.world_size} processes; start one, by hand, or use layout.strategy=ddp"
+            f"layout.strategy=dp is one process with all devices of its host, but {launcher} started "
+            f"{process.world_size} processes; start a single process, or use layout.strategy=ddp"
         )
     if launcher == "unisono":
         return
     if launch.nodes > 1:
         raise ConfigError(
-            f"launch.nodes={launch.nodes}, but {launcher} has started this process and knows which nodes there are: "
-            "leave launch.nodes out, or start one plain process on each node"
+            f"launch.nodes={launch.nodes}, but {launcher} started this process and already knows the nodes: "
+            "leave out launch.nodes, or start one plain `unisono train` on each node"
         )
     if launch.max_restarts:
         raise ConfigError(
-            f"launch.max_restarts={launch.max_restarts}, but {launcher} has started this process, and only it can "
-            "start all of them again: leave launch.max_restarts out, and use the launcher's own option (torchrun "
-            "--max-restarts, sbatch --requeue)"
+            f"launch.max_restarts={launch.max_restarts}, but {launcher} started this process, and only it can restart "
+            "them all: leave out launch.max_restarts, and use the launcher's own option (torchrun --max-restarts, "
+            "sbatch --requeue)"
         )
 
 
 def _warn(text: str) -> None:
-    print(f"unisono: WARNING: {text}", file=sys.stderr)  # noqa: T201 - before there is a log
+    say(f"unisono: WARNING: {text}", error=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from unisono.checkpoint.core import commit
-from unisono.checkpoint.exchange.export import adapter_of as adapter_of
-from unisono.checkpoint.exchange.export import newest as newest
+from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.exchange.export import find_checkpoint as newest
+from unisono.checkpoint.exchange.export import read_adapter_settings as adapter_of
 from unisono.launch.run import open_run
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
@@ -44,25 +44,25 @@ def load_weights(folder: Path | str, model: Any, *, ema: bool = False, step: int
         RunError: if there is no run or no checkpoint, or no average that could be taken.
         CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
     """
-    checkpoint = commit.open_(newest(Path(folder), step))
+    checkpoint = commit.open_checkpoint(newest(Path(folder), step))
     reader = checkpoint.reader()
     if not hasattr(model, "named_parameters"):
         from unisono.engines.jax import weights
 
-        return weights.fill(model, reader, ema, str(folder))
+        return weights.load_arrays(model, reader, ema, str(folder))
     from unisono.engines.torch import lora, sharded_tensors
-    from unisono.engines.torch.numerics.ema import KIND
+    from unisono.engines.torch.numerics.ema import NAME_PREFIX
 
     chosen = adapter_of(Path(folder))
     if chosen is not None:
         lora.check_same_base(model, reader)
     adapters = lora.Adapter(chosen, model, seed=0)
-    sharded_tensors.load(adapters.saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
+    sharded_tensors.load(adapters.select_saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
     if ema:
-        averaged = {name: p for n, p in model.named_parameters() if (name := KIND + n) in reader.shapes}
+        averaged = {name: p for n, p in model.named_parameters() if (name := NAME_PREFIX + n) in reader.shapes}
         if not averaged:
             raise RunError(f"{folder} keeps no moving average of its weights; it was trained without ema.decay")
-        sharded_tensors.load(averaged, reader, kinds=(KIND,))
+        sharded_tensors.load(averaged, reader, kinds=(NAME_PREFIX,))
     adapters.merge()
     return checkpoint.step
 
@@ -83,8 +83,8 @@ def load_model(
         folder: of the run.
         ema: as for `load_weights`.
         step: as for `load_weights`.
-        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None takes the one that the run names, if
-            that is a recipe or this process has imported it already.
+        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
+            if it is a recipe or this process has already imported it.
         trust: import the task that the run names, wherever it lies. That runs its author's code.
 
     Raises:
@@ -100,7 +100,7 @@ def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool 
     from unisono.launch.processes import rank_process
     from unisono.training import loop
 
-    newest(folder)
-    run = resolve.reading(read_run(folder, task, trust=trust), folder)
+    assets.check(commit.read_manifest(newest(folder)), folder)
+    run = resolve.resolve_for_reading(read_run(folder, task, trust=trust), folder)
     process = ProcessInfo()
-    return loop.evaluate(build_task(run.config), run, process, rank_process.join(run.config, process))
+    return loop.evaluate(build_task(run.config), run, process, rank_process.join_processes(run.config, process))

@@ -15,29 +15,29 @@ import numpy as np
 
 from unisono import protocols
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.exchange.export import newest
-from unisono.config.batch_split import Split
+from unisono.checkpoint.exchange.export import find_checkpoint
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.mixture import Joined
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.data.table_files import check_written, write_table
+from unisono.data.table_files import check_table_suffix, write_table
 from unisono.launch.run import Run
 from unisono.optim import schedules
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.task import Batch, Context, Loss, Source, Task, set_up
+from unisono.task import Batch, Context, Loss, Source, Task, run_setup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Rows = Literal["held_out", "training", "all"]
-_WIDE = 64  # numbers per row of an output that becomes a column without being asked for
+RowSelection = Literal["held_out", "training", "all"]
+_MAX_COLUMN_WIDTH = 64  # numbers per row of an output that becomes a column without being asked for
 
 
 def predict(
     run: Run,
-    rows: Rows = "held_out",
+    rows: RowSelection = "held_out",
     out: Path | None = None,
     ema: bool = False,
     step: int | None = None,
@@ -57,25 +57,25 @@ def predict(
     """
     if run.task.engine != "torch":
         raise ConfigError(
-            f"{type(run.task).__name__} is written in {run.task.engine}, and unisono predict computes with torch; call "
-            "the task's outputs() with unisono.load_model(…)"
+            f"{type(run.task).__name__} is written for {run.task.engine}, but unisono predict needs a torch task; call "
+            "the task's outputs() with unisono.load_model(…) instead"
         )
     out = out or run.folder / "predictions.csv"
-    check_written(out)
-    parts = sources_of(run.task, rows)
-    columns, values = table(run, parts, ema=ema, step=step, micro_batch=micro_batch, device=device)
+    check_table_suffix(out)
+    parts = select_sources(run.task, rows)
+    columns, values = build_table(run, parts, ema=ema, step=step, micro_batch=micro_batch, device=device)
     yield str(write_table(out, columns))
     for name, value in values.items():
         yield f"{name}: {value:.6f}"
 
 
-def sources_of(task: Task, rows: Rows) -> dict[str, Source]:
+def select_sources(task: Task, rows: RowSelection) -> dict[str, Source]:
     """The rows that are asked for, by where they come from: `held_out`, or the names of the sources to train on.
 
     Raises:
         DataError: where there is none.
     """
-    set_up(task)
+    run_setup(task)
     found: dict[str, Source] = {}
     if rows in ("training", "all"):
         data = task.data()
@@ -84,11 +84,11 @@ def sources_of(task: Task, rows: Rows) -> dict[str, Source]:
         found["held_out"] = source
     found = {name: source for name, source in found.items() if len(source)}
     if not found:
-        raise DataError(f"rows={rows}: {type(task).__name__} has no such rows; choose rows=training or rows=all")
+        raise DataError(f"rows={rows}: {type(task).__name__} has no such rows; use rows=training or rows=all")
     return found
 
 
-def table(
+def build_table(
     run: Run, parts: Mapping[str, Source], *, ema: bool, step: int | None, micro_batch: int, device: str
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """The predictions of rows as columns, and the loss and metrics of these rows; arguments as of `predict`."""
@@ -100,8 +100,8 @@ def table(
     kind = accelerators()[0] if device == "auto" else device
     run.task.kernels(kind, "fp32")
     model = run.load_model(ema=ema, step=step).to(kind)
-    checkpoint = commit.open_(newest(run.folder, step))
-    scalars = schedules.Scalars(run.config, int(checkpoint.state["total"]))(checkpoint.step)
+    checkpoint = commit.open_checkpoint(find_checkpoint(run.folder, step))
+    scalars = schedules.ScheduledScalars(run.config, int(checkpoint.state["total"]))(checkpoint.step)
     context = Context(checkpoint.step, training=False, scalars=scalars)
     joined, transfer, scores = Joined(parts), Transfer(torch.device(kind), "fp32"), _Scores(run.task)
     columns: dict[str, list[Any]] = defaultdict(list)
@@ -114,14 +114,15 @@ def table(
             scores.add(micro, outputs, batch, own)
             shown = _columns(run.task, outputs, micro.arrays)
         names = [joined.name(int(row)) for row in micro.rows]
-        made: dict[str, Any] = {"row": [row for _, row in names], **shown}
+        entries: dict[str, Any] = {"row": [row for _, row in names], **shown}
         if len(parts) > 1:
-            made = {"source": [name for name, _ in names], **made}
-        for name, values in made.items():
-            columns[name] += _listed(values)
+            entries = {"source": [name for name, _ in names], **entries}
+        for name, values in entries.items():
+            columns[name] += _to_list(values)
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(f"{type(run.task).__name__}.predictions gave columns of different lengths: {lengths}")
+        described = ", ".join(f"{name} has {count} rows" for name, count in lengths.items())
+        raise ConfigError(f"{type(run.task).__name__}.predictions returned columns of different lengths: {described}")
     return dict(columns), scores.summary()
 
 
@@ -129,7 +130,9 @@ def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]
     """All rows, in order, made as those of an evaluation are."""
     size = min(micro_batch, len(source))
     plan = StreamPlan(Order(len(source), seed=0, shuffle=False), size, len(source))
-    loader = Loader.of(run.task, source, plan, Split.of(size, 1, size), Place(), run.config, purpose="eval")
+    loader = Loader.from_config(
+        run.task, source, plan, BatchSplit.create(size, 1, size), ProcessInfo(), run.config, purpose="eval"
+    )
     try:
         for batches in loader.steps():
             yield from batches
@@ -144,23 +147,23 @@ def _columns(task: Task, outputs: Any, arrays: Batch) -> dict[str, Any]:
     from unisono.engines.nested import leaves
 
     rows = len(next(iter(arrays.values())))
-    made = {name or "output": value for name, value in leaves(outputs)}
-    shown = {name: value for name, value in made.items() if _is_by_row(value, rows, _WIDE)}
+    entries = {name or "output": value for name, value in leaves(outputs)}
+    shown = {name: value for name, value in entries.items() if _is_per_row(value, rows, _MAX_COLUMN_WIDTH)}
     if not shown:
         raise ConfigError(
-            f"{type(task).__name__}.outputs has nothing that fits a table (at most {_WIDE} numbers for each row): define "
-            "predictions(outputs, batch), which returns the columns"
+            f"{type(task).__name__}.outputs returns nothing that fits into a table (at most {_MAX_COLUMN_WIDTH} "
+            "numbers per row); define predictions(outputs, batch), which returns the columns"
         )
-    known = {name: value for name, value in arrays.items() if _is_by_row(value, rows, 1)}
+    known = {name: value for name, value in arrays.items() if _is_per_row(value, rows, 1)}
     return {**shown, **{f"true_{name}" if name in shown else name: value for name, value in known.items()}}
 
 
-def _is_by_row(value: Any, rows: int, widest: int) -> bool:
+def _is_per_row(value: Any, rows: int, widest: int) -> bool:
     shape = tuple(getattr(value, "shape", ()))
     return bool(shape) and shape[0] == rows and int(np.prod(shape[1:], dtype=np.int64)) <= widest
 
 
-def _listed(values: Any) -> list[Any]:
+def _to_list(values: Any) -> list[Any]:
     """A column as a list: numbers, texts, or lists of numbers."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
@@ -174,7 +177,7 @@ class _Scores:
     """Loss and metrics of all rows, as of an evaluation; none where a loss looks across rows."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._crosses = task, protocols.cross_sample(task) is not None
+        self._task, self._crosses = task, protocols.cross_sample_mode(task) is not None
         self._terms: dict[str, list[float]] = {}
         self._metrics: dict[str, list[float]] = {}
         self._weights: dict[str, float] = {}
@@ -186,9 +189,9 @@ class _Scores:
         loss: Loss = self._task.loss(outputs, batch, context)
         self._weights |= dict(loss.weights)
         for name, total in loss.sums.items():
-            _add(self._terms, name, total, micro.counts[name])
+            _add_to_sums(self._terms, name, total, micro.counts[name])
         for name, (above, below) in loss.metrics.items():
-            _add(self._metrics, name, above, below)
+            _add_to_sums(self._metrics, name, above, below)
 
     def summary(self) -> dict[str, float]:
         """Values by name, as `Task.summary` reports them."""
@@ -202,7 +205,7 @@ class _Scores:
         return self._task.summary(values)
 
 
-def _add(sums: dict[str, list[float]], name: str, total: Tensor | float, count: Tensor | float) -> None:
+def _add_to_sums(sums: dict[str, list[float]], name: str, total: Tensor | float, count: Tensor | float) -> None:
     pair = sums.setdefault(name, [0.0, 0.0])
     pair[0] += float(total)
     pair[1] += float(count)

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unisono.config import secrets
-from unisono.config.batch_split import split_of
+from unisono.config.batch_split import resolve_split
 from unisono.config.schema.run import RunConfig
 from unisono.launch.host import host_check
+from unisono.runtime import secrets
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, DataError, LostError
 from unisono.task import Task
 
 if TYPE_CHECKING:
-    from unisono.data.order.planning import Watched
+    from unisono.data.order.planning import CheckableSource
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DataFacts:
 
     facts: dict[str, Any]
     files: dict[str, Any]
-    watched: Sequence[Watched] = ()
+    watched: Sequence[CheckableSource] = ()
     steps: int | None = None
 
 
@@ -46,28 +46,28 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     Raises:
         UnisonoError: for the first thing that cannot be.
     """
-    from unisono.data.order.planning import facts_of, files_of, plan_of, source_of, watched
+    from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts, source_files
     from unisono.observe import trackers
     from unisono.optim import ema, schedules
     from unisono.training.callbacks.build import build_callbacks
-    from unisono.training.parts import held_out_of
+    from unisono.training.parts import build_held_out
 
     assert isinstance(config.layout.world_size, int)
-    host_check.check(config)
-    split = split_of(config)
+    host_check.check_host(config)
+    split = resolve_split(config)
     task.check()
-    trackers.check(config.observe.trackers)
+    trackers.check_trackers(config.observe.trackers)
     for callback in build_callbacks(config, task):
         callback.check(config)
     _check_adapter(config)
-    source = source_of(task, config, config.layout.world_size)
-    plan = plan_of(task, source, config)
-    schedules.Scalars(config, plan.steps)
+    source = build_source(task, config, config.layout.world_size)
+    plan = build_plan(task, source, config)
+    schedules.ScheduledScalars(config, plan.steps)
     ema.check(config.ema, plan.steps)
-    held_out = held_out_of(task, config, ProcessInfo(world_size=config.layout.world_size), split)
-    rows = {**facts_of(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
+    held_out = build_held_out(task, config, ProcessInfo(world_size=config.layout.world_size), split)
+    rows = {**source_facts(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
     facts = secrets.hidden({**rows, **task.facts()})
-    return DataFacts(facts, secrets.hidden(files_of(source)), watched(source), plan.steps)
+    return DataFacts(facts, secrets.hidden(source_files(source)), checkable_sources(source), plan.steps)
 
 
 def _check_adapter(config: RunConfig) -> None:
@@ -75,14 +75,16 @@ def _check_adapter(config: RunConfig) -> None:
     if config.adapter is None:
         return
     if config.layout.engine == "jax":
-        raise ConfigError("adapter=lora belongs to layout.engine=torch; a JAX task trains what `frozen` leaves")
+        raise ConfigError(
+            "adapter=lora is for layout.engine=torch only; a JAX task lists its fixed weights in `frozen`"
+        )
     from unisono.engines.torch import lora
 
-    lora.check(config.adapter)
+    lora.check_peft_installed(config.adapter)
 
 
 @contextmanager
-def naming_changed_files(sources: Sequence[Watched]) -> Iterator[None]:
+def report_changed_files(sources: Sequence[CheckableSource]) -> Iterator[None]:
     """Name the file that has changed where a process died by reading it: one that became shorter kills its reader."""
     try:
         yield

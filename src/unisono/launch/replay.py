@@ -20,36 +20,36 @@ import yaml
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import Checkpoint
-from unisono.checkpoint.exchange.export import newest
+from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config import fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, train
 from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
-from unisono.runtime.errors import ConfigError, RunError, ranges
+from unisono.runtime.errors import ConfigError, RunError, format_ranges
 from unisono.task_config import read_run
 
 if TYPE_CHECKING:
     from unisono.task import Task
 
-FOLDER = "replays"  # in the run's
-_COMPARED = ("loss", "grad_norm")  # of each step
-_KEPT = ("step", "plan", "random")  # of a checkpoint's state
+REPLAYS = "replays"  # in the run's
+_STEP_VALUES = ("loss", "grad_norm")  # of each step
+_STATE_KEYS = ("step", "plan", "random")  # of a checkpoint's state
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What steps came to when they were made again.
+class ReplayResult:
+    """The result of repeating steps of a run.
 
     Attributes:
         first: updates made before the first of them.
         last: updates made after the last of them.
         steps: the steps that both runs tell of, by number from 1.
-        apart: values of the first step that is not what it was, as `name: (then, now)`; empty if all are.
+        differing_values: values of the first step that is not what it was, as `name: (then, now)`; empty if all are.
         step: that step; None if there is none.
         arrays: names of those of the last checkpoint that are not what they were.
-        compared: how many arrays there are.
+        array_count: how many arrays there are.
         state: parts of its state that are not what they were.
         folder: of the steps that were made again; None where nothing differs, and it is gone.
     """
@@ -57,39 +57,43 @@ class Replayed:
     first: int
     last: int
     steps: list[int]
-    apart: Mapping[str, tuple[Any, Any]]
+    differing_values: Mapping[str, tuple[Any, Any]]
     step: int | None
     arrays: list[str]
-    compared: int
+    array_count: int
     state: list[str]
     folder: Path | None
 
     @property
-    def same(self) -> bool:
+    def is_same(self) -> bool:
         """Whether everything is, bit for bit, what it was."""
         return self.step is None and not self.arrays and not self.state
 
     def lines(self, run: Path) -> list[str]:
-        """What is told."""
+        """The report, line by line."""
         what = f"steps {self.first + 1} to {self.last} of {run}"
-        if self.same:
-            told = f"loss and gradient norm of {len(self.steps)} steps, {self.compared} arrays and the order"
-            return [f"{what}, made again, are what they were: {told}, bit for bit"]
-        lines = [f"{what} do not come out as they were. The run, as it is now, is left alone"]
+        if self.is_same:
+            shown = (
+                f"loss and gradient norm of {len(self.steps)} steps, {self.array_count} arrays and the order of samples"
+            )
+            return [f"{what} give the same result when repeated: {shown} agree, bit for bit"]
+        lines = [f"{what} give a different result when repeated. The run itself was not changed"]
         if self.step is not None:
-            values = ", ".join(f"{name} was {then!r} and is {now!r}" for name, (then, now) in self.apart.items())
+            values = ", ".join(
+                f"{name} was {then!r} and is now {now!r}" for name, (then, now) in self.differing_values.items()
+            )
             lines.append(f"  the first step that differs is step {self.step}: {values}")
         if self.arrays:
             more = f" and {len(self.arrays) - 4} more" if len(self.arrays) > 4 else ""
             names = ", ".join(f"'{name}'" for name in self.arrays[:4])
-            lines.append(f"  after step {self.last}: {names}{more} (of {self.compared} arrays)")
+            lines.append(f"  after step {self.last}: {names}{more} (of {self.array_count} arrays)")
         if self.state:
-            lines.append(f"  what was consumed is not the same either: {', '.join(self.state)}")
+            lines.append(f"  the saved state differs, too: {', '.join(self.state)}")
         return [
             *lines,
-            f"  made again: {self.folder}",
-            "  Replay once more. If two replays agree, the run was disturbed: suspect the hardware that it ran on. If "
-            "they do not, this machine is at fault, or something in the task is not repeatable; `unisono prove` tells.",
+            f"  repeated steps: {self.folder}",
+            "  Run the replay a second time. If both replays agree, the original run was disturbed: suspect its "
+            "hardware. If they differ, this machine is at fault, or the task is not repeatable (see `unisono prove`).",
         ]
 
 
@@ -100,8 +104,8 @@ def replay(
     *,
     task: str | type[Task] | None = None,
     trust: bool = False,
-) -> Replayed:
-    """Make the steps between two checkpoints of a run again, with its layout, and compare.
+) -> ReplayResult:
+    """Repeat the steps between two checkpoints of a run, with its layout, and compare.
 
     Args:
         run: its folder.
@@ -117,57 +121,61 @@ def replay(
     """
     place = cluster.process_info()
     if place is not None and place.world_size > 1:
-        raise ConfigError(f"unisono replay starts the processes itself; give it without {place.launcher}")
-    before, after = _chosen(run, first, last)
+        raise ConfigError(f"unisono replay starts the processes itself; run it without {place.launcher}")
+    before, after = _choose_checkpoints(run, first, last)
     config = read_run(run, task, trust=trust)
     made = before.step if before else 0
     try:
-        folder, config = _prepared(run, config, before, after)
+        folder, config = _prepare_run(run, config, before, after)
     except OSError as error:
-        raise RunError(f"{run}: no folder can be made there to make steps in: {error.strerror}") from error
-    train.start(config)
-    again = commit.open_(folder / "checkpoints" / after.path.name)
-    then, now = _steps(run, made, after.step), _steps(folder, made, after.step)
+        raise RunError(f"{run}: cannot create a folder for the repeated steps: {error.strerror}") from error
+    train.start_run(config)
+    again = commit.open_checkpoint(folder / "checkpoints" / after.path.name)
+    then, now = _read_steps(run, made, after.step), _read_steps(folder, made, after.step)
     common = sorted(then.keys() & now.keys())
     step = next((n for n in common if then[n] != now[n]), None)
     apart = {} if step is None else {
-        name: (then[step][name], now[step][name]) for name in _COMPARED if then[step][name] != now[step][name]
+        name: (then[step][name], now[step][name]) for name in _STEP_VALUES if then[step][name] != now[step][name]
     }  # fmt: skip
-    arrays = [name for name, array in after.arrays.items() if _content(array) != _content(again.arrays.get(name))]
-    state = [name for name in _KEPT if after.state[name] != again.state[name]]
+    arrays = [
+        name for name, array in after.arrays.items() if _array_content(array) != _array_content(again.arrays.get(name))
+    ]
+    state = [name for name in _STATE_KEYS if after.state[name] != again.state[name]]
     consumed = [(one.state["ledger"] or {}).get("consumed") for one in (after, again)]
     state += [] if consumed[0] == consumed[1] else ["samples"]
-    result = Replayed(made, after.step, common, apart, step, arrays, len(after.arrays), state, folder)
-    if not result.same:
+    result = ReplayResult(made, after.step, common, apart, step, arrays, len(after.arrays), state, folder)
+    if not result.is_same:
         return result
     shutil.rmtree(folder)
     with suppress(OSError):
-        (run / FOLDER).rmdir()  # unless another one lies there
-    return Replayed(**{**vars(result), "folder": None})
+        (run / REPLAYS).rmdir()  # unless another one lies there
+    return ReplayResult(**{**vars(result), "folder": None})
 
 
-def _chosen(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
+def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
     """The two checkpoints, of which every byte is what was written."""
-    newest(run)
-    steps = [int(path.name.rpartition("-")[2]) for path in commit.find(run / "checkpoints")]
+    find_checkpoint(run)
+    steps = [int(path.name.rpartition("-")[2]) for path in commit.find_checkpoints(run / "checkpoints")]
     if last is None:
         last = min((step for step in steps if first is not None and step > first), default=steps[-1])
     if first is None:
         first = max((step for step in steps if step < last), default=0)
-    begin, end = newest(run, first) if first else None, newest(run, last)
+    begin, end = find_checkpoint(run, first) if first else None, find_checkpoint(run, last)
     if not first < last:
-        raise RunError(f"{run} has no checkpoint after step {first}; there are those of steps {ranges(steps)}")
-    before = commit.open_(begin) if begin else None
+        raise RunError(
+            f"{run} has no checkpoint after step {first}; it has checkpoints of steps {format_ranges(steps)}"
+        )
+    before = commit.open_checkpoint(begin) if begin else None
     if before is not None and before.holds != "everything":
-        raise RunError(f"{before.path} holds the {before.holds} only, so no step can be made from it")
-    return before, commit.open_(end)
+        raise RunError(f"{before.path} holds only the {before.holds}, so no step can be run from it")
+    return before, commit.open_checkpoint(end)
 
 
-def _prepared(run: Path, config: RunConfig, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:
+def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:
     """A run of its own that is as far as the first checkpoint, and its configuration."""
     made = before.step if before else 0
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
-    folder = run / FOLDER / name
+    folder = run / REPLAYS / name
     layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was then
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),
@@ -186,18 +194,18 @@ def _prepared(run: Path, config: RunConfig, before: Checkpoint | None, after: Ch
     }
     config = config.model_copy(update=groups)
     if before is not None:
-        _linked(before.path, folder / "checkpoints" / before.path.name)
+        _link_checkpoint(before.path, folder / "checkpoints" / before.path.name)
         if (run / ledger.FOLDER).is_dir():
             shutil.copytree(run / ledger.FOLDER, folder / ledger.FOLDER)
         for file in (FINGERPRINT, FILES):
             if (run / file).is_file():
                 shutil.copy(run / file, folder / file)
-        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
+        values = {**fingerprint.to_json(config), "recipe": references.absolute_reference(config.recipe)}
         (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return folder, config
 
 
-def _linked(source: Path, target: Path) -> None:
+def _link_checkpoint(source: Path, target: Path) -> None:
     """The same checkpoint under another name, without its bytes a second time where the file system can do that."""
     target.mkdir(parents=True)
     for path in source.iterdir():
@@ -207,13 +215,13 @@ def _linked(source: Path, target: Path) -> None:
             shutil.copy(path, target / path.name)
 
 
-def _steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
+def _read_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
     """What a run's events say of each of some steps."""
-    told = events.steps(events.read(run / "events.jsonl"))
-    return {e["step"]: {name: e.get(name) for name in _COMPARED} for e in told if first < e["step"] <= last}
+    shown = events.step_events(events.read_events(run / "events.jsonl"))
+    return {e["step"]: {name: e.get(name) for name in _STEP_VALUES} for e in shown if first < e["step"] <= last}
 
 
-def _content(array: Mapping[str, Any] | None) -> Any:
+def _array_content(array: Mapping[str, Any] | None) -> Any:
     """What a manifest says of an array's content, wherever it lies; of equal layouts the pieces are equal."""
     if array is None:
         return None

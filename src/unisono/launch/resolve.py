@@ -15,15 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit, provenance, resume_point
-from unisono.checkpoint.core.resume_point import Newest
+from unisono.checkpoint.core.resume_point import NewestCheckpoint
 from unisono.checkpoint.remote import restore, upload
 from unisono.config import batch_split, fingerprint, foreign_run
-from unisono.config.compose import Composed
-from unisono.config.resolved_run import RESOLVED, ResolvedRun, ResumePoint, changed_words, code_of, digest_of
+from unisono.config.compose import ComposedConfig
+from unisono.config.resolved_run import (
+    RESOLVED_FILE,
+    ResolvedRun,
+    ResumePoint,
+    absolute_references,
+    digest_values,
+    override_words,
+)
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, layout, preflight, run_directory
 from unisono.launch.preflight import DataFacts
 from unisono.runtime import safe_paths
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
 from unisono.runtime.text import one_line
 from unisono.supervise import disk_space
@@ -31,7 +39,7 @@ from unisono.task import Task
 from unisono.task_config import validate_config
 
 # Refuses a run: asked before anything is read, and again once the facts of its data are known.
-Allow = Callable[[RunConfig, Mapping[str, Any] | None], None]
+StartCheck = Callable[[RunConfig, Mapping[str, Any] | None], None]
 
 
 @dataclass(frozen=True)
@@ -47,14 +55,14 @@ class Request:
     """
 
     config: RunConfig
-    allow: Allow | None = None
+    allow: StartCheck | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     job: str | None = None
 
 
 @contextmanager
-def resolved(request: Request, task: Task) -> Iterator[ResolvedRun]:
+def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
     """Resolve a run, write its directory, and hold that against other starts while the context lasts.
 
     Everything that can be refused without touching anything is refused first.
@@ -63,33 +71,33 @@ def resolved(request: Request, task: Task) -> Iterator[ResolvedRun]:
         UnisonoError: for the first thing that cannot be.
     """
     new = request.config.run.name is None and request.job is None
-    config, allow = run_directory.named(request.config, request.job), request.allow
-    fetching = restore.Restore.of(config, run_directory.path_of(config))
-    fetching.begin(new, lambda: run_directory.held(run_directory.path_of(config)))
-    planned, measured = decide(config).config, None
+    config, allow = run_directory.with_name(request.config, request.job), request.allow
+    fetching = restore.Restore.of(config, run_directory.run_path(config))
+    fetching.begin(new, lambda: run_directory.hold_directory(run_directory.run_path(config)))
+    planned, measured = plan_run(config).config, None
     if allow is not None:
         allow(planned, None)
     if planned.layout.micro_batch == "auto":
-        measured = _measured_micro_batch(planned, task)
-        planned = decide(config, micro_batch=measured).config
+        measured = _measure_micro_batch(planned, task)
+        planned = plan_run(config, micro_batch=measured).config
     data = preflight.preflight(task, planned)
     task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
         allow(planned, data.facts)
     if new:
-        config = run_directory.claim(config)
-        fetching = restore.Restore.of(config, run_directory.path_of(config))
-    with run_directory.held(run_directory.path_of(config)):
+        config = run_directory.claim_directory(config)
+        fetching = restore.Restore.of(config, run_directory.run_path(config))
+    with run_directory.hold_directory(run_directory.run_path(config)):
         fetching.finish()
-        run = decide(config, data, micro_batch=measured, held=True)  # another start may have been here since
-        run = replace(run, origins=request.origins, command=_resuming(request.command, run.config))
-        run_directory.write(run, data, task)
+        run = plan_run(config, data, micro_batch=measured, held=True)  # another start may have been here since
+        run = replace(run, origins=request.origins, command=_resume_words(request.command, run.config))
+        run_directory.write_run(run, data, task)
         fetching.claim()
-        with preflight.naming_changed_files(data.watched):
+        with preflight.report_changed_files(data.watched):
             yield run
 
 
-def decide(
+def plan_run(
     config: RunConfig, data: DataFacts | None = None, *, micro_batch: int | None = None, held: bool = False
 ) -> ResolvedRun:
     """What a run comes to, with nothing touched: its micro-batch, and from which checkpoint it may resume.
@@ -107,29 +115,29 @@ def decide(
         RunError: if the directory cannot be used, or holds another run.
         CheckpointError: where no checkpoint is whole, or one is of another version.
     """
-    directory = run_directory.path_of(config)
+    directory = run_directory.run_path(config)
     if config.launch.nodes > 1:  # each may have another working directory
         directory = directory.resolve()
     run_directory.refuse_unusable(config)
-    newest = _newest(config, directory, held)
-    past = _past(config, directory, newest)
+    newest = _newest_checkpoint(config, directory, held)
+    past = _past_provenance(config, directory, newest)
     provenance.check_names(config, past["config"] if past else None)
     random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
-    config = _with_micro_batch(config, directory, past, random, micro_batch)
+    config = _resolve_micro_batch(config, directory, past, random, micro_batch)
     if newest.checkpoint is not None and not held:
-        disk_space.check(directory, config, disk_space.of_newest(directory), 1)
+        disk_space.check_disk_space(directory, config, disk_space.newest_size(directory), 1)
     if data is not None:
         run_directory.refuse_other_data(directory, data)
-    here = provenance.of(config, data.facts if data else None)
-    point = resume_point.decide(directory, config, here, newest, data.steps if data else None)
+    here = provenance.describe_run(config, data.facts if data else None)
+    point = resume_point.decide_resume_point(directory, config, here, newest, data.steps if data else None)
     if past is not None:
         if point is None:
-            provenance.refuse(str(directory), provenance.compare(past, here, config, random), config)
+            provenance.check_compatible(str(directory), provenance.compare(past, here, config, random), config)
         _refuse_other_statistics(directory, past["config"], config)
     return ResolvedRun(config, directory, point)
 
 
-def smaller(run: ResolvedRun, random: bool | None) -> ResolvedRun:
+def with_smaller_micro_batch(run: ResolvedRun, random: bool | None) -> ResolvedRun:
     """The run once more, with the next smaller micro-batch, after it has run out of memory; its directory is held.
 
     Args:
@@ -139,23 +147,23 @@ def smaller(run: ResolvedRun, random: bool | None) -> ResolvedRun:
     Raises:
         MemoryExhaustedError: if there is no smaller one, or it would be another run.
     """
-    size = next_smaller(run)
+    size = next_smaller_micro_batch(run)
     if size is None:
-        raise MemoryExhaustedError("a micro-batch of one row is the smallest there is")
+        raise MemoryExhaustedError("the micro-batch is already one row and cannot be made smaller")
     if draws_random_numbers(run, random) and "layout.micro_batch" not in run.config.run.allow_change:
         raise MemoryExhaustedError(
             "the micro-batch was not made smaller: the forward pass draws random numbers or normalises rows together, "
-            "so that another micro-batch is another run. run.allow_change=[layout.micro_batch] allows it"
+            "so another micro-batch changes the results. Allow it by run.allow_change=[layout.micro_batch]"
         )
-    return again(run, size)
+    return plan_restart(run, size)
 
 
-def draws_random_numbers(run: ResolvedRun, told: bool | None) -> bool:
+def draws_random_numbers(run: ResolvedRun, reported: bool | None) -> bool:
     """Whether the micro-batch of a run is part of its mathematics, by what its processes or its checkpoint say."""
-    return told if told is not None else run.resume is not None and run.resume.random
+    return reported if reported is not None else run.resume is not None and run.resume.random
 
 
-def again(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
+def plan_restart(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
     """The run once more, from what is its newest checkpoint by now; its directory is held.
 
     Args:
@@ -165,27 +173,27 @@ def again(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
     config = run.config
     if micro_batch is not None:
         config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": micro_batch})})
-    resolved = replace(decide(config, held=True), origins=run.origins, command=run.command)
+    resolved = replace(plan_run(config, held=True), origins=run.origins, command=run.command)
     run_directory.write_config(resolved)
     return resolved
 
 
-def next_smaller(run: ResolvedRun) -> int | None:
+def next_smaller_micro_batch(run: ResolvedRun) -> int | None:
     """The next smaller micro-batch; None if there is none."""
     split = run.split
     sizes = batch_split.divisors(split.passes * split.micro_batch // split.devices)
     return max((size for size in sizes if size < split.micro_batch), default=None)
 
 
-def reading(config: RunConfig, directory: Path) -> ResolvedRun:
+def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
     """A run that is only read, by one process of this host, whatever layout it was trained on."""
     one = {"world_size": 1, "devices": "auto", "strategy": "single", "shards": None, "device": "auto"}
     alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
     config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
-    config = layout.concrete(config, None)
-    split = batch_split.split_of(config)
+    config = layout.resolve_layout(config, None)
+    split = batch_split.resolve_split(config)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": split.micro_batch})})
-    return ResolvedRun(config, directory, resume_point.everything(directory))
+    return ResolvedRun(config, directory, resume_point.list_all(directory))
 
 
 def refuse_other_run(config: RunConfig) -> None:
@@ -197,36 +205,38 @@ def refuse_other_run(config: RunConfig) -> None:
     Raises:
         RunError: if the directory cannot be used, or holds another run.
     """
-    directory = run_directory.path_of(config)
+    directory = run_directory.run_path(config)
     run_directory.refuse_unusable(config)
-    newest = _newest(config, directory, held=False)
-    past = _past(config, directory, newest)
+    newest = _newest_checkpoint(config, directory, held=False)
+    past = _past_provenance(config, directory, newest)
     provenance.check_names(config, past["config"] if past else None)
     if past is None:
         return
     random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
     if not isinstance(config.layout.micro_batch, int):
-        kept = provenance.filled(past["config"], config)["layout"]["micro_batch"]
+        kept = provenance.fill_defaults(past["config"], config)["layout"]["micro_batch"]
         config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": kept})})
-    provenance.refuse(str(directory), provenance.compare(past, provenance.of(config), config, random), config)
+    provenance.check_compatible(
+        str(directory), provenance.compare(past, provenance.describe_run(config), config, random), config
+    )
 
 
-def check(config: RunConfig, task: Task) -> tuple[ResolvedRun, DataFacts]:
+def check_run(config: RunConfig, task: Task) -> tuple[ResolvedRun, DataFacts]:
     """What a start would come to, with nothing touched; see `unisono check`."""
-    config = run_directory.named(layout.concrete(config, cluster.process_info()))
-    run = decide(config)
+    config = run_directory.with_name(layout.resolve_layout(config, cluster.process_info()))
+    run = plan_run(config)
     data = preflight.preflight(task, run.config)
-    return decide(config, data), data
+    return plan_run(config, data), data
 
 
-def from_plain(values: Mapping[str, Any]) -> ResolvedRun:
+def from_json(values: Mapping[str, Any]) -> ResolvedRun:
     """A resolved run from its JSON values, in another process."""
-    config = validate_config(Composed(dict(values["config"]), {}))
-    point = ResumePoint.of(values["resume"])
+    config = validate_config(ComposedConfig(dict(values["config"]), {}))
+    point = ResumePoint.from_json(values["resume"])
     return ResolvedRun(config, Path(values["directory"]), point, values["origins"], tuple(values["command"]))
 
 
-def received(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
+def accept_resolved_run(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
     """A resolved run that another process has sent: what it imports is what this process was asked for.
 
     Args:
@@ -236,48 +246,48 @@ def received(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
     Raises:
         ConfigError: if it names another task or other callbacks; nothing of it was imported.
     """
-    own = code_of(asked)
+    own = absolute_references(asked)
     for name, value in own.items():
         if values["config"].get(name) != value:
             raise ConfigError(
-                f"the process that resolved the run has {name}={one_line(values['config'].get(name))}, and this one was "
-                f"asked for {name}={one_line(value)}: give all of them the same, under the same path"
+                f"the process that resolved the run has {name}={one_line(values['config'].get(name))}, but this one "
+                f"was started with {name}={one_line(value)}: start all of them with the same value, under the same path"
             )
-    return from_plain(values)
+    return from_json(values)
 
 
-def read(directory: Path, digest: str) -> ResolvedRun:
+def read_resolved_run(directory: Path, digest: str) -> ResolvedRun:
     """The resolved run that its launcher has written.
 
     Raises:
         RunError: if it is another one.
         OSError: if it cannot be read.
     """
-    path = directory / RESOLVED
-    values = safe_paths.read_json(directory, RESOLVED)
-    if digest_of(values) != digest:  # before anything that it names is imported
-        raise RunError(f"{path} is not what this start was resolved to: another start has replaced it")
-    run = from_plain(values)
+    path = directory / RESOLVED_FILE
+    values = safe_paths.read_json(directory, RESOLVED_FILE)
+    if digest_values(values) != digest:  # before anything that it names is imported
+        raise RunError(f"{path} was replaced by another start of this run; start the run again")
+    run = from_json(values)
     if run.digest != digest:
-        raise RunError(f"{path}: a setting has another value in this process than in its launcher")
+        raise RunError(f"{path}: a setting has a different value in this process than in its launcher")
     return run
 
 
 # what an earlier start has left --------------------------------------------------------------------------------------
 
 
-def _newest(config: RunConfig, directory: Path, held: bool) -> Newest:
+def _newest_checkpoint(config: RunConfig, directory: Path, held: bool) -> NewestCheckpoint:
     """The newest checkpoint whose manifest can be read, of the directory or about to be fetched from the store."""
-    store = upload.store_of(config) if held else None
+    store = upload.open_store(config) if held else None
     newest = resume_point.newest_readable(
-        directory / "checkpoints", None if store is None else partial(restore.again, store)
+        directory / "checkpoints", None if store is None else partial(restore.refetch, store)
     )
-    if config.checkpoint.upload.url is not None and (begun := restore.begun(directory)):
-        return Newest(commit.read(begun[-1]))
+    if config.checkpoint.upload.url is not None and (begun := restore.find_partial(directory)):
+        return NewestCheckpoint(commit.read_manifest(begun[-1]))
     return newest
 
 
-def _past(config: RunConfig, directory: Path, newest: Newest) -> provenance.About | None:
+def _past_provenance(config: RunConfig, directory: Path, newest: NewestCheckpoint) -> provenance.Provenance | None:
     """What the run is made of: by its newest checkpoint, else by its configuration; None if there is no run yet."""
     if not (directory / "config.yaml").is_file():
         return None
@@ -286,8 +296,8 @@ def _past(config: RunConfig, directory: Path, newest: Newest) -> provenance.Abou
     return {"config": foreign_run.read_values(directory / "config.yaml")}  # it ended before its first checkpoint
 
 
-def _with_micro_batch(
-    config: RunConfig, directory: Path, past: provenance.About | None, random: bool, measured: int | None
+def _resolve_micro_batch(
+    config: RunConfig, directory: Path, past: provenance.Provenance | None, random: bool, measured: int | None
 ) -> RunConfig:
     """The configuration with its micro-batch as a number, unless it is `auto` and has to be measured.
 
@@ -298,19 +308,19 @@ def _with_micro_batch(
     if isinstance(asked, int):
         size = asked
     elif past is not None:
-        before = provenance.filled(past["config"], config)
+        before = provenance.fill_defaults(past["config"], config)
         kept = before["layout"]["micro_batch"]
         if not random:  # a start that ran out of memory since then has left a smaller one
             since = foreign_run.read_values(directory / "config.yaml")["layout"]["micro_batch"]
             kept = min(kept, since) if isinstance(since, int) and isinstance(kept, int) else kept
-        whole = config.layout.sync_batch_norm and fingerprint.normalised_together(before) is None
+        whole = config.layout.sync_batch_norm and fingerprint.batch_norm_rows(before) is None
         if random or config.run.resume == "exact" or (_divides(kept, config) and not whole):
             size = kept
     if size is None and asked == "auto":
         return config
     if size is None:
         whole_rows = config.layout.model_copy(update={"micro_batch": None})
-        size = batch_split.split_of(config.model_copy(update={"layout": whole_rows})).micro_batch
+        size = batch_split.resolve_split(config.model_copy(update={"layout": whole_rows})).micro_batch
     return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": size})})
 
 
@@ -321,15 +331,15 @@ def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
     return config.train.global_batch % (world * config.layout.devices_each * micro_batch) == 0
 
 
-def _measured_micro_batch(config: RunConfig, task: Task) -> int:
+def _measure_micro_batch(config: RunConfig, task: Task) -> int:
     """The largest micro-batch that fits all processes."""
     from unisono.launch.autobatch import search
     from unisono.launch.task_objects import refuse_state
 
-    refuse_state(task, "the processes that measure memory build it anew")
+    refuse_state(task, "the processes that measure memory build their own")
     process = cluster.process_info()
-    found = search.find(config, config.launch.nodes == 1 and (process is None or process.world_size == 1))
-    print("\n".join(found.lines()), flush=True)  # noqa: T201 - before there is a log
+    found = search.find_micro_batch(config, config.launch.nodes == 1 and (process is None or process.world_size == 1))
+    say("\n".join(found.lines()))
     return found.micro_batch
 
 
@@ -339,25 +349,25 @@ def _refuse_other_statistics(directory: Path, there: Mapping[str, Any], config: 
     Raises:
         RunError: with the rows there and here.
     """
-    before = fingerprint.normalised_together(provenance.filled(there, config))
-    now = fingerprint.normalised_together(config)
+    before = fingerprint.batch_norm_rows(provenance.fill_defaults(there, config))
+    now = fingerprint.batch_norm_rows(config)
     if before != now and "layout.micro_batch" not in config.run.allow_change:
         raise RunError(
-            f"{directory} already holds a run that normalises other rows together (layout.sync_batch_norm): "
-            f"{_rows(before)} there, {_rows(now)} here. Keep layout.world_size and layout.micro_batch, or "
-            "allow this change by run.allow_change=[layout.micro_batch]"
+            f"{directory} already holds a run that normalises different rows together (layout.sync_batch_norm): "
+            f"{_describe_rows(before)} there, {_describe_rows(now)} here. Keep layout.world_size and "
+            "layout.micro_batch, or allow this change by run.allow_change=[layout.micro_batch]"
         )
 
 
-def _rows(together: tuple[int, int] | None) -> str:
+def _describe_rows(together: tuple[int, int] | None) -> str:
     return "the whole global batch" if together is None else f"{together[1]} of each of {together[0]} processes"
 
 
-def _resuming(command: tuple[str, ...], config: RunConfig) -> tuple[str, ...]:
+def _resume_words(command: tuple[str, ...], config: RunConfig) -> tuple[str, ...]:
     """The words of a command that resumes the run: with its name, and without what holds for one start."""
     if not command:
         return ()
     changes = {"run.stop_after": None, "run.name": config.run.name}
     if config.run.resume == "never":
         changes["run.resume"] = None
-    return tuple(changed_words(command, changes))
+    return tuple(override_words(command, changes))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.exchange.export import newest
+from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
@@ -45,7 +46,7 @@ class Run:
         """
         from unisono.launch.load import load_weights
 
-        newest(self.folder, step)
+        find_checkpoint(self.folder, step)
         if self.task.engine == "jax":
             from unisono.engines.jax import weights
 
@@ -56,11 +57,16 @@ class Run:
         load_weights(self.folder, model, ema=ema, step=step)
         return model.eval()
 
+    @property
+    def newest_step(self) -> int:
+        """Updates that made the weights of the newest checkpoint."""
+        return int(find_checkpoint(self.folder).name.rpartition("-")[2])
+
     def show(self, figures: Mapping[str, Path]) -> None:
         """Show image files in the run's trackers, where it has any, by the names they are to have there."""
         from unisono.observe import figures as shown
 
-        shown.show(self.folder, figures)
+        shown.show_figures(self.folder, figures)
 
 
 def open_run(
@@ -71,8 +77,8 @@ def open_run(
     Args:
         folder: of the run.
         overrides: settings that replace those of the run, e.g. `data.path=FILE`.
-        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None takes the one that the run names, if
-            that is a recipe or this process has imported it already.
+        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
+            if it is a recipe or this process has already imported it.
         trust: import the task that the run names, wherever it lies. That runs its author's code.
 
     Raises:
@@ -83,6 +89,8 @@ def open_run(
     folder = Path(folder)
     config = read_run(folder, task, overrides, trust=trust)
     opened = build_task(config)
+    if found := commit.find_checkpoints(folder / "checkpoints"):
+        assets.check(commit.read_manifest(found[-1]), folder)
     if (folder / ASSETS).is_dir():
         opened.load_assets(folder / ASSETS)
     return Run(folder, config, opened)
@@ -101,6 +109,6 @@ def read_asset(directory: Path, name: str) -> Any:
     try:
         return safe_paths.read_json(directory, name)
     except FileNotFoundError as error:
-        raise RunError(f"{directory} has no {name}: it does not hold the assets of a run of this task") from error
+        raise RunError(f"{directory} has no {name}: these are not the assets of a run of this task") from error
     except (OSError, ValueError) as error:
         raise RunError(f"{directory / name} cannot be read: {error}") from error

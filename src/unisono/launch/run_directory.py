@@ -19,22 +19,22 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
 from unisono.config import environment, fingerprint, foreign_run
-from unisono.config.resolved_run import RESOLVED, ResolvedRun
+from unisono.config.resolved_run import RESOLVED_FILE, ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch.preflight import DataFacts
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
-from unisono.runtime.files import TEMPORARY, write_kept, write_whole
+from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole, write_with_backup
 from unisono.supervise import run_lock
 from unisono.task import Task
-from unisono.task_config import engine_of
+from unisono.task_config import resolve_engine
 
 FINGERPRINT = "fingerprint.json"
 CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
 FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
 
 
-def named(config: RunConfig, job: str | None = None) -> RunConfig:
+def with_name(config: RunConfig, job: str | None = None) -> RunConfig:
     """The configuration with a name for its run: its own, or one from the recipe and the job or the time."""
     if config.run.name is not None:
         return config
@@ -50,11 +50,11 @@ def refuse_unusable(config: RunConfig) -> None:
     Raises:
         RunError: if it is not writable, holds something else, or a run that must not be resumed.
     """
-    folder = path_of(config)
+    folder = run_path(config)
     try:
         existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
-        reason = error.strerror if isinstance(error, OSError) else "symbolic links that lead in a circle"
+        reason = error.strerror if isinstance(error, OSError) else "its symbolic links form a loop"
         raise RunError(f"{folder} cannot be a directory: {reason}; choose another run.dir or run.name") from error
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -63,35 +63,35 @@ def refuse_unusable(config: RunConfig) -> None:
         raise RunError(
             f"{folder}: {existing} cannot be written to ({error.strerror}); choose another run.dir"
         ) from error
-    harmless = {run_lock.FOLDER, CERTIFICATE, store_lock.KEPT}
-    inside = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY] if folder.exists() else []
+    harmless = {run_lock.FOLDER, CERTIFICATE, store_lock.LOCAL_FILE}
+    inside = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY_SUFFIX] if folder.exists() else []
     if set(inside) - harmless and not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not empty and is not a run directory (no config.yaml); choose another run.name")
     if config.run.resume == "never" and (folder / "config.yaml").is_file():
         raise RunError(
-            f"{folder} already holds a run, and run.resume=never; choose another run.name, or run.resume=auto"
+            f"{folder} already holds a run, and run.resume=never; choose another run.name, or set run.resume=auto"
         )
-    _refuse_another_s_name(config)
+    _refuse_case_collision(config)
 
 
-def _refuse_another_s_name(config: RunConfig) -> None:
+def _refuse_case_collision(config: RunConfig) -> None:
     """Refuse the folder of `Run` for `run`, where the file system takes both names for one.
 
     Raises:
         RunError: naming the run that lies there.
     """
-    folder = path_of(config)
-    if not (folder / "config.yaml").is_file() or not folds(folder):
+    folder = run_path(config)
+    if not (folder / "config.yaml").is_file() or not ignores_case(folder):
         return
     there = str(foreign_run.read_values(folder / "config.yaml")["run"]["name"])
     if there != config.run.name and there.casefold() == str(config.run.name).casefold():
         raise RunError(
-            f"{folder} already holds the run {there!r}: this file system does not tell large letters from small ones. "
-            f"Choose another run.name, or go on with that run by run.name={there}"
+            f"{folder} already holds the run {there!r}: this file system ignores upper and lower case. "
+            f"Choose another run.name, or resume that run with run.name={there}"
         )
 
 
-def folds(path: Path) -> bool:
+def ignores_case(path: Path) -> bool:
     """Whether the file system knows a path by another name too, which differs in large and small letters alone.
 
     Where it does, what is there is listed once. The number of a file says nothing: FUSE gives one to each of its names.
@@ -100,38 +100,38 @@ def folds(path: Path) -> bool:
     return other.exists() and other.name not in {name.name for name in path.parent.iterdir()}
 
 
-def claim(config: RunConfig) -> RunConfig:
+def claim_directory(config: RunConfig) -> RunConfig:
     """The same configuration with a name that no other start can have taken: the folder is made here."""
     while True:
         try:
-            path_of(config).mkdir(parents=True)
+            run_path(config).mkdir(parents=True)
         except FileExistsError:  # a start in the same second
-            config = named(config.model_copy(update={"run": config.run.model_copy(update={"name": None})}))
+            config = with_name(config.model_copy(update={"run": config.run.model_copy(update={"name": None})}))
         except OSError as error:
-            raise _unwritable(path_of(config), error) from error
+            raise _unwritable_error(run_path(config), error) from error
         else:
             return config
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def hold_directory(folder: Path) -> Iterator[None]:
     """Make a folder and hold it against other starts, on this host and on others.
 
     Raises:
         RunError: naming the process that holds it.
     """
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            taken = opened.enter_context(run_lock.held(folder))
+            taken = stack.enter_context(run_lock.hold_lock(folder))
             if taken.seized:  # what its last owner was writing can be finished by nobody, not even if it wakes up
-                commit.sweep(folder / "checkpoints")
+                commit.remove_leftovers(folder / "checkpoints")
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise _unwritable_error(folder, error) from error
         yield
 
 
-def write(run: ResolvedRun, data: DataFacts, task: Task) -> None:
+def write_run(run: ResolvedRun, data: DataFacts, task: Task) -> None:
     """Write what the run is: its configuration, facts and files of its data, the task's assets, what was resolved.
 
     Raises:
@@ -143,16 +143,16 @@ def write(run: ResolvedRun, data: DataFacts, task: Task) -> None:
         (folder / "assets").mkdir(exist_ok=True)
         task.save_assets(folder / "assets")
         described = {
-            "mathematics": fingerprint.digest(config),
+            "mathematics": fingerprint.config_digest(config),
             "data": data.facts,
-            "versions": environment.versions(engine_of(config)),
+            "versions": environment.library_versions(resolve_engine(config)),
             "host": platform.node(),
         }
         # The files first, as the other one is looked for.
         write_whole(folder / FILES, json.dumps(data.files, indent=1) + "\n")
         write_whole(folder / FINGERPRINT, json.dumps(described, indent=1) + "\n")
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable_error(folder, error) from error
 
 
 def write_config(run: ResolvedRun) -> None:
@@ -163,10 +163,10 @@ def write_config(run: ResolvedRun) -> None:
     """
     values = run.plain()
     try:
-        write_kept(run.directory / "config.yaml", yaml.safe_dump(values["config"], sort_keys=False))
-        write_whole(run.directory / RESOLVED, json.dumps(values, indent=1) + "\n")
+        write_with_backup(run.directory / "config.yaml", yaml.safe_dump(values["config"], sort_keys=False))
+        write_whole(run.directory / RESOLVED_FILE, json.dumps(values, indent=1) + "\n")
     except OSError as error:
-        raise _unwritable(run.directory, error) from error
+        raise _unwritable_error(run.directory, error) from error
 
 
 def refuse_other_data(folder: Path, data: DataFacts) -> None:
@@ -175,7 +175,7 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
     Raises:
         RunError: naming the files that have changed, and the facts that differ.
     """
-    from unisono.data.sources.change_detection import what_changed
+    from unisono.data.sources.change_detection import find_change
 
     facts, files = data.facts, data.files
     if not (folder / FINGERPRINT).is_file():
@@ -191,19 +191,19 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
     changed = [
         (f"of source '{name}', " if name else "") + what
         for name in sorted(were.keys() & files.keys())
-        if (what := what_changed(were[name], files[name]))
+        if (what := find_change(were[name], files[name]))
     ]
     raise RunError(
-        f"{folder} was trained on other data: {'; '.join([*changed, differing])}. Restore the data, or choose another "
-        "run.name"
+        f"{folder} was trained on different data: {'; '.join([*changed, differing])}. Restore the data, or choose "
+        "another run.name"
     )
 
 
-def path_of(config: RunConfig) -> Path:
+def run_path(config: RunConfig) -> Path:
     """Where a named run lies."""
     assert config.run.name is not None
     return config.run.dir / config.run.name
 
 
-def _unwritable(folder: Path, error: OSError) -> RunError:
-    return RunError(f"{folder} cannot be written: {error.strerror} ({error.filename}); choose another run.dir")
+def _unwritable_error(folder: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write to {folder}: {error.strerror} ({error.filename}); choose another run.dir")

@@ -1,4 +1,4 @@
-"""Tasks and callbacks given as Python objects: how another process finds their class, and what of them it would not get.
+"""Tasks and callbacks given as Python objects: how other processes find their class, and what they would not get.
 
 Other processes import the class from its file and build the object of its settings, so an object must be nothing more.
 """
@@ -16,10 +16,11 @@ from typing import Any
 
 from unisono.callback import Callback
 from unisono.config import recipes, references
-from unisono.config.compose import literal
+from unisono.config.compose import ComposedConfig, escape_interpolation
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
-from unisono.task import Task, made_by_setup
+from unisono.task import Task, setup_attributes
+from unisono.task_config import composed_engine
 
 
 def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
@@ -35,15 +36,15 @@ def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
             raise OSError(path)
     except (OSError, TypeError) as error:
         raise ConfigError(
-            f"{name} is not defined in a file, so no other process can import it; put it in one"
+            f"{name} is not defined in a file, so no other process can import it; move it into one"
         ) from error
     if name.endswith("<lambda>"):
-        raise ConfigError("a lambda has no name by which another process could import it; define a function")
+        raise ConfigError("a lambda has no name by which other processes could import it; define a function instead")
     if "." in name:
         raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
     known = f"{kind.__module__}:{kind.__name__}"
     file = f"{path}:{kind.__name__}"
-    return recipes.name_of(known) or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
+    return recipes.find_recipe_name(known) or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
 
 
 def refuse_state(task: Task, why: str) -> None:
@@ -53,11 +54,12 @@ def refuse_state(task: Task, why: str) -> None:
         ConfigError: naming the attributes; what a `cached_property` keeps or `setup` makes is no state.
     """
     kept = {name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)}
-    own = sorted(vars(task).keys() - kept - made_by_setup(task) - {"config", "model_config", "data_config"})
+    own = sorted(vars(task).keys() - kept - setup_attributes(task) - {"config", "model_config", "data_config"})
     if own:
         raise ConfigError(
-            f"the {type(task).__name__} object has {', '.join(own)} besides its settings, but {why}, from its class "
-            "and its settings alone. Make settings of what it needs, and a cached_property of what follows from them"
+            f"the {type(task).__name__} object has {', '.join(own)} in addition to its settings, but {why} from its "
+            "class and settings alone. Move what it needs into settings, and what follows from them into a "
+            "cached_property"
         )
 
 
@@ -76,8 +78,8 @@ def callback_entry(callback: Callback | type[Callback] | str) -> str | dict[str,
     own = sorted(name for name, value in vars(callback).items() if name not in fresh or fresh[name] != value)
     if own:
         raise ConfigError(
-            f"the {kind.__name__} object has {', '.join(own)} besides its settings, but other processes build it anew, "
-            "from its class and its settings alone. Make settings of what it needs (class Config)"
+            f"the {kind.__name__} object has {', '.join(own)} in addition to its settings, but other processes build "
+            "their own from its class and settings alone. Move what it needs into settings (class Config)"
         )
     return {"callback": reference_to(kind), **callback.config.model_dump(mode="json")}
 
@@ -90,7 +92,7 @@ def settings_of(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
     return {name: group.model_dump(mode="json") for name, group in (("task", task), ("model", model), ("data", data))}
 
 
-def merged_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a task object by group, with what is given of them; another `kind` has nothing of the first."""
     made = {}
     for group, own in settings.items():
@@ -99,26 +101,45 @@ def merged_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> di
     return made
 
 
-def override_text(value: Any) -> str:
+def with_engine(composed: ComposedConfig, kind: type[Task]) -> ComposedConfig:
+    """A configuration with a class's engine: its recipe may have another class, for another engine.
+
+    Raises:
+        ConfigError: if the configuration asks for another engine.
+    """
+    asked = composed_engine(composed.values)
+    if asked not in ("auto", kind.engine):
+        raise ConfigError(
+            f"layout.engine={asked}, but {kind.__name__} is written in {kind.engine}; leave layout.engine out"
+        )
+    layout = {**(composed.values.get("layout") or {}), "engine": kind.engine}
+    return ComposedConfig({**composed.values, "layout": layout}, composed.origins)
+
+
+def format_override(value: Any) -> str:
     """A Python value in the grammar of overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(override_text(item) for item in value)}]"
+        return f"[{','.join(format_override(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{override_text(item)}" for name, item in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{format_override(item)}" for name, item in value.items()) + "}"
     if isinstance(value, numbers.Integral):
         return str(int(value))
     if isinstance(value, numbers.Real):
         return repr(float(value))
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and "\\'"), literal(str(value))) + "'"
+    return (
+        "'"
+        + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and "\\'"), escape_interpolation(str(value)))
+        + "'"
+    )
 
 
 def _in_folder_without_init(module: str, path: Path) -> bool:
     """Whether a file is a part of a package that its place does not show, but that can be imported by name."""
-    if "." not in module or references.in_package(path.resolve())[1]:
+    if "." not in module or references.find_package(path.resolve())[1]:
         return False
     spec = find_spec(module)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()

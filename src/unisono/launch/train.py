@@ -10,30 +10,31 @@ from typing import Any
 
 from unisono.callback import Callback
 from unisono.checkpoint.core import provenance
-from unisono.config.compose import Composed, compose
+from unisono.config.compose import ComposedConfig, compose
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.worker_process import MARK
-from unisono.launch import cluster, ending, layout, preflight, resolve
+from unisono.data.loading.worker_process import WORKER_VARIABLE
+from unisono.launch import cluster, exit_advice, layout, preflight, resolve
 from unisono.launch.host import host_check, malloc_arenas
 from unisono.launch.nodes import agreement, tcp_rendezvous
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
-from unisono.launch.resolve import Allow, Request
+from unisono.launch.resolve import Request, StartCheck
 from unisono.launch.task_objects import (
     callback_entry,
-    merged_settings,
-    override_text,
+    format_override,
+    merge_settings,
     reference_to,
     refuse_state,
     settings_of,
+    with_engine,
 )
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import ConfigError
 from unisono.supervise import fault_injection, preemption
 from unisono.task import Task
-from unisono.task_config import build_task, validate_config
+from unisono.task_config import build_task, composed_engine, validate_config
 from unisono.training.callbacks.build import build_callbacks
 
 
@@ -63,34 +64,37 @@ def train(
         result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
     """
     process = cluster.process_info()
-    if (process is not None and process.launcher == "unisono") or MARK in os.environ:
+    if (process is not None and process.launcher == "unisono") or WORKER_VARIABLE in os.environ:
         raise ConfigError(
-            "unisono.train was called by a process of a run, while it imported the task's file. Put the call under "
+            "unisono.train was called while a process of a run imported the task's file. Put the call under "
             "`if __name__ == '__main__':`"
         )
     instance = task if isinstance(task, Task) else None
-    reference = task if isinstance(task, str) else reference_to(type(task) if isinstance(task, Task) else task)
+    kind = type(task) if isinstance(task, Task) else task
+    reference = kind if isinstance(kind, str) else reference_to(kind)
     settings = settings_of(instance) if instance is not None else {}
     if isinstance(config, RunConfig):  # its task's groups may be of no type yet, or not those of the task object
         given = config.model_dump(mode="json", exclude_unset=True)
-        composed = Composed({**given, **merged_settings(settings, given), "recipe": reference}, {})
+        composed = ComposedConfig({**given, **merge_settings(settings, given), "recipe": reference}, {})
     else:
         overrides = (
-            [f"{key}={override_text(value)}" for key, value in config.items()]
+            [f"{key}={format_override(value)}" for key, value in config.items()]
             if isinstance(config, Mapping)
             else list(config)
         )
         composed = compose(reference, overrides, settings=settings)
-    with prepared(composed) as server:
+    if not isinstance(kind, str):
+        composed = with_engine(composed, kind)
+    with start_fork_server(composed) as server:
         typed = validate_config(composed)
         if instance is not None and settings_of(instance) != settings_of(typed):
-            refuse_state(instance, "the configuration changes its settings, and it is built anew")
+            refuse_state(instance, "the configuration changes its settings, so a new object is built")
             instance = None  # here as in other processes
-        return start(typed, instance, origins=composed.origins, callbacks=callbacks, server=server)
+        return start_run(typed, instance, origins=composed.origins, callbacks=callbacks, server=server)
 
 
 @contextmanager
-def prepared(composed: Composed) -> Iterator[ForkServer | None]:
+def start_fork_server(composed: ComposedConfig) -> Iterator[ForkServer | None]:
     """A fork server for the processes that a configuration asks for, importing beside what is prepared here.
 
     Args:
@@ -101,28 +105,30 @@ def prepared(composed: Composed) -> Iterator[ForkServer | None]:
     count = 0
     if cluster.process_info() is None and given.get("strategy") not in ("single", "dp"):
         world = given.get("world_size", "auto")
-        count = world // nodes if isinstance(world, int) and isinstance(nodes, int) else _likely_processes(given)
+        count = world // nodes if isinstance(world, int) and isinstance(nodes, int) else _guess_process_count(given)
     if count < 2 and nodes == 1:
         yield None
         return
     threads, reference = layout.threads_per_process(max(1, count)), str(values.get("recipe", ""))
-    modules = preloading.modules_of(reference)
-    engine = "jax" if given.get("engine") == "jax" or preloading.is_jax(reference) else "torch"
-    with local_processes.forking(count, threads, reference, modules, engine) as server:
+    modules = preloading.find_libraries(reference)
+    engine = composed_engine(values)
+    if engine == "auto":
+        engine = "jax" if preloading.is_jax(reference) else "torch"
+    with local_processes.open_fork_server(count, threads, reference, modules, engine) as server:
         yield server
 
 
-def _likely_processes(given: Mapping[str, Any]) -> int:
+def _guess_process_count(given: Mapping[str, Any]) -> int:
     """How many processes `auto` will come to, without a library that counts devices: 0 where that is not plain."""
     if given.get("device") == "cpu":
         return 0
     return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
-def start(
+def start_run(
     config: RunConfig,
     task: Task | None = None,
-    allow: Allow | None = None,
+    allow: StartCheck | None = None,
     *,
     origins: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
@@ -143,12 +149,12 @@ def start(
     Raises:
         Preempted: if SIGTERM or SIGUSR1 has asked for an end.
     """
-    with preemption.heeded():
-        malloc_arenas.share()
+    with preemption.handle_signals():
+        malloc_arenas.use_single_arena()
         process = cluster.process_info()
-        asked, config = config, layout.concrete(config, process)
+        asked, config = config, layout.resolve_layout(config, process)
         if process is None or process.is_first:
-            layout.warn(asked, config)
+            layout.warn_about_layout(asked, config)
         launched = process is not None and process.launcher != "unisono" and not layout.is_single(config)
         # Objects are used as they are where each process has its own; elsewhere they go into the configuration.
         here = [one for one in callbacks if isinstance(one, Callback) and (launched or layout.is_single(config))]
@@ -159,95 +165,97 @@ def start(
         if config.layout.engine == "jax" and server is not None:  # its forks have torch, and JAX has threads
             server.close()
             server = None
-        request = Request(config, allow, origins or {}, tuple(command), _job(process))
+        request = Request(config, allow, origins or {}, tuple(command), _job_id(process))
         if launched:
             assert process is not None
-            return _as_rank(request, task, process, here)
-        return _as_launcher(request, task, here, server)
+            return _run_as_rank(request, task, process, here)
+        return _run_as_launcher(request, task, here, server)
 
 
-def outcome(path: Path) -> Any:
+def read_outcome(path: Path) -> Any:
     """What the processes of a run have left behind, read from its events."""
     from unisono.observe import events
     from unisono.training.loop import Result
 
-    seen = events.read(path / "events.jsonl")
-    steps = events.steps(seen)
+    seen = events.read_events(path / "events.jsonl")
+    steps = events.step_events(seen)
     last: Mapping[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
     return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
 
 
-def _as_launcher(request: Request, task: Task | None, callbacks: Sequence[Callback], server: ForkServer | None) -> Any:
+def _run_as_launcher(
+    request: Request, task: Task | None, callbacks: Sequence[Callback], server: ForkServer | None
+) -> Any:
     """Run a single process here, or start the processes of this host, or of this node."""
     config = request.config
     if task is not None and not layout.is_single(config):
-        refuse_state(task, "other processes build it anew")
+        refuse_state(task, "other processes build their own")
     task = task or build_task(config)
     if config.launch.nodes > 1:
-        return _as_node(request, task, server)
-    with resolve.resolved(request, task) as run, ending.explained(run):
-        local_processes.forget(run.directory)
+        return _run_as_node(request, task, server)
+    with resolve.resolve_run(request, task) as run, exit_advice.explain_exit(run):
+        local_processes.remove_old_faults(run.directory)
         if layout.is_single(config):
-            return _as_single(run, task, callbacks)
-        restart.launch(run, layout.threads_per_process(run.world_size), server)
-        return outcome(run.directory)
+            return _run_as_single(run, task, callbacks)
+        restart.launch_with_restarts(run, layout.threads_per_process(run.world_size), server)
+        return read_outcome(run.directory)
 
 
-def _as_single(run: ResolvedRun, task: Task, callbacks: Sequence[Callback]) -> Any:
+def _run_as_single(run: ResolvedRun, task: Task, callbacks: Sequence[Callback]) -> Any:
     """Train in this process."""
     from unisono.training import loop
 
     fault_injection.install(0)
     process = ProcessInfo()
-    with rank_process.recorded(run.directory, process):
+    with rank_process.record_errors(run.directory, process):
         every = [*build_callbacks(run.config, task), *callbacks]
-        return loop.train(task, run, process, rank_process.join(run.config, process), every)
+        return loop.train(task, run, process, rank_process.join_processes(run.config, process), every)
 
 
-def _as_rank(request: Request, task: Task | None, process: ProcessInfo, callbacks: Sequence[Callback]) -> Any:
+def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, callbacks: Sequence[Callback]) -> Any:
     """Run as one of the processes that torchrun or srun started: rank 0 resolves the run, all train."""
     from unisono.training import loop
 
     config, allow = request.config, request.allow
-    host_check.check(config)
-    communicator = rank_process.join(config, process)
-    with ExitStack() as opened:
+    host_check.check_host(config)
+    communicator = rank_process.join_processes(config, process)
+    with ExitStack() as stack:
         try:
             if allow is not None:  # on every process, since each has the code and the versions of its host
                 raise_everywhere(communicator, lambda: allow(config, None), "all ranks to be allowed to start")
 
             def resolved() -> dict[str, Any]:
-                run = opened.enter_context(resolve.resolved(request, task or build_task(config)))
-                local_processes.forget(run.directory)
+                run = stack.enter_context(resolve.resolve_run(request, task or build_task(config)))
+                local_processes.remove_old_faults(run.directory)
                 return run.plain()
 
-            run = resolve.received(
+            run = resolve.accept_resolved_run(
                 share_first(communicator, resolved, "rank 0 to resolve the run and prepare its data"), config
             )
         except Exception:
-            rank_process.part(communicator)
+            rank_process.leave_group(communicator)
             raise
         if process.is_first:
-            opened.enter_context(ending.explained(run, process.launcher))
+            stack.enter_context(exit_advice.explain_exit(run, process.launcher))
         with (
-            rank_process.recorded(run.directory, process),
-            monitor_client.joined(run.config, run.directory, process, communicator),
+            rank_process.record_errors(run.directory, process),
+            monitor_client.monitor_rank(run.config, run.directory, process, communicator),
         ):
             task = task or build_task(run.config)
             every = [*build_callbacks(run.config, task), *callbacks]
             result = loop.train(task, run, process, communicator, every)
-    rank_process.part(communicator)
+    rank_process.leave_group(communicator)
     return result
 
 
-def _as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
+def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
     """Run this node's processes of a run, once all nodes agree on what it is; node 0 resolves it."""
     config, allow = request.config, request.allow
     launch = config.launch
     assert launch.node_rank is not None and launch.rendezvous is not None
-    with ExitStack() as opened:
-        nodes = opened.enter_context(
-            tcp_rendezvous.meet(
+    with ExitStack() as stack:
+        nodes = stack.enter_context(
+            tcp_rendezvous.connect_nodes(
                 launch.node_rank,
                 launch.nodes,
                 launch.rendezvous,
@@ -256,28 +264,28 @@ def _as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
                 config.run.dir,
             )
         )
-        node = agreement.agree(nodes, config, opened)
+        node = agreement.agree_on_node(nodes, config, stack)
         if allow is not None:
             raise_everywhere(nodes, lambda: allow(config, None), "all nodes to be allowed to start", member="node")
 
         def resolved() -> list[Any]:
-            run = opened.enter_context(resolve.resolved(request, task))
-            local_processes.forget(run.directory)
-            return [run.plain(), agreement.mark(run.directory)]
+            run = stack.enter_context(resolve.resolve_run(request, task))
+            local_processes.remove_old_faults(run.directory)
+            return [run.plain(), agreement.write_token(run.directory)]
 
         values, token = share_first(nodes, resolved, "node 0 to resolve the run and prepare its data")
         path = Path(values["directory"])
 
         def sees() -> dict[str, Any]:
-            agreement.shared(path, token)
+            agreement.check_shared_directory(path, token)
             return preflight.preflight(task, config).facts  # with the files and caches of this host
 
         facts = raise_everywhere(nodes, sees, "all nodes to prepare the data", member="node")
-        provenance.agree(nodes, {"the data": facts[node.rank]}, "node")
-        agreement.unmark(path, node)
-        run = resolve.received(values, config)
+        provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
+        agreement.remove_token(path, node)
+        run = resolve.accept_resolved_run(values, config)
         here = run.world_size // node.count
-        with nodes.watched(), ending.explained(run):
+        with nodes.watch_nodes(), exit_advice.explain_exit(run):
             local_processes.launch(
                 run.config,
                 run.directory,
@@ -286,9 +294,9 @@ def _as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
                 arguments=(run.digest,),
                 server=server,
             )
-    return outcome(run.directory)
+    return read_outcome(run.directory)
 
 
-def _job(process: ProcessInfo | None) -> str | None:
+def _job_id(process: ProcessInfo | None) -> str | None:
     """The job after which a run is named, so that it is found again when the job is; a shell in a job starts many."""
     return None if process is None or "SLURM_PTY_PORT" in os.environ else os.environ.get("SLURM_JOB_ID")

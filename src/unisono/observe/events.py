@@ -9,9 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from unisono.runtime.files import recording, write_whole
+from typing_extensions import TypedDict
 
-NOTES = frozenset({"changed", "fallback", "brought_again"})  # events that say where and how a run went on
+from unisono.runtime import secrets
+from unisono.runtime.files import wrap_record_errors, write_whole
+from unisono.runtime.shapes import Integer, Number, misfit
+
+NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events that say where and how a run went on
+
+
+class _Numbered(TypedDict):
+    step: Integer
+
+
+class _Step(_Numbered):
+    loss: Number | None
 
 
 class Events:
@@ -26,26 +38,30 @@ class Events:
         self._path = path
         kept = []
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if (step := _step(line)) is not None and (step <= first_step or _note(line))]
-        self._notes = {line for line in kept if _note(line)}
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [
+                line
+                for line in lines
+                if (step := _step_of_line(line)) is not None and (step <= first_step or _is_note(line))
+            ]
+        self._notes = {line for line in kept if _is_note(line)}
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: dict[str, Any]) -> None:
-        """Append one event and flush it; numbers that JSON cannot hold become null.
+        """Append one event and flush it.
 
         Raises:
             RecordError: if it cannot be written.
         """
         assert self._file is not None
-        with recording(self._path):
-            self._file.write(json.dumps({name: _plain(value) for name, value in event.items()}) + "\n")
+        with wrap_record_errors(self._path):
+            self._file.write(_line(event))
             self._file.flush()
 
     def note(self, event: dict[str, Any]) -> None:
-        """Append what is no step and stays whatever is made again, one of `NOTES`; the same is written once."""
-        if json.dumps(event) not in self._notes:
+        """Append what is no step and stays whatever is made again, one of `NOTE_KEYS`; the same is written once."""
+        if _line(event).rstrip() not in self._notes:
             self.write(event)
 
     def close(self) -> None:
@@ -55,21 +71,22 @@ class Events:
                 self._file.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of a run; a last line that was cut off is left out."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step(line) is not None]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [json.loads(line) for line in lines if _step_of_line(line) is not None]
 
 
-def append(path: Path, event: Mapping[str, Any]) -> None:
+def append_event(path: Path, event: Mapping[str, Any]) -> None:
     """Append an event to a file that no process of the run has open, after whatever a process left half written."""
     text = path.read_bytes() if path.exists() else b""
     with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * (not text.endswith(b"\n") and bool(text)) + json.dumps(dict(event)) + "\n")
+        file.write("\n" * (not text.endswith(b"\n") and bool(text)) + _line(event))
 
 
-def steps(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def step_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those of the events that are steps."""
-    return [event for event in events if "loss" in event and not event.get("eval")]
+    return [event for event in events if misfit(event, _Step) is None and not event.get("eval")]
 
 
 def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -78,16 +95,24 @@ def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in newest.items() if name not in ("step", "eval", "rows", "seconds")}
 
 
-def _note(line: str) -> bool:
-    return bool(NOTES & json.loads(line).keys())
+def _is_note(line: str) -> bool:
+    return bool(NOTE_KEYS & json.loads(line).keys())
 
 
-def _step(line: str) -> int | None:
+def _step_of_line(line: str) -> int | None:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        event = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    return event["step"] if misfit(event, _Numbered) is None else None
 
 
-def _plain(value: Any) -> Any:
+def _line(event: Mapping[str, Any]) -> str:
+    """An event as it stands in the file: without secrets, and null for numbers that JSON cannot hold."""
+    return json.dumps({name: _finite_or_none(value) for name, value in event.items()}) + "\n"
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, str | list | tuple | dict):
+        return secrets.hidden(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

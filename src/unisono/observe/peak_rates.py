@@ -30,7 +30,7 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct"
 
 # Words for less than the whole device: a slice of it, or a smaller chip sold under the same name.
-_LESS = {"mig", "laptop", "mobile", "d"}
+_PARTIAL_DEVICE_WORDS = {"mig", "laptop", "mobile", "d"}
 
 # The first entry that matches counts, so the more particular names come first.
 PEAKS = (
@@ -84,7 +84,7 @@ def peak_flops(device: str, precision: str) -> float | None:
         precision: `bf16`, `fp32` or `fp64`; there is no table for fp64.
     """
     words = device.lower().replace("-", " ").split()
-    if _LESS.intersection(words):
+    if _PARTIAL_DEVICE_WORDS.intersection(words):
         return None
     for peak in PEAKS:
         if all(

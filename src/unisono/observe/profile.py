@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.engines.protocol import PREFIX, Engine
+from unisono.engines.protocol import TRACE_PREFIX, Engine
 
 log = logging.getLogger(__name__)
 
 PARTS = ("data", "transfer", "forward", "backward", "reduction", "optimizer", "other")
-_STEP = f"{PREFIX}step"
+_STEP = f"{TRACE_PREFIX}step"
 _COLLECTIVES = ("gloo:", "nccl:", "rccl:", "xccl:", "ccl:", "mpi:", "ncclDevKernel", "ncclKernel", "oneccl")
 _OPERATIONS = ("cpu_op",)
 _KERNELS = ("kernel", "gpu_memset")
@@ -56,7 +56,7 @@ class Profile:
         self._steps = None if steps is None else (max(steps[0], first + 1), min(steps[1], total))
         if self._steps is not None and self._steps[0] > self._steps[1]:
             assert steps is not None
-            say(f"observe.profile={list(steps)}: none of these steps is left to make, so there is no profile")
+            say(f"observe.profile={list(steps)}: none of these steps is still to come, so nothing is profiled")
             self._steps = None
         self._running = False
 
@@ -73,7 +73,7 @@ class Profile:
         """The context of one step, from the wait for its data to its update."""
         return self._engine.profiler.part("step") if self._running else nullcontext()
 
-    def between(self, made: int) -> None:
+    def start_or_stop(self, made: int) -> None:
         """To be called between steps, after `made` updates: here the profile begins and ends."""
         if self._steps is None:
             return
@@ -90,28 +90,28 @@ class Profile:
         fault, own = None, {}
         try:
             self._engine.profiler.stop(path)
-            own = breakdown(read(path))
+            own = breakdown(read_trace(path))
         except (OSError, ValueError) as error:  # a full disk is no reason to end a run
             fault = f"{type(error).__name__}: {error}"
         everyone = group.gather([fault, own], "the profiles of all ranks")
         faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(everyone) if fault]
         if faults:
-            log.warning("the profile could not be written (%s); the run goes on", "; ".join(faults))
+            log.warning("the profile could not be written (%s); the run continues", "; ".join(faults))
             return
         if group.rank == 0:
             ranks = [parts for _, parts in everyone]
-            lines = table(ranks, steps)
+            lines = format_table(ranks, steps)
             described = {"steps": list(steps), "unit": "ms per step", "ranks": ranks}
             try:
                 (self._folder / "table.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
                 (self._folder / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
             except OSError as error:
-                log.warning("the profile's table could not be written (%s); the run goes on", error)
+                log.warning("the profile's table could not be written (%s); the run continues", error)
             for line in (*lines, f"profile: {self._folder} (open the traces in https://ui.perfetto.dev)"):
                 self._say(line)
 
 
-def table(ranks: Sequence[Mapping[str, float]], steps: tuple[int, int]) -> list[str]:
+def format_table(ranks: Sequence[Mapping[str, float]], steps: tuple[int, int]) -> list[str]:
     """Milliseconds a step of each part, on each rank, and its share.
 
     Args:
@@ -120,7 +120,7 @@ def table(ranks: Sequence[Mapping[str, float]], steps: tuple[int, int]) -> list[
     """
     first, last = steps
     names = [f"rank {rank}" for rank in range(len(ranks))]
-    lines = [f"where the time goes, ms a step (steps {first} to {last})", "".join([" " * 10, *map(_cell, names)])]
+    lines = [f"where the time goes, ms per step (steps {first} to {last})", "".join([" " * 10, *map(_cell, names)])]
     for part in (*PARTS, "step"):
         cells = [f"{parts[part]:.2f} {100 * parts[part] / max(parts['step'], 1e-9):3.0f} %" for parts in ranks]
         lines.append("".join([f"{part:<10}", *map(_cell, cells)]))
@@ -131,7 +131,7 @@ def _cell(text: str) -> str:
     return f"{text:>18}"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a Chrome trace in gzip."""
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
@@ -150,13 +150,13 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     copies: list[Span] = []
     operations: list[Span] = []
     collectives: list[Span] = []
-    for event in _complete(events):
+    for event in _complete_events(events):
         name, category = str(event.get("name", "")), str(event.get("cat", ""))
         span = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         collective = any(mark in name for mark in _COLLECTIVES)
-        if category == "user_annotation" and name.startswith(PREFIX):
+        if category == "user_annotation" and name.startswith(TRACE_PREFIX):
             own.append((*span, name))
-        elif category == "gpu_user_annotation" and name.startswith(PREFIX):
+        elif category == "gpu_user_annotation" and name.startswith(TRACE_PREFIX):
             on_device.setdefault(event.get("tid"), []).append((*span, name))
         elif category in _KERNELS:
             kernels.append((event.get("tid"), span, collective))
@@ -179,12 +179,12 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     total = dict.fromkeys((*PARTS, "step"), 0.0)
     for begin, end in steps:
         total["step"] += end - begin
-        for part, seconds in _shares((begin, end), layers, inner, operations, collectives).items():
+        for part, seconds in _divide_step((begin, end), layers, inner, operations, collectives).items():
             total[part] += seconds
     return {part: value / 1e3 / len(steps) for part, value in total.items()}
 
 
-def _shares(
+def _divide_step(
     step: Span,
     layers: Sequence[Sequence[Named]],
     inner: Sequence[Named],
@@ -204,7 +204,7 @@ def _shares(
             mark(number, begin, end, name)
     host, operation, collective = len(layers), len(layers) + 1, len(layers) + 2
     for begin, end, name in inner:
-        mark(host, begin, end, (begin, name.removeprefix(PREFIX)))
+        mark(host, begin, end, (begin, name.removeprefix(TRACE_PREFIX)))
     for begin, end in operations:
         mark(operation, begin, end, "")
     for begin, end in collectives:
@@ -214,34 +214,34 @@ def _shares(
     now = step[0]
     for when, layer, change, what in sorted(marks, key=lambda entry: entry[0]):
         if when > now:
-            shares[_part(active, len(layers))] += when - now
+            shares[_part_at(active, len(layers))] += when - now
             now = when
         active[layer][what] = active[layer].get(what, 0) + change
         if not active[layer][what]:
             del active[layer][what]
-    shares[_part(active, len(layers))] += step[1] - now
+    shares[_part_at(active, len(layers))] += step[1] - now
     return shares
 
 
-def _part(active: Sequence[Mapping[Any, int]], host: int) -> str:
+def _part_at(active: Sequence[Mapping[Any, int]], host: int) -> str:
     """The part that an instant belongs to."""
     for layer in active[:host]:
         if layer:
-            return _known(next(iter(layer)))
+            return _part_name(next(iter(layer)))
     inside = max(active[host])[1] if active[host] else "other"  # the one that began last
     if inside in ("forward", "backward") and active[host + 2] and not active[host + 1]:
         return "reduction"
-    return _known(inside)
+    return _part_name(inside)
 
 
-def _known(name: str) -> str:
+def _part_name(name: str) -> str:
     return name if name in PARTS else "other"
 
 
 def _innermost(parts: Sequence[Named], when: float) -> str:
     inside = [(begin, name) for begin, end, name in parts if begin <= when < end and name != _STEP]
-    return max(inside)[1].removeprefix(PREFIX) if inside else "other"
+    return max(inside)[1].removeprefix(TRACE_PREFIX) if inside else "other"
 
 
-def _complete(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _complete_events(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     return (event for event in events if event.get("ph") == "X" and "dur" in event)

@@ -1,4 +1,4 @@
-"""What rank 0 says on the console: one live line on a terminal, plain lines elsewhere."""
+"""The console output of rank 0: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from unisono.runtime.console import clean
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         if self._shown:
-            self._console.print(line, markup=False)
+            self._console.print(clean(line), markup=False)
 
     def step(self, step: int, loss: float, speed: Speed, unsaved_since: int | None = None) -> None:
         """Show a finished step; `step` counts from 1.
@@ -74,9 +76,9 @@ class Progress:
             return
         self._smooth = speed.seconds if self._smooth is None else 0.9 * self._smooth + 0.1 * speed.seconds
         mfu = "–" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
-        left = _clock((self._total - step) * self._smooth)
+        left = _format_duration((self._total - step) * self._smooth)
         line = (
-            f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {short(speed.rate)} "
+            f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {format_count(speed.rate)} "
             f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %  eta {left}"
         )
         if unsaved_since is not None:
@@ -112,7 +114,7 @@ class Stopwatch:
         return seconds, min(1.0, share)
 
 
-def short(number: float) -> str:
+def format_count(number: float) -> str:
     """A number for people: 950, 12.3k, 2.41M, 7.24G.
 
     >>> short(2_412_480), short(12_345), short(950)
@@ -124,7 +126,7 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

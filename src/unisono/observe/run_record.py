@@ -12,12 +12,12 @@ from unisono.engines.protocol import StepResult
 from unisono.observe import trackers
 from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 
-_MASKED = 3  # steps that lack samples of which the console tells
+_MASKED_STEPS_SHOWN = 3  # steps that lack samples of which the console tells
 
 
-class Record:
+class RunRecord:
     """Where the results of steps go. On ranks other than 0 every method does nothing.
 
     Args:
@@ -34,7 +34,7 @@ class Record:
         self,
         folder: Path,
         config: Observe,
-        place: Place,
+        place: ProcessInfo,
         first_step: int,
         total: int,
         writing: bool = True,
@@ -44,20 +44,20 @@ class Record:
         self._progress = Progress(total, config.log_every, shown=mine and config.progress)
         self._trackers: trackers.Trackers | None = None
         if mine and config.trackers:
-            told = about or {}
-            self._trackers = trackers.open_(
+            shown = about or {}
+            self._trackers = trackers.open_trackers(
                 config.trackers,
                 folder,
                 config.project,
                 first_step,
-                told.get("config", {}),
-                told.get("facts", {}),
+                shown.get("config", {}),
+                shown.get("facts", {}),
                 config.tracker_timeout,
             )
         self._events = Events(folder / "events.jsonl", first_step) if mine else None
         self._masked = 0
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> RunRecord:
         self._progress.__enter__()
         return self
 
@@ -96,10 +96,10 @@ class Record:
         if result.skipped:
             values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
             rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")
-            self.say(f"step {step}: update left out: {result.skipped}; source rows {rows}")
+            self.say(f"step {step}: update skipped: {result.skipped}; source rows {rows}")
         if masked := int(result.work.get("masked", 0)):
             values["masked"] = masked
-            self._tell_of_masked(step, masked)
+            self._report_masked(step, masked)
         if result.recompiled:
             values["recompiled"] = result.recompiled
         if unsaved_since is not None:
@@ -110,21 +110,22 @@ class Record:
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """A finished evaluation after `step` updates."""
         self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
-        told = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.say(f"eval after step {step}: {told}  ({rows} held-out rows, {seconds:.1f} s)")
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.say(f"eval after step {step}: {shown}  ({rows} held-out row{'s' * (rows != 1)}, {seconds:.1f} s)")
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
         """Keep in `events.jsonl` alone what happened to a checkpoint, or how a run went on, after `step` updates."""
         if self._events is not None:
             self._events.note({"step": step, **values})
 
-    def _tell_of_masked(self, step: int, masked: int) -> None:
+    def _report_masked(self, step: int, masked: int) -> None:
         """Say of the first few steps how many samples they lack, whichever process was to make them."""
         self._masked += 1
-        if self._masked <= _MASKED:
-            what = f"{masked} sample{'s' if masked > 1 else ''} could not be made, and left out"
-            more = "; of more such steps only events.jsonl says so" if self._masked == _MASKED else ""
-            self.say(f"step {step}: {what} (`unisono data audit` says which){more}")
+        if self._masked <= _MASKED_STEPS_SHOWN:
+            several = masked > 1
+            what = f"{masked} sample{'s' * several} could not be built and {'were' if several else 'was'} left out"
+            more = "; further such steps are listed in events.jsonl only" if self._masked == _MASKED_STEPS_SHOWN else ""
+            self.say(f"step {step}: {what} (`unisono data audit` lists them){more}")
 
     def _write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         if self._events is not None:

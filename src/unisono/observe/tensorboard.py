@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from unisono.observe.trackers import Tracked
+from unisono.observe.trackers import TrackedRun
 
 
 class Tracker:
     """Scalars, configuration and facts of a run; a resumed run takes back what it will write again."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(run.folder / "tensorboard")
@@ -45,14 +45,14 @@ class Tracker:
     def _text(self, name: str, values: Mapping[str, Any]) -> None:
         if not values:
             return
-        lines = yaml.safe_dump(_plain(values), sort_keys=False).splitlines()
+        lines = yaml.safe_dump(_to_yaml_value(values), sort_keys=False).splitlines()
         self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), self._step)  # a block of Markdown
 
 
-def _plain(value: Any) -> Any:
+def _to_yaml_value(value: Any) -> Any:
     """What YAML can say."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {str(name): _to_yaml_value(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_yaml_value(inner) for inner in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

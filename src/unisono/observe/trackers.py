@@ -2,7 +2,7 @@
 
 Every tracker lives in a thread of its own behind a bounded queue, so a network that hangs costs a warning, not a run.
 The price is that a tracker may be a moment behind, and that what it cannot take by the end is lost to it;
-`events.jsonl` has it all the same. Ids of tracked runs are kept in the run directory, so a resumed run goes on in the
+`events.jsonl` has it in any case. Ids of tracked runs are kept in the run directory, so a resumed run continues the
 same one.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
-from unisono.config import secrets
+from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
 
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 IDS = "trackers.json"  # in the run directory: the id of the tracked run, by tracker
 NAMES = ("tensorboard", "wandb", "trackio")
-_BEHIND = 10_000  # events that a tracker may be behind before they are dropped
+_MAX_PENDING = 10_000  # events that a tracker may be behind before they are dropped
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedRun:
     """What a tracker is told of the run it is to show. There is no secret in it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """One tracker. It is made with a `Tracked`, used by one thread, and may raise whenever it likes."""
+    """One tracker. It is made with a `TrackedRun`, used by one thread, and may raise whenever it likes."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Values by name after `step` updates. Several calls may have the same step."""
@@ -74,7 +74,7 @@ class Tracker(Protocol):
         ...
 
 
-def check(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that cannot start: not installed, or without what they need to log in.
 
     Raises:
@@ -83,7 +83,7 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(f"observe.trackers={name} needs {name}: pip install 'unisono[{name}]'")
-        own: Callable[[], None] | None = getattr(_module(name), "check", None)
+        own: Callable[[], None] | None = getattr(_tracker_module(name), "check", None)
         if own is not None:
             own()
 
@@ -96,9 +96,9 @@ class Trackers:
         run: what they are told; each gets an id of its own.
     """
 
-    def __init__(self, names: Sequence[str], run: Callable[[str], Tracked], timeout: float) -> None:
+    def __init__(self, names: Sequence[str], run: Callable[[str], TrackedRun], timeout: float) -> None:
         self._timeout = timeout
-        self._lines = [_Line(name, partial(_made, name, run)) for name in names]
+        self._lines = [_TrackerThread(name, partial(_build_tracker, name, run)) for name in names]
         self._summary: dict[str, float] = {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -121,12 +121,12 @@ class Trackers:
             line.join(max(0.0, deadline - monotonic()), self._timeout)
 
 
-class _Line:
+class _TrackerThread:
     """One tracker, its thread, and what waits for it."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._name, self._make = name, make
-        self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(_BEHIND)
+        self._pending: queue.Queue[tuple[Any, ...]] = queue.Queue(_MAX_PENDING)
         self._ended = threading.Event()
         self._dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"unisono-{name}", daemon=True)
@@ -136,38 +136,38 @@ class _Line:
         if self._ended.is_set():
             return
         try:
-            self._waiting.put_nowait(call)
+            self._pending.put_nowait(call)
         except queue.Full:
             if call[0] == "close":  # it must learn of the end
-                self._waiting.get_nowait()
-                self._waiting.put_nowait(call)
+                self._pending.get_nowait()
+                self._pending.put_nowait(call)
             elif not self._dropped:
-                log.warning("%s is %d events behind; those that come now are lost to it", self._name, _BEHIND)
+                log.warning("%s is %d events behind; new events are dropped for it", self._name, _MAX_PENDING)
             self._dropped += 1
 
     def join(self, seconds: float, timeout: float) -> None:
         self._ended.wait(seconds)
         if not self._ended.is_set():
             log.warning(
-                "%s did not finish within %g s (observe.tracker_timeout), and is left behind; events.jsonl has "
+                "%s did not finish within %g s (observe.tracker_timeout) and was abandoned; events.jsonl has "
                 "everything",
                 self._name,
                 timeout,
             )
         if self._dropped:
-            log.warning("%s: %d events are lost to it; events.jsonl has them", self._name, self._dropped)
+            log.warning("%s: %d events were dropped; events.jsonl has them", self._name, self._dropped)
 
     def _work(self) -> None:
         try:
             tracker = self._make()
             while True:
-                what, *arguments = self._waiting.get()
+                what, *arguments = self._pending.get()
                 getattr(tracker, what)(*arguments)
                 if what == "close":
                     return
         except BaseException as error:  # SystemExit too, which libraries raise; training has nothing to do with it
             log.warning(
-                "%s failed (%s: %s); the run goes on without it, and events.jsonl has everything",
+                "%s failed (%s: %s); the run continues without it, and events.jsonl has everything",
                 self._name,
                 type(error).__name__,
                 str(error).strip() or "no message",
@@ -176,7 +176,7 @@ class _Line:
             self._ended.set()
 
 
-def open_(
+def open_trackers(
     names: Sequence[str], folder: Path, project: str, first_step: int, config: Any, facts: Any, timeout: float
 ) -> Trackers:
     """The trackers of a run on rank 0.
@@ -190,43 +190,43 @@ def open_(
         facts: the same.
         timeout: seconds that they have to finish.
     """
-    check(names)
-    ids = _ids(folder, names)
+    check_trackers(names)
+    ids = _ensure_ids(folder, names)
     config, facts = secrets.hidden(config), secrets.hidden(facts)
 
-    def run(name: str) -> Tracked:
-        return Tracked(folder, folder.name, project, ids[name], first_step, config, facts, timeout)
+    def run(name: str) -> TrackedRun:
+        return TrackedRun(folder, folder.name, project, ids[name], first_step, config, facts, timeout)
 
     return Trackers(names, run, timeout)
 
 
-def ids(folder: Path) -> dict[str, str]:
+def read_ids(folder: Path) -> dict[str, str]:
     """The ids of a run's tracked runs, by tracker, for its checkpoints; nothing where it has none."""
     path = folder / IDS
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def restore(folder: Path, kept: Mapping[str, str]) -> None:
+def restore_ids(folder: Path, kept: Mapping[str, str]) -> None:
     """Write the ids that a checkpoint keeps down again where they are gone; what is there counts more."""
-    known = ids(folder)
+    known = read_ids(folder)
     if kept.keys() - known.keys():
         write_whole(folder / IDS, json.dumps({**kept, **known}, indent=1) + "\n")
 
 
-def _ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _ensure_ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """The id of each tracked run, as it was when the run began; those of trackers that are new here are made."""
-    known = ids(folder)
+    known = read_ids(folder)
     missing = {name: uuid.uuid4().hex[:12] for name in names if name not in known}
     if missing:
         write_whole(folder / IDS, json.dumps({**known, **missing}, indent=1) + "\n")
     return {**known, **missing}
 
 
-def _made(name: str, run: Callable[[str], Tracked]) -> Tracker:
-    tracker: Tracker = _module(name).Tracker(run(name))
+def _build_tracker(name: str, run: Callable[[str], TrackedRun]) -> Tracker:
+    tracker: Tracker = _tracker_module(name).Tracker(run(name))
     return tracker
 
 
-def _module(name: str) -> Any:
+def _tracker_module(name: str) -> Any:
     assert name in NAMES
     return import_module(f"unisono.observe.{name}")

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.observe.trackers import Tracked
+from unisono.observe.trackers import TrackedRun
 
 
 class Tracker:
     """One run of trackio. It has no ids that one can choose, so the id is a part of the run's name."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         self._run = trackio.init(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.observe.trackers import Tracked
+from unisono.observe.trackers import TrackedRun
 from unisono.runtime.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class Tracker:
     Steps are an axis of ours (`step`), since a resumed run may make some of them again and W&B's own axis never falls.
     """
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         # The key is taken from where `check` found it; an empty one must never become a question on the terminal.

@@ -1,4 +1,4 @@
-"""torch's Adafactor, for parameters that are sharded, too.
+"""torch's Adafactor, also for sharded parameters.
 
 Its row and column means are those of whole matrices. `torch.optim.Adafactor` refuses sharded parameters (2.13: an
 update in place of what would have to be reduced first), so each is gathered with its gradient, updated by torch's own
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from unisono.optim.sharded import put, whole
+from unisono.optim.sharded import copy_local_part, gather_full
 
 
-class Adafactor(torch.optim.Adafactor):
+class ShardedAdafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor`, equal in every bit on shards and on whole tensors."""
 
     @torch.no_grad()
@@ -25,7 +25,7 @@ class Adafactor(torch.optim.Adafactor):
         """One update; collective where parameters are sharded."""
         if not any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
             return super().step(closure)  # type: ignore[no-untyped-call]
-        assert closure is None, "the engine makes the backward pass"
+        assert closure is None, "the engine runs the backward pass"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -34,12 +34,12 @@ class Adafactor(torch.optim.Adafactor):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        stand_in = nn.Parameter(whole(parameter.detach()))
-        stand_in.grad = whole(parameter.grad)
+        stand_in = nn.Parameter(gather_full(parameter.detach()))
+        stand_in.grad = gather_full(parameter.grad)
         state = self.state[parameter]
         one = torch.optim.Adafactor([{**group, "params": [stand_in]}])
-        one.state[stand_in] = {name: whole(value) for name, value in state.items()}
+        one.state[stand_in] = {name: gather_full(value) for name, value in state.items()}
         one.step()
-        put(parameter, stand_in.detach())
+        copy_local_part(parameter, stand_in.detach())
         for name, value in one.state[stand_in].items():
-            put(state.setdefault(name, value), value)
+            copy_local_part(state.setdefault(name, value), value)

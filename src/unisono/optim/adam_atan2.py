@@ -45,7 +45,7 @@ class AdamAtan2(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update."""
-        assert closure is None, "the engine makes the backward pass"
+        assert closure is None, "the engine runs the backward pass"
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:

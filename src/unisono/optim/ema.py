@@ -1,16 +1,19 @@
-"""The decay of a moving average of the weights: a pure function of the updates made.
+"""Which weights have a moving average, and its decay: a pure function of the number of updates.
 
-So an average needs no counter of its own: a resume needs nothing but the step, and no process can count otherwise.
+So an average needs no counter: a resume needs only the step, and processes cannot disagree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
 from unisono.config.schema.run import Ema
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.errors import ConfigError, nearest
 
 
 def decay(config: Ema, made: int) -> float | None:
-    """What the average keeps of itself after an update; None where it is left as it is.
+    """The fraction of itself that the average keeps at an update; None if it is not renewed.
 
     Until `config.start` it keeps nothing, and is the weights. The n-th renewal after that keeps n / (n + 9), and never
     more than `config.decay`: an average that kept all of it from the beginning would stay near the initial weights for
@@ -19,7 +22,7 @@ def decay(config: Ema, made: int) -> float | None:
 
     Args:
         config: the group `ema`, with a decay.
-        made: updates, this one among them, from 1.
+        made: updates including this one, from 1.
 
     >>> [round(decay(Ema(decay=0.2, start=1), made), 3) for made in range(1, 5)]
     [0.0, 0.1, 0.182, 0.2]
@@ -33,8 +36,22 @@ def decay(config: Ema, made: int) -> float | None:
     return min(config.decay, renewals / (renewals + 9)) if config.warmup else config.decay
 
 
+def averaged(config: Ema, trained: Sequence[str]) -> list[str]:
+    """Which of the trained parameters are averaged: all that `config.exclude` leaves; none without a decay.
+
+    Raises:
+        ConfigError: for a pattern that matches none of them.
+    """
+    for pattern in config.exclude:
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            raise ConfigError(f"ema.exclude: '{pattern}' matches no parameter, {nearest(pattern, trained)}")
+    if config.decay is None:
+        return []
+    return [name for name in trained if not any(fnmatchcase(name, pattern) for pattern in config.exclude)]
+
+
 def check(config: Ema, total: int) -> None:
-    """Refuse an average that would never begin.
+    """Refuse an average that would never be renewed.
 
     Raises:
         ConfigError: naming the key and the length of the run.
@@ -42,5 +59,5 @@ def check(config: Ema, total: int) -> None:
     if config.decay is not None and config.start + config.every > total:
         raise ConfigError(
             f"ema.start={config.start} and ema.every={config.every}: the average would be renewed for the first time "
-            f"after {config.start + config.every} updates, but the run has {total}; lower them"
+            f"after {config.start + config.every} updates, but the run has only {total}; lower them"
         )

@@ -29,7 +29,7 @@ from unisono.optim.sharded import local
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices; what is no hidden matrix belongs to another optimizer.
+    """Muon for matrices; all other parameters need another optimizer.
 
     Args:
         params: matrices or groups of them.
@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr: `original` or `match_rms_adamw`.
 
     Raises:
-        ValueError: for a parameter that is no matrix.
+        ValueError: for a parameter that is not a matrix.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update; collective where parameters are sharded or there are several processes."""
-        assert closure is None, "the engine makes the backward pass"
+        assert closure is None, "the engine runs the backward pass"
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -81,14 +81,14 @@ class Muon(torch.optim.Optimizer):
             directions = self._directions(parameters, group)
 
             def orthogonal(matrix: Tensor, group: dict[str, Any] = group) -> Tensor:
-                return orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                return orthogonalise(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
             dtype = group["ns_dtype"]
             if dtype is not None and parameters[0].dtype != torch.float64:
                 directions = [direction.to(dtype) for direction in directions]
-            updates = dealt_out(orthogonal, directions, parameters)
+            updates = apply_distributed(orthogonal, directions, parameters)
             for parameter, update in zip(parameters, updates, strict=True):
-                rate = group["lr"] * adjustment(group["adjust_lr"], *parameter.shape)
+                rate = group["lr"] * lr_adjustment(group["adjust_lr"], *parameter.shape)
                 local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
     def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         return list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
 
 
-def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """A matrix with about the same singular vectors and singular values near one, by a quintic Newton-Schulz iteration.
 
     With the usual coefficients the values end between 0.68 and 1.13 (Jordan et al., 2024).
@@ -125,8 +125,8 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ste
     return result
 
 
-def adjustment(kind: str, rows: int, columns: int) -> float:
-    """What a learning rate is multiplied with for a matrix of that shape.
+def lr_adjustment(kind: str, rows: int, columns: int) -> float:
+    """The learning rate's factor for a matrix of that shape.
 
     `original` is that of Jordan et al. (2024); `match_rms_adamw` gives an update the root mean square that AdamW's have
     in practice, 0.2 (Liu et al., 2025).
@@ -135,8 +135,8 @@ def adjustment(kind: str, rows: int, columns: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """How copies and shards of a matrix lie on processes: as a grid of `copies` × `shards`.
+class _MatrixLayout:
+    """How copies and shards of a matrix are placed on processes: a grid of `copies` × `shards`.
 
     Attributes:
         shards: the group of processes that hold the shards of this process's copy; None if it is not sharded.
@@ -151,7 +151,7 @@ class _Spread:
     size: tuple[int, int]
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _Spread:
+    def of(cls, parameter: Tensor) -> _MatrixLayout:
         """A sharded parameter says it itself; of any other every process of the job has a copy."""
         if not isinstance(parameter, DTensor):
             world = dist.get_world_size() if dist.is_initialized() else 1
@@ -172,10 +172,10 @@ class _Spread:
         )
 
 
-def dealt_out(
+def apply_distributed(
     function: Callable[[Tensor], Tensor], parts: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """A function of whole matrices, applied to matrices of which each process has a part, each by one process.
+    """Apply a function of whole matrices to distributed matrices, each computed by one process.
 
     Args:
         function: of a matrix, to one of the same shape.
@@ -185,11 +185,11 @@ def dealt_out(
     Returns:
         This process's part of each result.
     """
-    spread = _Spread.of(parameters[0])
+    spread = _MatrixLayout.of(parameters[0])
     copies, shards = spread.size
     if copies * shards == 1:
         return [function(part) for part in parts]
-    # Those of a round wait for each other, so they should be alike.
+    # Matrices of one round wait for each other, so they should be of similar size.
     order = sorted(range(len(parts)), key=lambda number: (-parameters[number].numel(), tuple(parameters[number].shape)))
     results: dict[int, Tensor] = {}
     for first in range(0, len(order), copies * shards):
@@ -198,7 +198,7 @@ def dealt_out(
             for turn, number in enumerate(order[first : first + copies * shards])
         ]
         for stage in ("gather", "compute", "scatter", "copy"):
-            works = [work for matrix in matrices if (work := matrix.make(stage, function)) is not None]
+            works = [work for matrix in matrices if (work := matrix.start_stage(stage, function)) is not None]
             for work in works:
                 work.wait()
         results.update(zip(order[first:], (matrix.result() for matrix in matrices), strict=False))
@@ -206,18 +206,18 @@ def dealt_out(
 
 
 class _Matrix:
-    """One matrix on its way to its owner and back. Every process makes every stage of every matrix, in one order."""
+    """One matrix on its way to its owner and back. Every process runs all stages of all matrices in one order."""
 
-    def __init__(self, part: Tensor, shape: torch.Size, spread: _Spread, owner: tuple[int, int]) -> None:
+    def __init__(self, part: Tensor, shape: torch.Size, spread: _MatrixLayout, owner: tuple[int, int]) -> None:
         self._spread, self._owner, self._shape = spread, owner, shape
         self._own_rows = part.shape[0]
         # FSDP2 cuts as torch.chunk does: all shards but the last ones have this many rows.
         self._rows = -(-shape[0] // spread.size[1])
-        self._here = _padded(part, self._rows)
+        self._here = _pad_rows(part, self._rows)
         self._parts: list[Tensor] | None = None
 
-    def make(self, stage: str, function: Callable[[Tensor], Tensor]) -> Any:
-        """Begin a stage; returns what has to be waited for."""
+    def start_stage(self, stage: str, function: Callable[[Tensor], Tensor]) -> Any:
+        """Start a stage; returns the work to wait for."""
         spread, (copy, shard) = self._spread, self._owner
         mine, among = spread.place == self._owner, spread.place[0] == copy
         match stage:
@@ -227,8 +227,8 @@ class _Matrix:
                 return dist.gather(self._here, self._parts, dst=source, group=spread.shards, async_op=True)
             case "compute" if mine:
                 parts = [self._here] if self._parts is None else self._parts
-                made = function(torch.cat(parts)[: self._shape[0]])
-                self._parts = list(_padded(made, self._rows * spread.size[1]).split(self._rows))
+                results = function(torch.cat(parts)[: self._shape[0]])
+                self._parts = list(_pad_rows(results, self._rows * spread.size[1]).split(self._rows))
                 if spread.shards is None:
                     self._here = self._parts[0]
             case "scatter" if spread.shards is not None and among:
@@ -245,8 +245,8 @@ class _Matrix:
         return self._here[: self._own_rows]
 
 
-def _padded(matrix: Tensor, rows: int) -> Tensor:
-    """A copy with zeros below, since all shards on a wire have to be of one size."""
+def _pad_rows(matrix: Tensor, rows: int) -> Tensor:
+    """A copy padded with zero rows, since all shards must be sent with the same size."""
     result = matrix.new_zeros(rows, matrix.shape[1])
     result[: matrix.shape[0]] = matrix
     return result

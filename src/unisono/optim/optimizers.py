@@ -1,4 +1,4 @@
-"""Optimizers and their parameter groups. Built after the model is wrapped, from the parameters that will be updated."""
+"""Optimizers and their parameter groups, built after the model is wrapped, from the parameters to be updated."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from torch.distributed.tensor import DTensor
 
 from unisono.config.schema import optimizers as settings
 from unisono.config.schema.optimizers import AdamW, OptimizerGroup, Sgd
-from unisono.optim.adafactor import Adafactor
+from unisono.optim.adafactor import ShardedAdafactor
 from unisono.optim.adam_atan2 import AdamAtan2
 from unisono.optim.muon import Muon
 from unisono.optim.sign_sgd import RowSignSgd
 from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.text import join_names
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NOT_DECAYED = (*_EMBEDDINGS, nn.LayerNorm, nn.RMSNorm)  # however many axes their weights have
+_NO_DECAY = (*_EMBEDDINGS, nn.LayerNorm, nn.RMSNorm)  # however many axes their weights have
 
 
-def build(config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
+) -> torch.optim.Optimizer:
     """The optimizer over a model's trainable parameters, grouped as the config says.
 
     Args:
@@ -42,15 +45,15 @@ def build(config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] 
         parts.append(RowSignSgd(by_row, lr=config.lr))
         groups = [group for group in groups if group["rule"] is None]
     if isinstance(config, settings.Muon):
-        parts.append(_muon(config, [group for group in groups if group["muon"]]))
+        parts.append(_build_muon(config, [group for group in groups if group["muon"]]))
         groups = [group for group in groups if not group["muon"]]
     if groups:
         rest = config.rest if isinstance(config, settings.Muon) else config
-        parts.append(_one(rest, groups, config.implementation))
-    return parts[0] if len(parts) == 1 else Together(parts)
+        parts.append(_build_one(rest, groups, config.implementation))
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
-def _muon(config: settings.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _build_muon(config: settings.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return Muon(
         groups,
         lr=config.lr,
@@ -65,7 +68,7 @@ def _muon(config: settings.Muon, groups: list[dict[str, Any]]) -> torch.optim.Op
     )
 
 
-def _one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
+def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
     """The optimizer of one kind for all groups."""
     how = _kernel(config, implementation, [parameter for group in groups for parameter in group["params"]])
     match config:
@@ -86,13 +89,13 @@ def _one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: s
             from unisono.optim.lion import Lion, LionForeach
 
             kind = LionForeach if how["foreach"] else Lion
-            # It refuses an lr of 0; `schedule` sets that of every step.
+            # It refuses lr=0; `apply_schedule` sets the lr of every step.
             made: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
             return made
         case settings.AdamAtan2():
             return AdamAtan2(groups, config.lr, config.betas, config.a, config.b, config.weight_decay, how["foreach"])
         case settings.Adafactor():
-            return Adafactor(
+            return ShardedAdafactor(
                 groups,
                 lr=config.lr,
                 beta2_decay=config.beta2_decay,
@@ -104,8 +107,8 @@ def _one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: s
     raise AssertionError(config)
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers, of different parameters, as one: their groups in a row, and one state.
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, with concatenated groups and a common state.
 
     Args:
         parts: at least one; a parameter is in one of them.
@@ -122,7 +125,7 @@ class Together(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update of every part."""
-        assert closure is None, "the engine makes the backward pass"
+        assert closure is None, "the engine runs the backward pass"
         for part in self.parts:
             part.step()
 
@@ -130,16 +133,16 @@ class Together(torch.optim.Optimizer):
 def parameter_groups(
     config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
 ) -> list[dict[str, Any]]:
-    """Parameters that share their settings; each group knows its `lr_scale`, its own decay, and what updates it.
+    """Groups of parameters that share settings; each has its `lr_scale`, its own decay, and its optimizer.
 
-    Two rules say what a parameter is given, and the first pattern that matches it can say otherwise: matrices decay,
-    but no biases, norm weights and embeddings (unless `decay_all`); and Muon takes the matrices of blocks, but no
+    Two rules apply, unless the first matching pattern overrides them: matrices decay,
+    but not biases, norm weights and embeddings (unless `decay_all`); Muon updates the matrices of blocks, but not
     embeddings.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ConfigError("the model has no trainable parameter: every requires_grad is False")
-    exempt, embeddings = _of_modules(model, _NOT_DECAYED), _of_modules(model, _EMBEDDINGS)
+    exempt, embeddings = _parameters_of(model, _NO_DECAY), _parameters_of(model, _EMBEDDINGS)
     hidden = {id(parameter) for block in blocks for parameter in block.parameters()} - embeddings
     rest = config.rest if isinstance(config, settings.Muon) else config
     groups: dict[tuple[float, float, bool, str | None], dict[str, Any]] = {}
@@ -152,8 +155,8 @@ def parameter_groups(
             muon = pattern.muon
         if muon and (parameter.dim() != 2 or parameter.is_complex()):
             raise ConfigError(
-                f"optim.groups: '{pattern.match}' gives '{name}' of shape {tuple(parameter.shape)} to Muon, which "
-                "updates real matrices only; let the pattern match those alone"
+                f"optim.groups: '{pattern.match}' assigns '{name}' of shape {tuple(parameter.shape)} to Muon, which "
+                "updates real matrices only; make the pattern match only those"
             )
         own = config if muon else rest
         lr_scale = pattern.lr_scale * (own.lr / config.lr if own is not config else 1.0)
@@ -174,19 +177,19 @@ def parameter_groups(
     for pattern in config.groups:
         if not any(fnmatchcase(name, pattern.match) for name in trainable):
             raise ConfigError(
-                f"optim.groups: '{pattern.match}' matches no parameter, {_near(pattern.match, trainable)}"
+                f"optim.groups: '{pattern.match}' matches no parameter, {_suggest_names(pattern.match, trainable)}"
             )
     if isinstance(config, settings.Muon) and not any(group["muon"] for group in groups.values()):
         raise ConfigError(
-            "optim=muon: the model has no repeated blocks with matrices, so which of its matrices are hidden is not "
+            "optim=muon: the model has no repeated blocks with matrices, so its hidden matrices are not "
             "known. Name them: optim.groups=[{match: '*.weight', muon: true}]; its parameters are "
-            f"{_some(trainable)}"
+            f"{join_names(trainable)}"
         )
     return list(groups.values())
 
 
-def told(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """What updates what: a line per parameter group, with the names of its parameters."""
+def describe_updates(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """How parameters are updated: a line per parameter group, with the names of its parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     lines = []
     for group in optimizer.param_groups:
@@ -194,12 +197,12 @@ def told(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Mod
         kind = group["rule"] or kind
         count = sum(parameter.numel() for parameter in group["params"])
         rates = f"lr {config.lr * group['lr_scale']:g}, weight decay {group['own_decay']:g}"
-        lines.append(f"{kind}, {rates}: {count:,} parameters in {_some(names[p] for p in group['params'])}")
+        lines.append(f"{kind}, {rates}: {count:,} parameters in {join_names(names[p] for p in group['params'])}")
     return lines
 
 
-def schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float], config: OptimizerGroup) -> None:
-    """Set this step's learning rate, and weight decay if that is scheduled, in every group."""
+def apply_schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float], config: OptimizerGroup) -> None:
+    """Set this step's learning rate, and the weight decay if scheduled, in every group."""
     decay = scalars.get("weight_decay")
     for group in optimizer.param_groups:
         group["lr"] = scalars["lr"] * group["lr_scale"]
@@ -226,20 +229,15 @@ def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Par
     return foreach
 
 
-def _of_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
-    """The parameters that modules of some kinds have themselves."""
+def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
+    """The parameters that modules of certain types own directly."""
     return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
 
 
-def _near(pattern: str, names: Iterable[str]) -> str:
-    """The name that was meant, or those that are nearest to a pattern."""
+def _suggest_names(pattern: str, names: Iterable[str]) -> str:
+    """A suggestion: the names nearest to a pattern."""
     one = nearest(pattern, names)
     if one.startswith("did you mean"):
         return one
-    alike = {name: SequenceMatcher(None, pattern, name).ratio() for name in names}
-    return f"the nearest are {_some(sorted(alike, key=lambda name: (-alike[name], name)))}"
-
-
-def _some(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    similarity = {name: SequenceMatcher(None, pattern, name).ratio() for name in names}
+    return f"the nearest are {join_names(sorted(similarity, key=lambda name: (-similarity[name], name)))}"

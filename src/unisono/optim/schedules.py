@@ -1,7 +1,7 @@
 """Schedules: pure functions from the step to a factor between the floor and one.
 
-A step's value does not depend on how the run got there, so a resume needs nothing but the step, and no process can
-step a schedule once too often.
+A step's value does not depend on the run's history, so a resume needs only the step, and no process can
+advance a schedule once too often.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unisono.config.schema.schedules import Constant, Cosine, InverseSqrt, Linea
 from unisono.runtime.errors import ConfigError
 
 
-def value(schedule: ScheduleGroup, peak: float, step: int, total: int) -> float:
+def scheduled_value(schedule: ScheduleGroup, peak: float, step: int, total: int) -> float:
     """The scheduled value at a step.
 
     Args:
@@ -23,10 +23,10 @@ def value(schedule: ScheduleGroup, peak: float, step: int, total: int) -> float:
         step: updates made before this one, from 0.
         total: steps in the run.
     """
-    return peak * factor(schedule, step, total)
+    return peak * schedule_factor(schedule, step, total)
 
 
-def factor(schedule: ScheduleGroup, step: int, total: int) -> float:
+def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
     """The factor at a step: warm-up from `start`, then the shape of the kind, never below `floor`.
 
     The first update is made at `1/warmup` of the way and the peak is reached with the last update of the warm-up, so no
@@ -88,8 +88,8 @@ def _shape(schedule: ScheduleGroup, step: int, warmup: int, total: int) -> float
     raise AssertionError(schedule)
 
 
-class Scalars:
-    """Every scheduled value of a step: `lr` and `clip_norm` always, and whatever else `schedules` names."""
+class ScheduledScalars:
+    """All scheduled values of a step: `lr` and `clip_norm`, and whatever else `schedules` names."""
 
     def __init__(self, config: RunConfig, total: int) -> None:
         check(config.schedules, total)
@@ -103,5 +103,5 @@ class Scalars:
         for name, schedule in config.schedules.items():
             peak = peaks.get(name, schedule.peak)
             assert peak is not None
-            values[name] = value(schedule, peak, step, self._total)
+            values[name] = scheduled_value(schedule, peak, step, self._total)
         return values

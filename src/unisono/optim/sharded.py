@@ -1,4 +1,4 @@
-"""Tensors of which a process holds a part only, as optimizers see them under FSDP2."""
+"""Access to tensors of which a process may hold only a shard, as under FSDP2."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered if it is sharded, which is collective."""
+def gather_full(tensor: Tensor) -> Tensor:
+    """The whole tensor; gathered, which is collective, if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def put(target: Tensor, value: Tensor) -> None:
-    """Copy this process's part of a whole tensor into its place; every process has the same value already."""
+def copy_local_part(target: Tensor, value: Tensor) -> None:
+    """Copy this process's part of a whole tensor into a shard; every process must have the same value."""
     if isinstance(target, DTensor):
         value = local(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))
     if value is not target:

@@ -30,7 +30,7 @@ class RowSignSgd(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update."""
-        assert closure is None, "the engine makes the backward pass"
+        assert closure is None, "the engine runs the backward pass"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

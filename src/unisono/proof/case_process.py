@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,13 +13,17 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
 from unisono.launch import layout as layouts
 from unisono.launch.processes import rank_process
-from unisono.proof.cases import Case, Proof
-from unisono.proof.recording.trace import Trace, folder_of
-from unisono.runtime.communicator import Place
+from unisono.proof.cases import Case, ProofSettings
+from unisono.proof.hangs import HangWatch
+from unisono.proof.recording.trace import Trace, trace_folder
+from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.console import say
 from unisono.task_config import build_task, read_config
 
+_LONGEST = 600.0  # seconds of a case, where nothing is known
 
-def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None) -> RunConfig:
+
+def build_case_config(config: RunConfig, case: Case, proof: ProofSettings, place: ProcessInfo | None) -> RunConfig:
     """The configuration of a case: its layout, and a small global batch."""
     layout = {
         **config.layout.model_dump(),
@@ -44,23 +48,59 @@ def configured(config: RunConfig, case: Case, proof: Proof, place: Place | None)
             ),  # its processes are on this host
         }
     )
-    return layouts.concrete(changed, place)
+    return layouts.resolve_layout(changed, place)
 
 
-def write(folder: Path, cases: list[Case], proof: Proof) -> None:
+@dataclass(frozen=True)
+class Progress:
+    """How far a proof is, when processes start for some of its cases.
+
+    Attributes:
+        total: cases of the proof.
+        done: of them, those before these.
+        began: when the proof began, in seconds since the epoch.
+        seconds: that its first case took, if that was run; no other one may take very much longer.
+    """
+
+    total: int
+    done: int = 0
+    began: float = field(default_factory=time.time)
+    seconds: float | None = None
+
+    def format_case(self, name: str, seconds: float, number: int, now: float) -> str:
+        """The line about a case that has ended, the `number`-th of these, and how long the rest may take."""
+        done = self.done + number
+        left = (now - self.began) / done * (self.total - done)
+        rest = f", about {left:.0f} s left" if done < self.total else ""
+        return f"  {name}: {seconds:.1f} s ({done} of {self.total}{rest})"
+
+
+def write_cases(folder: Path, cases: list[Case], proof: ProofSettings, progress: Progress) -> None:
     """Write what the processes have to run, all cases on as many."""
-    described = {"proof": proof.model_dump(), "cases": [asdict(case) for case in cases]}
+    described = {"proof": proof.model_dump(), "cases": [asdict(case) for case in cases], "progress": asdict(progress)}
     (folder / "proof.json").write_text(json.dumps(described), encoding="utf-8")
 
 
 def is_recorded(root: Path, case: str) -> bool:
     """Whether a case was run to its end."""
-    return (folder_of(root, case) / "facts.json").is_file()
+    return (trace_folder(root, case) / "facts.json").is_file()
 
 
-def _cannot_be_used(root: Path, case: str) -> bool:
+def _has_failed(root: Path, case: str) -> bool:
     """Whether a case that another needs has failed; the other need not be run."""
-    return bool(case) and (not is_recorded(root, case) or bool(Trace(folder_of(root, case)).facts.fault))
+    return bool(case) and (not is_recorded(root, case) or bool(Trace(trace_folder(root, case)).facts.fault))
+
+
+def deadline(case: Case, seconds: float | None) -> float:
+    """After how many seconds a case is taken for one that hangs.
+
+    Args:
+        case: that is run; compiling takes much longer than what is compiled.
+        seconds: that the first case of the proof took, if it is known.
+    """
+    if seconds is None:
+        return _LONGEST
+    return min(_LONGEST, (20 + 10 * seconds) * (5 if case.layout.get("compile") else 1))
 
 
 def main(folder: Path, task: str) -> NoReturn:
@@ -74,20 +114,23 @@ def main(folder: Path, task: str) -> NoReturn:
 
         config = read_config(folder / "config.yaml", task)
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
-        proof = Proof.model_validate(described["proof"])
+        proof = ProofSettings.model_validate(described["proof"])
         cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
-        group = rank_process.join(configured(config, cases[0], proof, place), place)
-        for case in cases:
-            if _cannot_be_used(folder, case.reference) or _cannot_be_used(folder, case.starts_from):
+        group = rank_process.join_processes(build_case_config(config, cases[0], proof, place), place)
+        watch = HangWatch(folder, place.rank)
+        progress = Progress(**described["progress"])
+        for number, case in enumerate(cases, start=1):
+            if any(_has_failed(folder, other) for other in (case.reference, case.starts_from, case.weights_from)):
                 continue
             began = time.perf_counter()
-            settled = configured(config, case, proof, place)
-            case_recorder.record(build_task(settled), settled, place, group, case, proof, folder)
+            settled = build_case_config(config, case, proof, place)
+            with watch.limit(deadline(case, progress.seconds)):
+                case_recorder.record_case(build_task(settled), settled, place, group, case, proof, folder)
             if place.is_first:
-                print(f"  {case.name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-        rank_process.part(group)
+                say(progress.format_case(case.name, time.perf_counter() - began, number, time.time()), error=True)
+        rank_process.leave_group(group)
 
-    rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+    rank_process.run_and_exit(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
@@ -16,23 +16,47 @@ from unisono.runtime.errors import ConfigError
 Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
 ]
+ACROSS_STEPS = 10  # of a comparison of engines, where no other number is given
 _LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)|(dp)")
 
 
-class Proof(Settings):
+class ProofSettings(Settings):
     """The settings of a proof. On the command line they stand without a group: `layouts=[ddp:2]`."""
 
     layouts: list[str] = Field(["ddp:2", "fsdp:2"], description="strategy:processes; hsdp:REPLICASxSHARDS; dp")
-    vary: list[Variation] = Field(["accumulate", "workers", "resume"], description="what else is varied")
-    steps: Annotated[int, Field(ge=2)] = Field(3, description="updates; the batch of the last one is short")
+    vary: list[Variation] = Field(["accumulate", "workers", "resume"], description="further variations to run")
+    steps: Annotated[int, Field(ge=2)] = Field(3, description="updates; the last batch is short")
     global_batch: PositiveInt = Field(8, description="rows per update")
     precisions: list[Literal["fp64", "fp32", "bf16"]] | None = Field(
         None, description="null: fp64 with all variations, then fp32 and train.precision with the layouts alone"
     )
     resume_every: PositiveInt = Field(1, description="updates between interruptions, for vary=[resume]")
-    shrink: Literal["auto", "always", "never"] = Field(
-        "auto", description="prove a smaller copy of the model, if its task has one; auto: where the model is large"
+    engines: list[Literal["torch", "jax"]] | None = Field(
+        None,
+        description="[torch,jax]: instead of layouts, a recipe's task in torch against that in JAX, 10 steps in fp64",
     )
+    shrink: Literal["auto", "always", "never"] = Field(
+        "auto", description="prove a smaller copy of the model, if its task has one; auto: if the model is large"
+    )
+
+    @model_validator(mode="after")
+    def _of_both_engines(self) -> ProofSettings:
+        if self.engines is None:
+            return self
+        if sorted(self.engines) != ["jax", "torch"]:
+            raise ValueError(f"engines={self.engines} has to be [torch,jax]: two engines are compared")
+        for name in ("layouts", "vary", "precisions", "resume_every"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"engines=[torch,jax] does not go with {name}=…: it is one process of each engine in fp64; prove "
+                    "the layouts of each engine by a proof of its own (layout.engine)"
+                )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _more_steps(cls, values: Any) -> Any:
+        return {"steps": ACROSS_STEPS, **values} if isinstance(values, dict) and values.get("engines") else values
 
     @property
     def rows(self) -> int:
@@ -67,6 +91,7 @@ class Case:
         perturbed: size of the relative change of the initial weights, to find out what rounding comes to.
         other_micro_batch: whether its micro-batches are not those of its reference, so that what is drawn or shared
             by the rows of one differs.
+        weights_from: the case with whose first weights it begins; empty for those of its own task.
         synchronised: whether rows of several processes share batch statistics, and are not the whole global batch.
     """
 
@@ -86,6 +111,12 @@ class Case:
     perturbed: float = 0.0
     other_micro_batch: bool = False
     synchronised: bool = False
+    weights_from: str = ""
+
+    @property
+    def engine(self) -> str:
+        """That its layout names; empty for the run's own."""
+        return str(self.layout.get("engine", ""))
 
     @property
     def micro_batch(self) -> int:
@@ -101,7 +132,7 @@ class Case:
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8}
 
 
-def layout_of(text: str) -> tuple[int, dict[str, Any]]:
+def parse_layout(text: str) -> tuple[int, dict[str, Any]]:
     """Processes and layout of `ddp:2`, `fsdp:4`, `hsdp:2x2`, and of `dp`, which is one process.
 
     Raises:
@@ -118,13 +149,13 @@ def layout_of(text: str) -> tuple[int, dict[str, Any]]:
     return int(found[2]), {"strategy": found[1]}
 
 
-def cases(proof: Proof, config: RunConfig) -> list[Case]:
+def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
     """Every run of the proof, references first.
 
     Raises:
         ConfigError: for a layout that is none, or a global batch or number of steps that they cannot be shown with.
     """
-    layouts = {name: layout_of(name) for name in proof.layouts}
+    layouts = {name: parse_layout(name) for name in proof.layouts}
     worlds = [world for world, _ in layouts.values()]
     for name, (world, _) in layouts.items():
         if name != "dp" and (proof.global_batch % world or world < 2):
@@ -133,13 +164,13 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
                 f"{proof.global_batch}"
             )
     if "resume" in proof.vary and not proof.stops:
-        raise ConfigError(f"resume_every={proof.resume_every} interrupts no run of steps={proof.steps}")
+        raise ConfigError(f"resume_every={proof.resume_every} must be smaller than steps={proof.steps}")
     largest = proof.global_batch // max(worlds, default=1)
     together = config.layout.sync_batch_norm
     if together and "dp" in layouts:
-        raise ConfigError("layouts: dp does not go with layout.sync_batch_norm=true; use ddp:2")
+        raise ConfigError("layouts: dp does not work with layout.sync_batch_norm=true; use ddp:2")
     if together and "ordered" in proof.vary:
-        raise ConfigError("vary=[ordered]: not with layout.sync_batch_norm=true, whose sums have the processes' order")
+        raise ConfigError("vary=[ordered] does not work with layout.sync_batch_norm=true; leave out one of the two")
     # Rows that are normalised together are more than one.
     least = next((n for n in range(2, largest) if largest % n == 0), 1) if together else 1
     micros = sorted({largest, least} if "accumulate" in proof.vary else {largest}, reverse=True)
@@ -150,17 +181,17 @@ def cases(proof: Proof, config: RunConfig) -> list[Case]:
         references: dict[int, Case] = {}
         for micro in micros if every else micros[:1]:
             whole = proof.global_batch if together and micro == micros[0] else 0
-            for case in _plain(layouts, precision, micro, references.get(micros[0]), whole, together):
+            for case in _layout_cases(layouts, precision, micro, references.get(micros[0]), whole, together):
                 if case.layout["strategy"] == "single" and not case.perturbed:
                     references[micro] = case
                 result.append(case)
                 if every and micro == micros[0] and case.world_size > 1:
                     for kind in proof.vary:
-                        result += _varied(kind, case, references[micro], proof, config.optim.implementation)
+                        result += _variation_cases(kind, case, references[micro], proof, config.optim.implementation)
     return list({case.name: case for case in result}.values())  # several layouts can have one reference
 
 
-def _plain(
+def _layout_cases(
     layouts: dict[str, tuple[int, dict[str, Any]]],
     precision: str,
     micro: int,
@@ -182,7 +213,7 @@ def _plain(
     alone = Case(f"single m{rows} {precision}", 1, {"strategy": "single", "micro_batch": rows}, precision)
     if largest is None:
         yield alone
-        yield replace(alone, name=_name(alone, "perturbed"), perturbed=EPSILON[precision])
+        yield replace(alone, name=_case_name(alone, "perturbed"), perturbed=EPSILON[precision])
     else:
         yield replace(alone, reference=largest.name, other_micro_batch=True)
     for layout, (world, keys) in layouts.items():
@@ -191,7 +222,9 @@ def _plain(
         yield replace(plain, synchronised=together and not whole)
 
 
-def _varied(kind: Variation, plain: Case, alone: Case, proof: Proof, implementation: str) -> Iterator[Case]:
+def _variation_cases(
+    kind: Variation, plain: Case, alone: Case, proof: ProofSettings, implementation: str
+) -> Iterator[Case]:
     """The cases of one variation of a layout."""
     same = replace(plain, reference=plain.name)  # another execution at the same world size
     match kind:
@@ -199,38 +232,44 @@ def _varied(kind: Variation, plain: Case, alone: Case, proof: Proof, implementat
             return
         case "workers":
             data = {"workers": 3, "prefetch": 1}
-            yield replace(same, name=_name(plain, "workers"), data=data, bitwise=True)
+            yield replace(same, name=_case_name(plain, "workers"), data=data, bitwise=True)
         case "resume":
             stops = tuple(proof.stops)
-            yield replace(same, name=_name(plain, "resumed"), interrupted=stops[:1], bitwise=True)
+            yield replace(same, name=_case_name(plain, "resumed"), interrupted=stops[:1], bitwise=True)
             if len(stops) > 1:
                 times = "twice" if len(stops) == 2 else f"{len(stops)} times"
-                yield replace(same, name=_name(plain, f"resumed {times}"), interrupted=stops, bitwise=True)
-            there = replace(plain, name=_name(plain, "resumed from single"), starts_from=alone.name)
+                yield replace(same, name=_case_name(plain, f"resumed {times}"), interrupted=stops, bitwise=True)
+            there = replace(plain, name=_case_name(plain, "resumed from single"), starts_from=alone.name)
             yield replace(there, starts_after=stops[0])
-            name = _name(alone, f"resumed from {plain.name.partition(' ')[0]}")
+            name = _case_name(alone, f"resumed from {plain.name.partition(' ')[0]}")
             back = there if len(stops) > 1 else plain
             yield replace(alone, name=name, reference=alone.name, starts_from=back.name, starts_after=stops[:2][-1])
         case "ranks":
-            yield replace(plain, name=_name(plain, "ranks reversed"), reversed=True)
+            yield replace(plain, name=_case_name(plain, "ranks reversed"), reversed=True)
         case "recompute":
-            yield replace(same, name=_name(plain, kind), layout={**plain.layout, "activation_checkpointing": 1})
+            yield replace(same, name=_case_name(plain, kind), layout={**plain.layout, "activation_checkpointing": 1})
         case "compile":
-            yield replace(same, name=_name(plain, kind), layout={**plain.layout, "compile": True})
+            yield replace(same, name=_case_name(plain, kind), layout={**plain.layout, "compile": True})
         case "attention":
-            yield replace(same, name=_name(plain, "attention by matmul"), attention="MATH")
+            yield replace(same, name=_case_name(plain, "attention by matmul"), attention="MATH")
         case "optimizer":
             other = "foreach" if implementation == "loop" else "loop"
-            yield replace(same, name=_name(plain, f"optimizer {other}"), optim={"implementation": other})
+            yield replace(same, name=_case_name(plain, f"optimizer {other}"), optim={"implementation": other})
         case "ordered":
             if plain.layout["strategy"] == "ddp":
                 more = {"reduction": "ordered", "threads": 1}
-                single = replace(alone, name=_name(alone, kind), layout={**alone.layout, **more}, reference=alone.name)
+                single = replace(
+                    alone, name=_case_name(alone, kind), layout={**alone.layout, **more}, reference=alone.name
+                )
                 yield single
                 yield replace(
-                    plain, name=_name(plain, kind), layout={**plain.layout, **more}, reference=single.name, bitwise=True
+                    plain,
+                    name=_case_name(plain, kind),
+                    layout={**plain.layout, **more},
+                    reference=single.name,
+                    bitwise=True,
                 )
 
 
-def _name(case: Case, words: str) -> str:
+def _case_name(case: Case, words: str) -> str:
     return f"{case.name.removesuffix(case.precision)}{words} {case.precision}"

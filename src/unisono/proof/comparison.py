@@ -10,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.proof.recording.output_digest import distance
+from unisono.proof.recording.output_digest import sketch_distance
 from unisono.proof.recording.trace import QUANTITIES, Array, StepFacts, Trace
+from unisono.runtime.text import join_names
 
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
 _ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing
-_SMALL = 1e-3  # a tensor much smaller than all of them together is measured against those
-_TOO_FAR = 0.5  # where rounding alone may come to this, agreement says nothing
+_SMALL_TENSOR = 1e-3  # a tensor much smaller than all of them together is measured against those
+_MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Difference:
 
 
 @dataclass
-class Compared:
+class ComparedQuantity:
     """What was found for one quantity.
 
     Attributes:
@@ -62,7 +63,9 @@ class Compared:
     left_out: tuple[str, ...] = ()
 
 
-def compare(mine: Trace, reference: Trace, tolerance: Mapping[str, float], adaptive: bool) -> list[Compared]:
+def compare_traces(
+    mine: Trace, reference: Trace, tolerance: Mapping[str, float], adaptive: bool
+) -> list[ComparedQuantity]:
     """Compare two traces.
 
     Args:
@@ -73,50 +76,52 @@ def compare(mine: Trace, reference: Trace, tolerance: Mapping[str, float], adapt
     """
     result = []
     floor = tolerance["raw gradients"] or 1e-12
-    names = without_gradient(reference, floor) if adaptive else frozenset()
-    parts = elements_without_gradient(mine, reference, floor, names) if adaptive else {}
-    told = (*sorted(names), *(f"{name} ({part.sum()} of {part.size} elements)" for name, part in parts.items()))
+    names = find_zero_gradients(reference, floor) if adaptive else frozenset()
+    parts = find_zero_gradient_elements(mine, reference, floor, names) if adaptive else {}
+    shown = (*sorted(names), *(f"{name} ({part.sum()} of {part.size} elements)" for name, part in parts.items()))
     for quantity in QUANTITIES:
         moved = quantity in ("optimizer state", "parameters", "EMA")
         found = list(_differences(quantity, mine, reference, names if moved else frozenset(), parts if moved else {}))
         if not found:
-            result.append(Compared(quantity, "ABSTAIN", why="there is none"))
+            result.append(ComparedQuantity(quantity, "ABSTAIN", why="there is none"))
             continue
         over = [difference for difference in found if not difference.size <= tolerance[quantity]]
         first = min((difference.step for difference in over), default=0)
         earliest = [difference for difference in over if difference.step == first]
         worst = max(earliest or found, key=lambda difference: difference.size)
-        why = _of_one_process(quantity, over, mine, reference)
-        if not over and tolerance[quantity] > _TOO_FAR:
+        why = _explain_local_statistics(quantity, over, mine, reference)
+        if not over and tolerance[quantity] > _MAX_TOLERANCE:
             why = f"rounding alone comes to a relative difference of {tolerance[quantity]:.1g}"
         mark: Mark = "ABSTAIN" if why else "FAIL" if over else "PASS"
-        result.append(Compared(quantity, mark, worst, tolerance[quantity], why, told if moved and not why else ()))
+        result.append(
+            ComparedQuantity(quantity, mark, worst, tolerance[quantity], why, shown if moved and not why else ())
+        )
     return result
 
 
-def first_failed(compared: Sequence[Compared]) -> Compared | None:
+def first_failure(compared: Sequence[ComparedQuantity]) -> ComparedQuantity | None:
     """The fault that comes first: at the earliest step, and there in causal order; what has no step comes last."""
     failed = [c for c in compared if c.mark == "FAIL"]
     order = {quantity: number for number, quantity in enumerate(QUANTITIES)}
 
-    def place(one: Compared) -> tuple[float, int]:
+    def place(one: ComparedQuantity) -> tuple[float, int]:
         begins = one.quantity == "initial parameters"
         return (0 if begins else one.worst.step or math.inf, order.get(one.quantity, len(order)))
 
     return min(failed, key=place, default=None)
 
 
-def _of_one_process(quantity: str, over: list[Difference], mine: Trace, reference: Trace) -> str:
+def _explain_local_statistics(quantity: str, over: list[Difference], mine: Trace, reference: Trace) -> str:
     """Why a difference says nothing: statistics that each process keeps of its own rows, and what is made with them."""
     names = {*mine.facts.per_process, *reference.facts.per_process}
     if not over or not names:
         return ""
     if quantity == "evaluation" or (quantity == "buffers" and all(d.name in names for d in over)):
-        return f"statistics of one process: {_some(sorted(names))}"
+        return f"statistics of one process: {join_names(sorted(names))}"
     return ""
 
 
-def without_gradient(reference: Trace, floor: float) -> frozenset[str]:
+def find_zero_gradients(reference: Trace, floor: float) -> frozenset[str]:
     """Parameters whose true gradient is zero in all steps (a key bias in attention): what they have is rounding."""
     silent: set[str] = set(reference.facts.trainable)
     for step in range(len(reference.facts.steps)):
@@ -127,7 +132,7 @@ def without_gradient(reference: Trace, floor: float) -> frozenset[str]:
     return frozenset(silent)
 
 
-def elements_without_gradient(
+def find_zero_gradient_elements(
     mine: Trace, reference: Trace, floor: float, names: frozenset[str]
 ) -> dict[str, NDArray[np.bool_]]:
     """The same inside of tensors, as the key's third of one bias for query, key and value: elements by tensor.
@@ -146,7 +151,7 @@ def elements_without_gradient(
     return {name: part for name, part in both.items() if part.any()}
 
 
-def distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict[str, float]:
+def relative_distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict[str, float]:
     """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖) per tensor; infinite where it is on one side only or of another shape."""
     whole = _norm(reference.values())
     result = {}
@@ -157,7 +162,7 @@ def distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict
         elif np.array_equal(a, b):
             result[name] = 0.0
         else:
-            size = _norm([np.float64(a) - np.float64(b)]) / max(_norm([b]), _SMALL * whole, 1e-300)
+            size = _norm([np.float64(a) - np.float64(b)]) / max(_norm([b]), _SMALL_TENSOR * whole, 1e-300)
             result[name] = size if math.isfinite(size) else math.inf
     return result
 
@@ -173,9 +178,9 @@ def _differences(
     ]
     match quantity:
         case "initial parameters":
-            yield from _tensors(mine, reference, quantity, None, frozenset(), {})
+            yield from _moment_differences(mine, reference, quantity, None, frozenset(), {})
         case "evaluation":
-            yield from _reported(0, mine.facts.evaluation, reference.facts.evaluation)
+            yield from _rank_differences(0, mine.facts.evaluation, reference.facts.evaluation)
         case "sample ids":
             counts = len(mine.facts.steps), len(reference.facts.steps)
             if counts[0] != counts[1]:
@@ -197,38 +202,38 @@ def _differences(
                 if m.samples == r.samples:
                     for micro, (ours, theirs) in enumerate(zip(m.outputs, r.outputs, strict=False)):
                         if ours and theirs:
-                            size, name = distance(ours, theirs)
-                            told = f"{name} of micro-batch {micro}" if name else ""
+                            size, name = sketch_distance(ours, theirs)
+                            shown = f"{name} of micro-batch {micro}" if name else ""
                             a, b = ours.get(name, [None])[0], theirs.get(name, [None])[0]
-                            yield Difference(size, number + 1, told, a, b)
+                            yield Difference(size, number + 1, shown, a, b)
         case "update":  # the second, from the reference's state after its first
             made = mine.tensors(quantity, 1)
             whole = {**reference.tensors("parameters", 1), **reference.tensors("optimizer state", 1)}
-            yield from _between(made, whole, 2) if made else ()
+            yield from _tensor_differences(made, whole, 2) if made else ()
         case "replicas":
             for number, m, _ in pairs:
-                yield Difference(math.inf if m.replicas else 0.0, number + 1, _some(m.replicas))
+                yield Difference(math.inf if m.replicas else 0.0, number + 1, join_names(m.replicas))
         case "loss":
             for number, m, r in pairs:
-                yield from _scalars(number + 1, _losses(m), _losses(r))
+                yield from _scalar_differences(number + 1, _loss_values(m), _loss_values(r))
         case "gradient norm":
             for number, m, r in pairs:
                 if m.grad_norm is not None and r.grad_norm is not None:
-                    yield from _scalars(number + 1, {"norm": m.grad_norm}, {"norm": r.grad_norm})
+                    yield from _scalar_differences(number + 1, {"norm": m.grad_norm}, {"norm": r.grad_norm})
         case "learning rate":
             for number, m, r in pairs:
                 for rank, rates in enumerate(m.lr):
                     for group, (a, b) in enumerate(zip(rates, r.lr[0], strict=False)):
-                        yield Difference(_relative(a, b), number + 1, f"group {group}", a, b, (rank,))
+                        yield Difference(_relative_difference(a, b), number + 1, f"group {group}", a, b, (rank,))
         case "metrics":
             for number, m, r in pairs:
-                yield from _reported(number + 1, m.metrics, r.metrics)
+                yield from _rank_differences(number + 1, m.metrics, r.metrics)
         case _:
             for number, _, _ in pairs:
-                yield from _tensors(mine, reference, quantity, number, left_out, parts)
+                yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
 
 
-def _tensors(
+def _moment_differences(
     mine: Trace,
     reference: Trace,
     moment: str,
@@ -239,41 +244,43 @@ def _tensors(
     ours, theirs = mine.tensors(moment, step), reference.tensors(moment, step)
     for values in (ours, theirs) if parts else ():
         for name, value in values.items():
-            part = parts.get(_parameter(name))
+            part = parts.get(_parameter_name(name))
             if part is not None and part.shape == value.shape:
                 value[part] = 0
-    a, b = ({n: v for n, v in values.items() if _parameter(n) not in left_out} for values in (ours, theirs))
-    yield from _between(a, b, 0 if step is None else step + 1)
+    a, b = ({n: v for n, v in values.items() if _parameter_name(n) not in left_out} for values in (ours, theirs))
+    yield from _tensor_differences(a, b, 0 if step is None else step + 1)
 
 
-def _between(mine: Mapping[str, Array], reference: Mapping[str, Array], step: int) -> Iterator[Difference]:
-    for name, size in distances(mine, reference).items():
+def _tensor_differences(mine: Mapping[str, Array], reference: Mapping[str, Array], step: int) -> Iterator[Difference]:
+    for name, size in relative_distances(mine, reference).items():
         a, b = (_norm([values[name]]) if name in values else None for values in (mine, reference))
         yield Difference(size, step, name, a, b)
 
 
-def _parameter(name: str) -> str:
+def _parameter_name(name: str) -> str:
     """The parameter that a tensor belongs to, if it is the optimizer's."""
     return name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else name
 
 
-def _reported(step: int, mine: list[dict[str, float]], reference: list[dict[str, float]]) -> Iterator[Difference]:
+def _rank_differences(
+    step: int, mine: list[dict[str, float]], reference: list[dict[str, float]]
+) -> Iterator[Difference]:
     for rank, values in enumerate(mine if reference else []):
-        for difference in _scalars(step, values, reference[0]):
+        for difference in _scalar_differences(step, values, reference[0]):
             yield Difference(difference.size, step, difference.name, difference.mine, difference.reference, (rank,))
 
 
-def _losses(step: StepFacts) -> dict[str, float]:
+def _loss_values(step: StepFacts) -> dict[str, float]:
     return step.terms if step.loss is None else {"loss": step.loss, **step.terms}
 
 
-def _scalars(step: int, mine: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Difference]:
+def _scalar_differences(step: int, mine: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Difference]:
     for name in {**reference, **mine}:
         a, b = mine.get(name), reference.get(name)
-        yield Difference(_relative(a, b), step, name, a, b)
+        yield Difference(_relative_difference(a, b), step, name, a, b)
 
 
-def _relative(a: float | None, b: float | None) -> float:
+def _relative_difference(a: float | None, b: float | None) -> float:
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
@@ -283,39 +290,41 @@ def _norm(values: Any) -> float:
     return math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values))
 
 
-def invariants(trace: Trace) -> list[Compared]:
+def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     """What must hold of a single run, because two runs can agree on nothing."""
     facts = trace.facts
     steps = [step for step in facts.steps if step.computed]
     losses = [step.loss for step in steps if step.loss is not None]
     result = []
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
-        result.append(_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
+        result.append(_build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
     if any(step.grad_norm is not None for step in steps):
         there = all(step.grad_norm != 0 for step in steps)
-        result.append(_invariant("there is a gradient", there, "the norm of the gradient is 0"))
+        result.append(_build_invariant("there is a gradient", there, "the norm of the gradient is 0"))
     if any(step.clean is not None for step in steps):
         clean = all(step.clean is not False for step in steps)
-        result.append(_invariant("steps begin without gradients", clean, "gradients of the step before"))
+        result.append(_build_invariant("steps begin without gradients", clean, "gradients of the step before"))
     if facts.evaluation_again:
-        told = f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}"
-        result.append(_invariant("evaluation repeats", facts.evaluation == facts.evaluation_again, told))
+        shown = f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}"
+        result.append(_build_invariant("evaluation repeats", facts.evaluation == facts.evaluation_again, shown))
     if facts.evaluation_left is not None:
         left = ", ".join(facts.evaluation_left)
-        result.append(_invariant("evaluation leaves things as they were", not left, left))
+        result.append(_build_invariant("evaluation leaves things as they were", not left, left))
+    if facts.mixed:
+        result.append(_build_invariant("rows keep their places", False, facts.mixed))
     if any(len(step.by_rank) > 1 and step.rows for step in steps):
-        shared = next((s for s in steps if _overlap(s)), None)
-        told = f"{shared.by_rank}" if shared else ""
-        result.append(_invariant("ranks computed different rows", shared is None, told))
-    return [*result, *_movement(trace)]
+        shared = next((s for s in steps if _all_ranks_same_rows(s)), None)
+        shown = f"{shared.by_rank}" if shared else ""
+        result.append(_build_invariant("ranks computed different rows", shared is None, shown))
+    return [*result, *_check_movement(trace)]
 
 
-def _overlap(step: StepFacts) -> bool:
+def _all_ranks_same_rows(step: StepFacts) -> bool:
     """Whether all ranks had the same rows. Some rows in common may be right, where a batch straddles epochs."""
     return len(step.rows) > 1 and all(rank == step.by_rank[0] for rank in step.by_rank)
 
 
-def _movement(trace: Trace) -> Iterator[Compared]:
+def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:
     facts = trace.facts
     begun = trace.tensors("initial parameters")
     last = trace.tensors("parameters", len(facts.steps) - 1)
@@ -329,21 +338,19 @@ def _movement(trace: Trace) -> Iterator[Compared]:
     silent = [name for name in facts.trainable if name not in with_gradient]
     name = "every trainable parameter got a gradient"
     if silent:
-        yield Compared(name, "ABSTAIN", why=f"none in these steps: {_some(silent)}; no layout can differ there")
+        yield ComparedQuantity(
+            name, "ABSTAIN", why=f"no gradient in these steps: {join_names(silent)}; layouts cannot differ there"
+        )
     else:
-        yield Compared(name, "PASS")
+        yield ComparedQuantity(name, "PASS")
     moved = {n for n in begun if n in last and not np.array_equal(begun[n], last[n])}
     still = [n for n in facts.trainable if n in with_gradient and n not in moved]
-    yield _invariant("trained parameters moved", not still, f"did not: {_some(still)}")
+    yield _build_invariant("trained parameters moved", not still, f"did not: {join_names(still)}")
     thawed = [n for n in facts.frozen if n in moved]
-    yield _invariant("frozen parameters did not move", not thawed, f"did: {_some(thawed)}")
+    yield _build_invariant("frozen parameters did not move", not thawed, f"did: {join_names(thawed)}")
 
 
-def _invariant(name: str, holds: bool, otherwise: str) -> Compared:
+def _build_invariant(name: str, holds: bool, otherwise: str) -> ComparedQuantity:
     if holds:
-        return Compared(name, "PASS")
-    return Compared(name, "FAIL", Difference(math.inf, name=otherwise))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return ComparedQuantity(name, "PASS")
+    return ComparedQuantity(name, "FAIL", Difference(math.inf, name=otherwise))

@@ -1,17 +1,17 @@
-"""Faults by name, and what mends each. `docs/diagnoses.md` explains them, with one section for every name here."""
+"""Faults by name, and how to fix each. `docs/diagnoses.md` explains them, with one section for every name here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.runtime.errors import page
+from unisono.runtime.errors import docs_link
 
 REMEDIES = {
     # data
     "Every rank reads the same rows": "give each rank its own slice of the global batch (DistributedSampler, Order)",
     "Rows are dropped": "do not drop a last batch that does not divide; give some ranks fewer rows of it",
     "Rows are repeated to fill the batch": "count padding rows with weight zero, or do not pad",
-    "Every epoch has the same order": "tell the sampler its epoch (set_epoch), or key the order by it",
+    "Every epoch has the same order": "call the sampler's set_epoch(epoch), or key the order by the epoch",
     "Data are replayed": "keep the position in the order with the checkpoint, or set the epoch of the sampler",
     "The order of samples depends on the world size": "make the order a function of seed and position alone",
     "The order inside the global batch depends on the world size": "slice the global batch into contiguous stretches",
@@ -23,14 +23,21 @@ REMEDIES = {
     "Tied weights were untied": "tie them after wrapping",
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",
+    "Rows of a micro-batch are mixed": "keep rows and views as two axes; transpose before a reshape that joins them",
     "Randomness depends on the rank": "key every draw by seed, step and global micro-batch",
     "The state was not carried on": "save and load every buffer, counter and random state",
     "A second resume drifts": "save totals: what is counted from the last start begins at zero with every start",
     # loss
     "A mean of means": "add up sums and counts over micro-batches and ranks, and divide once",
     "Pairs across processes are missing": "hold local rows against everyone's, and divide by the pairs of all rows",
+    "A statistic of the batch is taken of its parts": "compute it on all rows of the batch: cross_sample='whole'",
     "The loss is scaled by N": "divide the summed loss once, by the count over all ranks",
     "The loss is not summed over ranks": "reduce sums and counts over ranks before dividing",
+    "The loss depends on the micro-batch": "compute each row's part of the loss alone, and count what it is divided by",
+    "The loss depends on the process": "look for rank and world size, and for state, in what loss() reads",
+    "The loss depends on the call": "keep no state in loss(): what it needs later goes into a buffer or a carry",
+    "The loss depends on the layout": "look at what loss() and counts() read beside their arguments",
+    "The reported loss depends on the layout": "look at how the number is made that is reported",
     # gradients
     "All gradients are scaled by N": "sum over ranks and divide once: DDP and FSDP themselves divide by their number",
     "Gradients are not synchronised": "call the wrapper, not the module inside; synchronise with the last micro-batch",
@@ -40,15 +47,19 @@ REMEDIES = {
     "Gradients are reduced in a lower precision": "reduce gradients in fp32 or wider",
     "Gradients of the step before are added": "clear gradients after every update",
     "Parameters are left out": "use all parameters in every pass, or set find_unused_parameters",
-    "Sums are added in another order": "make the first pass alike in every start, or take reduction=ordered",
+    "Sums are added in another order": "make the first pass equal in every start, or use reduction=ordered",
+    "The gradients depend on the layout": "look between the loss and the reduction: hooks, detach, wrappers",
     # clipping
     "The norm is that of a part of the gradient": "add up squared norms over the ranks that hold shards, once",
-    "The norm is added up in too low a precision": "add up squares in fp64, or in the same pieces on every layout",
+    "The norm is added up in too low a precision": "sum the squares in fp64, or in the same pieces on every layout",
     "Clipped before synchronisation": "clip once, after all gradients are reduced",
     "Clipped by a local norm": "clip once, after all gradients are reduced, by the norm of the whole gradient",
+    "The norm depends on the layout": "look at which gradients the norm is taken over, and how parts are added up",
+    "The clipping depends on the layout": "look at what is done to gradients after their norm is known",
     # the update
     "The learning rate differs between ranks": "compute it from the step, on every rank",
     "The schedule is stepped once per process": "make the learning rate a function of the update, not of calls",
+    "The learning rate depends on the world size": "look for the number of processes in what the rate is made of",
     "The optimizer was built before wrapping": "build the optimizer after the model is wrapped",
     "The optimizer holds a parameter twice": "give every parameter to one group, once",
     "The state of the optimizer was lost": "save and load the whole state of the optimizer",
@@ -58,21 +69,23 @@ REMEDIES = {
     "Parameters do not train": "give the optimizer the parameters that the model uses",
     "The master weights have the wrong dtype": "keep parameters in the dtype in which they are updated",
     # after it
-    "Replicas drift apart": "let all ranks make the same update",
+    "Replicas drift apart": "make the same update on all ranks",
     "Buffers are those of one process": "synchronise batch statistics over ranks, or use a norm without them",
-    "The moving average drifts": "update it once per update, after the optimizer, alike on every rank",
+    "The moving average drifts": "update it once per update, after the optimizer, and equally on every rank",
     "The moving average was lost": "save it with the checkpoint beside the weights, and load both",
     "A metric is not summed over ranks": "report sums and counts, reduced over ranks",
+    "A metric depends on the layout": "look at what the metric is divided by, and at what it reads beside its rows",
+    "The evaluation depends on the layout": "look for batch statistics, padding and draws in the evaluation",
     "Evaluation changes the training": "restore modes, buffers and generators",
     "Evaluation draws at random": "switch to evaluation mode, and key what it draws",
     # of a run alone
-    "Nothing is learnt": "look at the learning rate, and at what the optimizer holds",
-    "There is no gradient": "let the loss depend on the model",
-    "Numbers that are not finite": "look at the rows that are named",
-    "Single precision meets double": "make inputs of torch.get_default_dtype(), or compare with precision='fp32'",
-    "Processes wait for each other": "let all ranks call the same collectives, equally often and in the same order",
-    "Ranks made different collectives": "let all ranks make them in the same order and from the same lines",
-    "The run ended with an error": "mend it first",
+    "Nothing is learnt": "check the learning rate, and which parameters the optimizer holds",
+    "There is no gradient": "make the loss depend on the model",
+    "Numbers that are not finite": "check the rows that are named",
+    "Single precision meets double": "create inputs in torch.get_default_dtype(), or compare with precision='fp32'",
+    "Processes wait for each other": "make all ranks call the same collectives, equally often and in the same order",
+    "Ranks made different collectives": "make all ranks call them in the same order and from the same lines",
+    "The run ended with an error": "fix that error first",
 }
 
 
@@ -93,6 +106,6 @@ class Diagnosis:
     page: str
 
 
-def named(fault: str, because: str) -> Diagnosis:
+def build_diagnosis(fault: str, because: str) -> Diagnosis:
     """The diagnosis of that name."""
-    return Diagnosis(fault, because, REMEDIES[fault], page(fault))
+    return Diagnosis(fault, because, REMEDIES[fault], docs_link(fault))

@@ -1,12 +1,28 @@
-"""What a proof came to: verdicts, the table and the exit code."""
+"""The result of a proof: verdicts, the table and the exit code."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unisono.proof.comparison import Compared, Difference, Mark, first_failed
+from unisono.proof.comparison import ComparedQuantity, Difference, Mark, first_failure
 from unisono.proof.fault_names import Diagnosis
 from unisono.proof.recording.trace import QUANTITIES
+
+
+@dataclass(frozen=True)
+class Abstention:
+    """What was not compared, and why.
+
+    Attributes:
+        case: in which.
+        quantity: or an invariant, or `the run` where all of it was not compared.
+        why: the reason.
+    """
+
+    case: str
+    quantity: str
+    why: str
 
 
 @dataclass
@@ -27,8 +43,8 @@ class Verdict:
     case: str
     reference: str
     bitwise: bool
-    compared: list[Compared] = field(default_factory=list)
-    invariants: list[Compared] = field(default_factory=list)
+    compared: list[ComparedQuantity] = field(default_factory=list)
+    invariants: list[ComparedQuantity] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     fault: str = ""
     notes: list[str] = field(default_factory=list)
@@ -42,63 +58,121 @@ class Verdict:
         return "PASS" if any(c.mark == "PASS" for c in self.compared) else "ABSTAIN"
 
     @property
-    def first(self) -> Compared | None:
+    def abstained(self) -> list[ComparedQuantity]:
+        """What is there and was not compared."""
+        found = (*self.compared, *self.invariants)
+        return [c for c in found if c.mark == "ABSTAIN" and c.why != "there is none"]
+
+    @property
+    def first(self) -> ComparedQuantity | None:
         """The first that failed, in causal order."""
-        return first_failed([*self.compared, *self.invariants])
+        return first_failure([*self.compared, *self.invariants])
 
 
-def exit_code(verdicts: list[Verdict]) -> int:
+def exit_code(verdicts: Sequence[Verdict]) -> int:
     """0: an equality passed and nothing failed; 1: something failed; 2: nothing could be said."""
     marks = {verdict.mark for verdict in verdicts}
     return 1 if "FAIL" in marks else 0 if "PASS" in marks else 2
 
 
-def lines(verdicts: list[Verdict], alone: list[Verdict]) -> list[str]:
-    """The table and what explains it, for a terminal."""
-    shown = [quantity for quantity in QUANTITIES if any(_of(v, quantity) for v in verdicts)]
-    heads = ["", *("\n".join(q.split()) for q in shown)]
-    rows = [[v.case, *(_cell(_of(v, q)) for q in shown)] for v in verdicts]
-    result = _table(heads, rows)
-    for verdict in (*alone, *verdicts):
-        result += _explained(verdict)
+def abstentions(verdicts: Sequence[Verdict]) -> list[Abstention]:
+    """What was not compared, in the order of the verdicts."""
+    return [Abstention(v.case, c.quantity, c.why) for v in verdicts for c in v.abstained]
+
+
+def format_outcome(verdicts: Sequence[Verdict]) -> str:
+    """The last word: PASS, FAIL or ABSTAIN; and of a PASS what it does not cover."""
+    mark = {0: "PASS", 1: "FAIL", 2: "ABSTAIN"}[exit_code(verdicts)]
+    if mark != "PASS":
+        return mark
+    wholly = [f"{v.case} against {v.reference}" for v in verdicts if v.reference and v.mark == "ABSTAIN"]
+    cases: dict[str, list[str]] = {}
+    for one in abstentions([v for v in verdicts if not v.reference or v.mark == "PASS"]):
+        cases.setdefault(one.quantity, []).append(one.case)
+    partly = [f"{quantity} ({_format_cases(names)})" for quantity, names in cases.items()]
+    return f"PASS, except {'; '.join([*wholly, *partly])}" if wholly or partly else mark
+
+
+def format_verdicts(verdicts: list[Verdict], alone: list[Verdict], full: bool = False) -> list[str]:
+    """The table and what explains it, for a terminal.
+
+    Args:
+        verdicts: of the cases, a row each.
+        alone: of their references.
+        full: with a column for every quantity, not only the largest difference; wider than a terminal.
+    """
+    if full:
+        shown = [quantity for quantity in QUANTITIES if any(_find_quantity(v, quantity) for v in verdicts)]
+        heads = ["", *("\n".join(q.split()) for q in shown)]
+        rows = [[v.case, *(_format_cell(_find_quantity(v, q)) for q in shown)] for v in verdicts]
+        result = _format_table(heads, rows)
+    else:
+        result = _format_table(
+            ["", "verdict", "largest difference"], [[v.case, v.mark, _format_worst(v)] for v in verdicts]
+        )
+    judged = [*alone, *verdicts]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for one in abstentions(judged):
+        reasons.setdefault((one.quantity, one.why), []).append(one.case)
+    result += [f"{_format_cases(cases)}: ABSTAIN {what}: {why}" for (what, why), cases in reasons.items()]
+    for verdict in judged:
+        result += _explain_verdict(verdict)
     left_out = sorted({name for v in verdicts for c in v.compared for name in c.left_out})
     if left_out:
         result.append(
-            "left out of optimizer state and parameters, since their true gradient is zero and the optimizer makes "
-            f"steps of its rounding: {', '.join(left_out[:6])}"
+            "left out of optimizer state and parameters, since their true gradient is zero and the optimizer "
+            f"amplifies its rounding: {', '.join(left_out[:6])}"
         )
     return result
 
 
-def _of(verdict: Verdict, quantity: str) -> Compared | None:
+def _find_quantity(verdict: Verdict, quantity: str) -> ComparedQuantity | None:
     return next((c for c in verdict.compared if c.quantity == quantity and c.why != "there is none"), None)
 
 
-def _cell(compared: Compared | None) -> str:
+def _format_cases(names: Sequence[str]) -> str:
+    """One case by its name, of several the first and how many more."""
+    more = len(names) - 1
+    return f"{names[0]} and {more} more case{'s' if more > 1 else ''}" if more else names[0]
+
+
+def _format_worst(verdict: Verdict) -> str:
+    """The first failure, or else the largest difference, with its quantity."""
+    found = [c for c in verdict.compared if c.quantity in QUANTITIES and c.why != "there is none"]
+    worst = verdict.first or max(found, key=lambda c: c.worst.size, default=None)
+    if worst is None:
+        return "–"
+    return f"{_format_size(worst.worst.size)} {worst.quantity}" if worst.worst.size else "equal"
+
+
+def _format_cell(compared: ComparedQuantity | None) -> str:
     if compared is None:
         return "–"
-    size = compared.worst.size
-    return f"{compared.mark}\n{'equal' if size == 0 else 'differs' if size == float('inf') else f'{size:.0e}'}"
+    return f"{compared.mark}\n{_format_size(compared.worst.size)}"
 
 
-def _explained(verdict: Verdict) -> list[str]:
-    abstained = [
-        c for c in (*verdict.compared, *verdict.invariants) if c.mark == "ABSTAIN" and c.why != "there is none"
-    ]
+def _format_size(size: float) -> str:
+    return "equal" if size == 0 else "differs" if size == float("inf") else f"{size:.0e}"
+
+
+def _explain_verdict(verdict: Verdict) -> list[str]:
     result = [f"{verdict.case}: {note}" for note in verdict.notes]
-    result += [f"{verdict.case}: ABSTAIN {c.quantity}: {c.why}" for c in abstained]
     first = verdict.first
     if first is None and not verdict.fault:
         return result
-    where = _where(first.worst) if first else verdict.fault
+    where = _format_difference(first.worst) if first else verdict.fault
     result.append(f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}")
     if verdict.diagnosis is not None:
-        told = verdict.diagnosis
-        result += [f"  likely: {told.fault} ({told.because})", f"  remedy: {told.remedy}", f"  page: {told.page}"]
+        diagnosis = verdict.diagnosis
+        result += [
+            f"  likely: {diagnosis.fault} ({diagnosis.because})",
+            f"  remedy: {diagnosis.remedy}",
+            f"  page: {diagnosis.page}",
+        ]
     return result
 
 
-def _where(worst: Difference) -> str:
+def _format_difference(worst: Difference) -> str:
     step = f"step {worst.step}, " if worst.step else ""
     ranks = f", ranks {list(worst.ranks)}" if worst.ranks else ""
     values = "" if worst.mine is None and worst.reference is None else f": {worst.mine} instead of {worst.reference}"
@@ -106,7 +180,7 @@ def _where(worst: Difference) -> str:
     return f"{step}{worst.name}{ranks}{values}{size}"
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+def _format_table(heads: list[str], rows: list[list[str]]) -> list[str]:
     """Columns of two-line cells."""
     from io import StringIO
 

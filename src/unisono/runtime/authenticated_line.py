@@ -30,7 +30,10 @@ from unisono.runtime.text import one_line
 
 TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes or processes; it is never sent
 VERSION = 2
-BEFORE, AFTER = 4096, 64 << 20  # bytes of a message before and after both sides have proved themselves
+MAX_GREETING_BYTES, MAX_MESSAGE_BYTES = (
+    4096,
+    64 << 20,
+)  # bytes of a message before and after both sides have proved themselves
 _MAC = 64  # characters of an HMAC-SHA256 in hex
 _NONCE = 32  # characters
 
@@ -44,7 +47,7 @@ class TokenError(GreetingError):
 
 
 class AuthenticatedLine:
-    """A connected socket; `name` is whoever is at its other end.
+    """A connected socket; `name` is that of the peer.
 
     Args:
         link: connected.
@@ -56,8 +59,10 @@ class AuthenticatedLine:
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
         self._link = link
-        self._writes = link.dup()  # a timeout belongs to a socket object, and one thread writes while another reads
-        self._read = bytearray()
+        self._write_socket = (
+            link.dup()
+        )  # a timeout belongs to a socket object, and one thread writes while another reads
+        self._buffer = bytearray()
         self._key: bytes | None = None
         self._directions = (b"", b"")  # of what is sent, of what is received
         self._sent = self._received = 0
@@ -73,20 +78,22 @@ class AuthenticatedLine:
             deadline: of the whole greeting.
 
         Raises:
-            TokenError: if it does not know the token; it has been told so.
+            TokenError: if it does not know the token; it was sent a refusal.
             GreetingError: for anything else than a greeting.
         """
         mine = secrets.token_hex(_NONCE // 2)
-        self._say({"unisono": VERSION, "token": which, "nonce": mine}, deadline)
-        told = self._hear(deadline)
-        who, theirs = told.get("who"), _text(told, "nonce", _NONCE)
+        self._send_greeting({"unisono": VERSION, "token": which, "nonce": mine}, deadline)
+        message = self._receive_greeting(deadline)
+        who, theirs = message.get("who"), _hex_field(message, "nonce", _NONCE)
         if not isinstance(who, dict):
-            raise GreetingError("it does not say who it is")
-        if not _same(_text(told, "proof", _MAC), _mac(token, b"node", mine, theirs, _canonical(who))):
-            self._say({"refused": "token"}, deadline)
+            raise GreetingError("it did not say who it is")
+        if not _equal_digests(
+            _hex_field(message, "proof", _MAC), _mac(token, b"node", mine, theirs, _canonical_json(who))
+        ):
+            self._send_greeting({"refused": "token"}, deadline)
             raise TokenError(one_line(who.get("host"), 100))
-        self._say({"proof": _mac(token, b"node 0", theirs, mine)}, deadline)
-        self._begin(token, mine, theirs, (b"0>", b">0"))
+        self._send_greeting({"proof": _mac(token, b"node 0", theirs, mine)}, deadline)
+        self._start_session(token, mine, theirs, (b"0>", b">0"))
         return who
 
     def offer(self, deadline: float) -> tuple[str, str]:
@@ -95,13 +102,13 @@ class AuthenticatedLine:
         Raises:
             GreetingError: if nobody answers as node 0 does.
         """
-        told = self._hear(deadline)
-        if told.get("unisono") != VERSION:
-            raise GreetingError("whoever answers there is not node 0 of this version of Unisono")
-        which = told.get("token")
+        message = self._receive_greeting(deadline)
+        if message.get("unisono") != VERSION:
+            raise GreetingError("what answers there is not node 0, or not this version of Unisono")
+        which = message.get("token")
         if not isinstance(which, str) or len(which) > 100:
-            raise GreetingError("whoever answers there does not say which token it asks for")
-        return which, _text(told, "nonce", _NONCE)
+            raise GreetingError("what answers there did not say which token it expects")
+        return which, _hex_field(message, "nonce", _NONCE)
 
     def introduce(self, who: dict[str, Any], token: bytes, theirs: str, deadline: float) -> None:
         """Another node: prove this one to node 0, and let node 0 prove itself.
@@ -111,14 +118,14 @@ class AuthenticatedLine:
             GreetingError: for anything else than an answer.
         """
         mine = secrets.token_hex(_NONCE // 2)
-        proof = _mac(token, b"node", theirs, mine, _canonical(who))
-        self._say({"nonce": mine, "proof": proof, "who": who}, deadline)
-        told = self._hear(deadline)
-        if told.get("refused") == "token" or not _same(
-            _text(told, "proof", _MAC), _mac(token, b"node 0", mine, theirs)
+        proof = _mac(token, b"node", theirs, mine, _canonical_json(who))
+        self._send_greeting({"nonce": mine, "proof": proof, "who": who}, deadline)
+        message = self._receive_greeting(deadline)
+        if message.get("refused") == "token" or not _equal_digests(
+            _hex_field(message, "proof", _MAC), _mac(token, b"node 0", mine, theirs)
         ):
             raise TokenError("it does not know this node's token")
-        self._begin(token, theirs, mine, (b">0", b"0>"))
+        self._start_session(token, theirs, mine, (b">0", b"0>"))
 
     # messages -------------------------------------------------------------------------------------------------------
 
@@ -128,22 +135,22 @@ class AuthenticatedLine:
         if self._key is not None:
             text = f"{_mac(self._key, self._directions[0], str(self._sent), text)} {text}"
             self._sent += 1
-        self._writes.settimeout(max(0.01, deadline - time.monotonic()))
-        self._writes.sendall(text.encode() + b"\n")
+        self._write_socket.settimeout(max(0.01, deadline - time.monotonic()))
+        self._write_socket.sendall(text.encode() + b"\n")
 
     def receive(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message; a DeadlineError if it does not come, or is not what the other end has sent."""
         assert self._key is not None
-        mac, _, text = self._line(deadline, what, AFTER).partition(b" ")
+        mac, _, text = self._line(deadline, what, MAX_MESSAGE_BYTES).partition(b" ")
         expected = _mac(self._key, self._directions[1], str(self._received), text.decode("utf-8", "replace"))
-        if not _same(mac.decode("ascii", "replace"), expected):
-            raise DeadlineError(f"{self.name}: a message was changed or invented on its way, in wait for {what}")
+        if not _equal_digests(mac.decode("ascii", "replace"), expected):
+            raise DeadlineError(f"{self.name}: a message was changed or forged on the way, while waiting for {what}")
         self._received += 1
         with suppress(ValueError):
-            told = parse_json(text)
-            if isinstance(told, dict):
-                return told
-        raise DeadlineError(f"{self.name} does not speak as a node of ours, in wait for {what}")
+            message = parse_json(text)
+            if isinstance(message, dict):
+                return message
+        raise DeadlineError(f"{self.name} sent something that is no message of Unisono, while waiting for {what}")
 
     def exchange(self, message: Json, timeout: float, what: str) -> dict[str, Any]:
         """Send a message and return the next one that comes."""
@@ -151,43 +158,45 @@ class AuthenticatedLine:
         try:
             self.send(message, deadline)
         except OSError as error:
-            raise DeadlineError(f"{self.name} is gone ({error.strerror}), in wait for {what}") from error
+            raise DeadlineError(f"{self.name} disconnected ({error.strerror}) while waiting for {what}") from error
         return self.receive(deadline, what)
 
     def close(self) -> None:
-        """Hang up."""
-        self._writes.close()
+        """Close the connection."""
+        self._write_socket.close()
         self._link.close()
 
     # below ----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, token: bytes, first: str, second: str, directions: tuple[bytes, bytes]) -> None:
+    def _start_session(self, token: bytes, first: str, second: str, directions: tuple[bytes, bytes]) -> None:
         self._key = bytes.fromhex(_mac(token, b"key", first, second))
         self._directions = directions
 
-    def _say(self, message: Json, deadline: float) -> None:
+    def _send_greeting(self, message: Json, deadline: float) -> None:
         try:
             self.send(message, deadline)
         except OSError as error:
-            raise GreetingError(f"it is gone ({error.strerror or error})") from error
+            raise GreetingError(f"it disconnected ({error.strerror or error})") from error
 
-    def _hear(self, deadline: float) -> dict[str, Any]:
+    def _receive_greeting(self, deadline: float) -> dict[str, Any]:
         """A message of a greeting; from a stranger, so that anything may be wrong with it."""
         try:
-            told = parse_json(self._line(deadline, "a greeting", BEFORE))
+            message = parse_json(self._line(deadline, "a greeting", MAX_GREETING_BYTES))
         except (DeadlineError, ValueError) as error:
             raise GreetingError(one_line(error)) from error
-        if not isinstance(told, dict):
-            raise GreetingError("it does not speak as a node does")
-        return told
+        if not isinstance(message, dict):
+            raise GreetingError("it sent something that is no message of Unisono")
+        return message
 
     def _line(self, deadline: float, what: str, limit: int) -> bytes:
         """Bytes up to the end of a line, all of them before the deadline."""
         began, seen = time.monotonic(), 0
-        while (end := self._read.find(b"\n", seen)) < 0:
-            if len(self._read) > limit:
-                raise DeadlineError(f"{self.name} has sent {len(self._read)} bytes without an end, in wait for {what}")
-            seen = len(self._read)
+        while (end := self._buffer.find(b"\n", seen)) < 0:
+            if len(self._buffer) > limit:
+                raise DeadlineError(
+                    f"{self.name} sent {len(self._buffer)} bytes without an end of line, while waiting for {what}"
+                )
+            seen = len(self._buffer)
             left = deadline - time.monotonic()
             try:
                 if left <= 0 and seen:  # a byte now and then is no message
@@ -196,28 +205,32 @@ class AuthenticatedLine:
                 part = self._link.recv(1 << 16)
             except TimeoutError:
                 waited = time.monotonic() - began
-                raise DeadlineError(f"{self.name} has said nothing for {waited:.0f} s, in wait for {what}") from None
+                raise DeadlineError(
+                    f"no message from {self.name} for {waited:.0f} s while waiting for {what}"
+                ) from None
             except OSError as error:
-                raise DeadlineError(f"{self.name} is gone ({error.strerror}), in wait for {what}") from error
+                raise DeadlineError(f"{self.name} disconnected ({error.strerror}) while waiting for {what}") from error
             if not part:
-                raise DeadlineError(f"{self.name} is gone, in wait for {what}")
-            self._read += part
-        line = bytes(self._read[:end])
-        del self._read[: end + 1]
+                raise DeadlineError(f"{self.name} disconnected while waiting for {what}")
+            self._buffer += part
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         if len(line) > limit:
-            raise DeadlineError(f"{self.name} has sent a message of {len(line)} bytes, in wait for {what}")
+            raise DeadlineError(
+                f"{self.name} sent a message of {len(line)} bytes, which is too long, while waiting for {what}"
+            )
         return line
 
 
-def _text(told: dict[str, Any], name: str, length: int) -> str:
+def _hex_field(message: dict[str, Any], name: str, length: int) -> str:
     """A text of a greeting that must have so many hexadecimal digits."""
-    value = told.get(name)
+    value = message.get(name)
     if not isinstance(value, str) or len(value) != length or not set(value) <= set("0123456789abcdef"):
-        raise GreetingError(f"it says nothing that could be its {name}")
+        raise GreetingError(f"its {name} is missing or malformed")
     return value
 
 
-def _canonical(who: dict[str, Any]) -> str:
+def _canonical_json(who: dict[str, Any]) -> str:
     return json.dumps(who, sort_keys=True)
 
 
@@ -227,5 +240,5 @@ def _mac(key: bytes, purpose: bytes, *parts: str) -> str:
     return hmac.new(key, content, "sha256").hexdigest()
 
 
-def _same(mine: str, theirs: str) -> bool:
+def _equal_digests(mine: str, theirs: str) -> bool:
     return hmac.compare_digest(mine.encode(), theirs.encode())

@@ -1,9 +1,9 @@
-"""What each process asked of the others, in order: a ring of its last collectives, and a digest of all of them.
+"""The collectives of each process, in order: a ring of the last ones, and a digest of all of them.
 
 Every collective has a fingerprint: operation, ReduceOp, dtype, shape, root, and the line that made it. Within a
 process group all members make the same ones in the same order, so their digests are equal; where they are not, the
-rings tell the first call in which two ranks differ. A ring is a file in shared memory where `$UNISONO_PULSE` names a
-folder: it can be read while its process hangs, and after it has died. This module knows no torch; who calls it does.
+rings show the first call in which two ranks differ. A ring is a file in shared memory if `$UNISONO_PULSE` names a
+folder: it can be read while its process hangs, and after it has died. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-LAST = 1024  # calls that a ring holds
+RING_SIZE = 1024  # calls that a ring holds
 COMPARISON = "the comparison of collectives"  # the site of the calls that compare
-FOLDER = "UNISONO_PULSE"  # names the folder of rings, where there is one
+RING_DIR_VARIABLE = "UNISONO_PULSE"  # names the folder of rings, where there is one
 
 _SLOT = 512  # bytes of a call
 _HEAD = struct.Struct("<8sIII")  # magic, rank, slots, bytes of a slot
@@ -40,7 +40,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd, so that no call is ever multiplied away
 
 
 @dataclass(frozen=True)
-class What:
+class Collective:
     """One kind of call, as often as it is made.
 
     Attributes:
@@ -70,8 +70,8 @@ class What:
     @property
     def fingerprint(self) -> int:
         """64 bits that are equal on two members if they make the same call."""
-        told = [self.operation, self.reduce, self.root, self.dtype, self.shape, self.key]
-        return int.from_bytes(hashlib.blake2b(json.dumps(told).encode(), digest_size=8).digest(), "little")
+        parts = [self.operation, self.reduce, self.root, self.dtype, self.shape, self.key]
+        return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "little")
 
     def __str__(self) -> str:
         parts = [self.reduce, self.dtype, self.shape, f"root {self.root}" if self.root >= 0 else ""]
@@ -85,7 +85,7 @@ class Call:
     Attributes:
         number: among all of this process, from 1.
         turn: among those of its group, from 1; 0 for calls that stand aside.
-        fingerprint: see `What`.
+        fingerprint: see `Collective`.
         digest: of the group's calls up to this one.
         what: it was.
     """
@@ -94,38 +94,38 @@ class Call:
     turn: int
     fingerprint: int
     digest: int
-    what: What
+    what: Collective
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Call:
+    def from_dict(cls, values: dict[str, Any]) -> Call:
         """What `dataclasses.asdict` has made of one, back again."""
-        return cls(**{**values, "what": What(**values["what"])})
+        return cls(**{**values, "what": Collective(**values["what"])})
 
 
 @dataclass
-class Members:
-    """What a process did in one group so far.
+class GroupState:
+    """The calls of a process in one group so far.
 
     Attributes:
         name: of the group.
         ranks: of the whole job, in the order of the group.
-        own: place of this process among them.
+        own: rank of this process in the group.
         turn: calls made.
         digest: of them, in their order.
     """
 
     name: str
     ranks: Sequence[int]
-    own: int
+    group_rank: int
     turn: int = 0
     digest: int = 0
-    told: str = field(init=False)
+    ranks_text: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.told = ranges(self.ranks)
+        self.ranks_text = format_ranks(self.ranks)
 
 
-class Log:
+class CollectiveLog:
     """The calls of this process: `add` each; `check` is zero, summed over all processes, as long as nobody differs.
 
     Args:
@@ -135,29 +135,29 @@ class Log:
 
     def __init__(self, rank: int, folder: Path | None = None) -> None:
         self.path = None if folder is None else folder / f"rank-{rank:05d}.calls"
-        self._ring: mmap.mmap | bytearray = bytearray(_HEAD.size + LAST * _SLOT)
+        self._ring: mmap.mmap | bytearray = bytearray(_HEAD.size + RING_SIZE * _SLOT)
         if self.path is not None:
             try:
-                self._ring = _shared_ring(self.path, len(self._ring))
+                self._ring = _create_ring(self.path, len(self._ring))
             except OSError as error:
                 log.warning("%s: the last collectives are kept in memory only, for nobody else to read", error)
                 self.path = None
-        self._ring[: _HEAD.size] = _HEAD.pack(_MAGIC, rank, LAST, _SLOT)
-        self._made = 0
+        self._ring[: _HEAD.size] = _HEAD.pack(_MAGIC, rank, RING_SIZE, _SLOT)
+        self._call_count = 0
         self._lock = threading.Lock()
-        self.groups: dict[str, Members] = {}
+        self.groups: dict[str, GroupState] = {}
 
-    def add(self, members: Members, fingerprint: int, text: bytes, aside: bool = False) -> None:
+    def add(self, members: GroupState, fingerprint: int, text: bytes, aside: bool = False) -> None:
         """Note a call before it is made.
 
         Args:
             members: of its group.
             fingerprint: of what it is.
-            text: what it is, as `written` makes it.
+            text: what it is, as `encode_call` makes it.
             aside: whether its place in the order means nothing.
         """
         with self._lock:
-            made = self._made = self._made + 1
+            made = self._call_count = self._call_count + 1
             if aside:
                 turn = 0
             else:
@@ -166,7 +166,7 @@ class Log:
             call = _CALL.pack(made, turn, fingerprint, members.digest, len(text)) + text
             # A reader in another process may come in the middle: what does not fit its checksum was not whole.
             call += zlib.crc32(call).to_bytes(_CHECKSUM, "little")
-            at = _HEAD.size + (made - 1) % LAST * _SLOT
+            at = _HEAD.size + (made - 1) % RING_SIZE * _SLOT
             self._ring[at : at + len(call)] = call
 
     def check(self) -> int:
@@ -176,21 +176,23 @@ class Log:
         one sum of one number compares all groups, whoever is in them.
         """
         with self._lock:
-            return sum(_share(g.name, g.own, len(g.ranks)) * g.digest for g in self.groups.values()) & _MASK
+            return (
+                sum(_group_factor(g.name, g.group_rank, len(g.ranks)) * g.digest for g in self.groups.values()) & _MASK
+            )
 
     def calls(self) -> list[Call]:
         """Those that the ring holds, in their order."""
         with self._lock:
-            return _parsed(bytes(self._ring))
+            return _parse_ring(bytes(self._ring))
 
     def close(self) -> None:
-        """Let go of the ring; its file stays."""
+        """Close the ring; its file stays."""
         if isinstance(self._ring, mmap.mmap):
             self._ring.close()
-        self._ring = bytearray(_HEAD.size + LAST * _SLOT)
+        self._ring = bytearray(_HEAD.size + RING_SIZE * _SLOT)
 
 
-def _shared_ring(path: Path, size: int) -> mmap.mmap:
+def _create_ring(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, 0)  # what an earlier attempt has left is no call of this one
@@ -202,13 +204,13 @@ def _shared_ring(path: Path, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def folder() -> Path | None:
+def ring_dir() -> Path | None:
     """Where the rings of this node lie, if whoever started this process reads them."""
-    named = os.environ.get(FOLDER)
+    named = os.environ.get(RING_DIR_VARIABLE)
     return Path(named) if named and Path(named).is_dir() else None
 
 
-def written(what: What) -> bytes:
+def encode_call(what: Collective) -> bytes:
     """A call as a ring holds it; a long path loses its beginning, a long shape its end."""
     shape = what.shape if len(what.shape) <= 80 else what.shape[:79] + "…"
     about = [what.group[:64], what.ranks, what.operation[:40], what.reduce, what.root, what.dtype, shape, what.aside]
@@ -218,19 +220,19 @@ def written(what: What) -> bytes:
     return text
 
 
-def shortened(content: bytes, calls: int) -> bytes:
+def truncate_ring(content: bytes, calls: int) -> bytes:
     """A ring's file with its last calls alone."""
     magic, rank, slots, size = _HEAD.unpack_from(content)
     made = [content[at : at + size] for at in range(_HEAD.size, _HEAD.size + slots * size, size)]
-    kept = sorted((one for one in made if _number(one)), key=_number)[-calls:]
+    kept = sorted((one for one in made if _slot_number(one)), key=_slot_number)[-calls:]
     return bytes(_HEAD.pack(magic, rank, len(kept), size) + b"".join(kept))
 
 
-def _number(slot: bytes) -> int:
+def _slot_number(slot: bytes) -> int:
     return int(_CALL.unpack_from(slot)[0])
 
 
-def read(path: Path) -> list[Call]:
+def read_ring(path: Path) -> list[Call]:
     """The calls of a ring's file, in their order; a call that is just being written is left out.
 
     Raises:
@@ -239,21 +241,21 @@ def read(path: Path) -> list[Call]:
     content = path.read_bytes()
     if len(content) < _HEAD.size or _HEAD.unpack_from(content)[0] != _MAGIC:
         raise ValueError(f"{path} is no ring of calls, or its process has only begun to make it")
-    return _parsed(content)
+    return _parse_ring(content)
 
 
-def read_all(folder: Path) -> dict[int, list[Call]]:
+def read_rings(folder: Path) -> dict[int, list[Call]]:
     """The rings in a folder, by rank; those that cannot be read are left out."""
     rings = {}
     for path in sorted(folder.glob("rank-*.calls")):
         try:
-            rings[int(path.stem.removeprefix("rank-"))] = read(path)
+            rings[int(path.stem.removeprefix("rank-"))] = read_ring(path)
         except (OSError, ValueError):
             continue
     return rings
 
 
-def _parsed(content: bytes) -> list[Call]:
+def _parse_ring(content: bytes) -> list[Call]:
     _, _, slots, size = _HEAD.unpack_from(content)
     found = []
     for at in range(_HEAD.size, min(len(content), _HEAD.size + slots * size), size):
@@ -263,7 +265,7 @@ def _parsed(content: bytes) -> list[Call]:
         if number and zlib.crc32(content[at:end]) == checksum:
             text = content[at + _CALL.size : end]
             group, ranks, operation, reduce, root, dtype, shape, aside, site = json.loads(text)
-            what = What(group, ranks, operation, reduce, root, dtype, shape, site, aside=aside)
+            what = Collective(group, ranks, operation, reduce, root, dtype, shape, site, aside=aside)
             found.append(Call(number, turn, fingerprint, digest, what))
     return sorted(found, key=lambda call: call.number)
 
@@ -272,7 +274,7 @@ def _parsed(content: bytes) -> list[Call]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CallMismatch:
     """The first calls in which two ranks differ; None for a rank that did not make it.
 
     Attributes:
@@ -287,19 +289,19 @@ class Difference:
 
     def __str__(self) -> str:
         number = f"call {self.turn}" if self.turn else "their last call"
-        one, other = (f"rank {rank} {_did(call)}" for rank, call in zip(self.ranks, self.calls, strict=True))
+        one, other = (f"rank {rank} {_describe_call(call)}" for rank, call in zip(self.ranks, self.calls, strict=True))
         return f"{number}: {one}, {other}"
 
 
-def _did(call: Call | None) -> str:
+def _describe_call(call: Call | None) -> str:
     if call is None:
         return "made no such call"
     return f"came to {COMPARISON}" if call.what.site == COMPARISON else f"did {call.what}"
 
 
-def difference(
+def find_mismatch(
     rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call], *, ended: bool = False
-) -> Difference | None:
+) -> CallMismatch | None:
     """Where two ranks differ, as far as both rings reach: another call at the same place.
 
     Args:
@@ -310,7 +312,7 @@ def difference(
         ended: whether both have come to the same place of the program, so that one call more is a difference too; else
             one of them is only further ahead.
     """
-    for name in _shared(rank, mine, other, theirs):
+    for name in _shared_groups(rank, mine, other, theirs):
         here, there = ({c.turn: c for c in ring if c.turn and c.what.group == name} for ring in (mine, theirs))
         if not (here or there):  # calls of other threads alone
             continue
@@ -319,62 +321,62 @@ def difference(
         for turn in range(first, last + 1):
             one, two = here.get(turn), there.get(turn)
             if one is None or two is None or one.fingerprint != two.fingerprint:
-                return Difference(turn, (rank, other), (one, two))
+                return CallMismatch(turn, (rank, other), (one, two))
     return None
 
 
-def crossing(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> Difference | None:
+def find_deadlock(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> CallMismatch | None:
     """Whether two ranks that stand still wait for each other: in calls of two groups, neither made by the other."""
-    shared = _shared(rank, mine, other, theirs)
+    shared = _shared_groups(rank, mine, other, theirs)
     last = [next((c for c in reversed(ring) if c.turn and c.what.group in shared), None) for ring in (mine, theirs)]
     here, there = last
     if here is None or there is None or here.what.group == there.what.group:
         return None
-    if _made(theirs, here.what.group) < here.turn and _made(mine, there.what.group) < there.turn:
-        return Difference(0, (rank, other), (here, there))
+    if _count_calls(theirs, here.what.group) < here.turn and _count_calls(mine, there.what.group) < there.turn:
+        return CallMismatch(0, (rank, other), (here, there))
     return None
 
 
-def explained(rings: Mapping[int, Sequence[Call]]) -> Difference | None:
+def explain_hang(rings: Mapping[int, Sequence[Call]]) -> CallMismatch | None:
     """Of processes that stand still or are gone: two that made different calls, or that wait for each other.
 
     One that is only further ahead than another has waited for it, or the other has died, and is no difference.
     """
-    for look in (difference, crossing):
+    for look in (find_mismatch, find_deadlock):
         for one, other in combinations(sorted(rings), 2):
             if found := look(one, rings[one], other, rings[other]):
                 return found
     return None
 
 
-def _shared(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> list[str]:
+def _shared_groups(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> list[str]:
     """Groups in which both are, the one used first before the others."""
     names: dict[str, None] = {}
     for call in [*mine, *theirs]:
-        if call.what.group not in names and {rank, other} <= _members(call.what.ranks):
+        if call.what.group not in names and {rank, other} <= _parse_ranks(call.what.ranks):
             names[call.what.group] = None
     return list(names)
 
 
-def _made(ring: Sequence[Call], group: str) -> int:
+def _count_calls(ring: Sequence[Call], group: str) -> int:
     """How many calls of a group a ring tells of; of what has left it nothing is said, so as many as can be."""
     turns = [call.turn for call in ring if call.turn and call.what.group == group]
     return turns[-1] if turns else 0 if ring and ring[0].number == 1 else _MASK
 
 
 @cache
-def _members(told: str) -> frozenset[int]:
+def _parse_ranks(ranks_text: str) -> frozenset[int]:
     members: set[int] = set()
-    for part in filter(None, told.split(",")):
+    for part in filter(None, ranks_text.split(",")):
         first, _, last = part.partition("-")
         members |= set(range(int(first), int(last or first) + 1))
     return frozenset(members)
 
 
-def ranges(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Members of a group as short text, or nothing if it would be long.
 
-    >>> ranges([0, 1, 2, 5])
+    >>> format_ranks([0, 1, 2, 5])
     '0-2,5'
     """
     stretches: list[list[int]] = []
@@ -388,9 +390,9 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 @cache
-def _share(name: str, own: int, size: int) -> int:
+def _group_factor(name: str, own: int, size: int) -> int:
     """A member's factor; those of a group add up to zero."""
     if own < size - 1:
         digest = hashlib.blake2b(f"{name}/{own}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") | 1
-    return -sum(_share(name, other, size) for other in range(size - 1))
+    return -sum(_group_factor(name, other, size) for other in range(size - 1))

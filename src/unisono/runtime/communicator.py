@@ -1,7 +1,7 @@
 """Which process of the job this is, and the few things processes say to each other outside the step.
 
-`ProcessInfo` is a plain value passed to whoever needs it; nothing reads `RANK` on its own. `Communicator` is the control
-channel: small JSON messages, named so that a wait that times out can say what it waited for. Nothing is ever pickled.
+`ProcessInfo` is a plain value passed to whoever needs it; nothing reads `RANK` on its own. `Communicator` is the
+control channel: small JSON messages, named so that a timeout can say what was waited for. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-SHARES_PORT = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)  # on the sockets of a launcher and its rank 0 alone
-STORE = "UNISONO_STORE"  # set by our launcher on one host: the file by which its processes meet, of this user alone
+REUSE_PORT_OPTION = getattr(
+    socket, "SO_REUSEPORT", socket.SO_REUSEADDR
+)  # on the sockets of a launcher and its rank 0 alone
+STORE_VARIABLE = (
+    "UNISONO_STORE"  # set by our launcher on one host: the file by which its processes meet, of this user alone
+)
 Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
 
 
-def written(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """`host:port`, an IPv6 address in brackets.
 
-    >>> written("10.0.0.1", 29400), written("fd00::1", 29400)
+    >>> format_address("10.0.0.1", 29400), format_address("fd00::1", 29400)
     ('10.0.0.1:29400', '[fd00::1]:29400')
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -69,7 +73,7 @@ class Node:
     interface: str
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -95,11 +99,11 @@ class Channel(Protocol):
 class Communicator(Channel, Protocol):
     """The control channel of all processes of the job."""
 
-    def another(self) -> Communicator:
+    def duplicate(self) -> Communicator:
         """A second channel of the same processes, for threads of theirs: neither waits for messages of the other."""
         ...
 
-    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+    def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
         """The largest of every rank's numbers, place by place, on every rank: one reduction, for every step."""
         ...
 
@@ -117,16 +121,10 @@ class SingleProcess:
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
 
-    def another(self) -> SingleProcess:
+    def duplicate(self) -> SingleProcess:
         """A second channel of the single process."""
         return SingleProcess()
 
-    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+    def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
         """The same numbers."""
         return list(numbers)
-
-
-Place = ProcessInfo
-Party = Channel
-Group = Communicator
-Alone = SingleProcess

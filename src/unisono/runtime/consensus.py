@@ -1,4 +1,4 @@
-"""What all processes of a job learn together: an error of one is raised on all, a result of one is given to all.
+"""Consensus of all processes: an error of one is raised on all, a result of one is given to all.
 
 A process that raised alone would leave the others in a wait until their deadline, with a message about the wait and not
 about the cause. So every rank says how its part went, and the first error is raised on every rank.
@@ -15,7 +15,7 @@ from unisono.runtime.communicator import Channel, Json
 from unisono.runtime.errors import RunError, UnisonoError, error_class
 
 T = TypeVar("T")
-_PATIENCE = 10.0  # seconds for the others to hear that something is over
+_JOIN_TIMEOUT = 10.0  # seconds for the others to hear that something is over
 
 
 def raise_everywhere(
@@ -43,7 +43,7 @@ def raise_everywhere(
         try:
             mine[2] = work()
         except Exception as error:
-            own, mine[1] = error, _description(error)
+            own, mine[1] = error, _serialize_error(error)
     everyone = channel.gather(mine, what)
     failed = {rank: error for rank, (_, error, _) in enumerate(everyone) if error is not None}
     if not failed:
@@ -54,7 +54,7 @@ def raise_everywhere(
     workers = [rank for rank, (worked, _, _) in enumerate(everyone) if worked]
     alike = list(failed) == workers and all(other["text"] == refused["text"] for other in failed.values())
     text = refused["text"] if alike else f"{member} {first}: {refused['text']}"
-    raised = own if isinstance(own, UnisonoError) and mine[1] == refused else _rebuilt(refused)
+    raised = own if isinstance(own, UnisonoError) and mine[1] == refused else _rebuild_error(refused)
     raised.args = (text,)
     raised.agreed = True
     raise raised
@@ -90,7 +90,7 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
     finally:
         over.set()
         if channel.size > 1:
-            thread.join(_PATIENCE)
+            thread.join(_JOIN_TIMEOUT)
 
 
 def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
@@ -119,7 +119,7 @@ def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
     return raise_everywhere(channel, result if channel.rank == 0 else None, what)[0]
 
 
-def _description(error: Exception) -> dict[str, Json]:
+def _serialize_error(error: Exception) -> dict[str, Json]:
     """An error as JSON."""
     if isinstance(error, UnisonoError):
         known = next(kind for kind in type(error).__mro__ if error_class(kind.__name__) is kind)
@@ -127,7 +127,7 @@ def _description(error: Exception) -> dict[str, Json]:
     return {"class": RunError.__name__, "text": f"{type(error).__name__}: {error}", "fault": ""}
 
 
-def _rebuilt(error: dict[str, Json]) -> UnisonoError:
+def _rebuild_error(error: dict[str, Json]) -> UnisonoError:
     """The error that another rank described."""
     found = error_class(error["class"])(error["text"])
     found.fault = error["fault"]

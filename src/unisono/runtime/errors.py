@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
-_SHOWN, _LONG = 3, 40  # names in an error, and characters of one
+_MAX_EXAMPLES, _MAX_LENGTH = 3, 40  # names in an error, and characters of one
 
 
 class UnisonoError(ValueError):
-    """A fault the user can mend.
+    """A fault that the user can fix.
 
     Attributes:
         exit_code: tells a script which class of fault ended the run.
@@ -74,11 +74,11 @@ class SaveError(CheckpointError):
     """A checkpoint that could not be written. Those before it are as they were.
 
     Attributes:
-        passing: whether what the system said may be over soon, as where a server is away or a quota is used up.
+        passing: whether the failure may be temporary, as where a server is away or a quota is used up.
     """
 
     exit_code = 7
-    passing = False
+    transient = False
 
 
 class RecordError(SaveError):
@@ -103,13 +103,13 @@ class SpikeError(UnisonoError):
 
 
 class GuardError(UnisonoError):
-    """A run that would have gone on silently wrong: replicas differ, parameters do not move, wrong master dtype."""
+    """A run that would have continued silently wrong: replicas differ, parameters do not move, wrong master dtype."""
 
     exit_code = 4
 
 
 class DeadlineError(UnisonoError):
-    """A wait on another process that took longer than its deadline, or whose peer is gone."""
+    """A wait for another process that exceeded its deadline, or whose peer disconnected."""
 
     exit_code = 5
 
@@ -154,19 +154,19 @@ class DesyncError(UnisonoError):
 
 
 class LostError(UnisonoError):
-    """A process of the run that is gone without having said why."""
+    """A process of the run that died without a message."""
 
     exit_code = 9
 
 
 class StuckError(UnisonoError):
-    """A process of the run that is there and does not go on, or all of them in wait for each other."""
+    """A process of the run that is alive but makes no progress, or all of them waiting for each other."""
 
     exit_code = 10
 
 
 class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
-    """A run that was asked to end before it was done, and can be resumed."""
+    """A run that was asked to end early and can be resumed."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -185,10 +185,10 @@ def error_class(name: str) -> type[UnisonoError]:
     return found if isinstance(found, type) and issubclass(found, UnisonoError) else RunError
 
 
-def page(fault: str) -> str:
+def docs_link(fault: str) -> str:
     """Where the docs explain a fault: GitHub makes the anchor of a heading so.
 
-    >>> page("A metric of one rank, or a mean of means")
+    >>> docs_link("A metric of one rank, or a mean of means")
     'docs/diagnoses.md#a-metric-of-one-rank-or-a-mean-of-means'
     """
     return "docs/diagnoses.md#" + re.sub(r"[^\w\- ]", "", fault.lower()).replace(" ", "-")
@@ -206,7 +206,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     close = get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
-    return "valid here: " + (", ".join(names) if names else "nothing")
+    return f"valid here: {', '.join(names)}" if names else "and there is none to choose from"
 
 
 def format_examples(names: Sequence[str]) -> str:
@@ -215,8 +215,8 @@ def format_examples(names: Sequence[str]) -> str:
     >>> format_examples(["a", "b", "c", "d"])
     "'a', 'b', 'c', …"
     """
-    shown = [repr(name if len(name) <= _LONG else f"{name[:_LONG]}…") for name in names[:_SHOWN]]
-    return ", ".join(shown) + (", …" if len(names) > _SHOWN else "")
+    shown = [repr(name if len(name) <= _MAX_LENGTH else f"{name[:_MAX_LENGTH]}…") for name in names[:_MAX_EXAMPLES]]
+    return ", ".join(shown) + (", …" if len(names) > _MAX_EXAMPLES else "")
 
 
 def format_share(some: Collection[str], total: int, what: str) -> str:
@@ -233,10 +233,10 @@ def find_duplicates(names: Iterable[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers for people, the first few stretches of them.
 
-    >>> ranges([0, 1, 2, 5, 7, 8])
+    >>> format_ranges([0, 1, 2, 5, 7, 8])
     '0 to 2, 5, 7 to 8'
     """
     parts: list[list[int]] = []
@@ -245,5 +245,5 @@ def ranges(numbers: Iterable[int]) -> str:
             parts[-1] = [parts[-1][0], number]
         else:
             parts.append([number])
-    told = [" to ".join(map(str, part)) for part in parts]
-    return ", ".join(told[:5]) + (", …" if len(told) > 5 else "")
+    texts = [" to ".join(map(str, part)) for part in parts]
+    return ", ".join(texts[:5]) + (", …" if len(texts) > 5 else "")

@@ -1,4 +1,4 @@
-"""Packages that are not installed with Unisono: imported where they are needed, or named with the command that installs them."""
+"""Optional packages: imported where they are needed, or named with the command that installs them."""
 
 from __future__ import annotations
 

@@ -1,50 +1,53 @@
-"""Files that are there whole or not at all, and where what can be made again is kept."""
+"""Files that appear whole or not at all, and the cache for what can be recomputed."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import os
+import platform
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.runtime.errors import RecordError
 
-TEMPORARY = ".writing"  # how the names of files end that are not whole yet
-PICKLES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
+TEMPORARY_SUFFIX = ".writing"  # how the names of files end that are not whole yet
+PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
 
 
 @contextlib.contextmanager
-def whole(path: Path, *, lasting: bool = False) -> Iterator[Path]:
+def atomic_file(path: Path, *, lasting: bool = False) -> Iterator[Path]:
     """A path to write to; what is there in the end becomes the file in one rename, and nothing after an error.
 
     Args:
         path: of the file, which is there as it was before until then.
         lasting: it is there even if the power fails right after.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
-        sync(temporary)  # or the rename could outlive the content
+        fsync_path(temporary)  # or the rename could outlive the content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     if lasting:
-        sync(path.parent)
+        fsync_path(path.parent)
 
 
 def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
     """Write a text file that is there whole, or as it was before; `lasting` as above."""
-    with whole(path, lasting=lasting) as temporary:
+    with atomic_file(path, lasting=lasting) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def recording(path: Path) -> Iterator[None]:
-    """Tell of a record of the run that cannot be written as of a checkpoint that cannot.
+def wrap_record_errors(path: Path) -> Iterator[None]:
+    """Report a record of the run that cannot be written the way a failed checkpoint is reported.
 
     Raises:
         RecordError: in place of an OSError.
@@ -53,12 +56,12 @@ def recording(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RecordError(
-            f"{path} cannot be written ({error.strerror or error}). Make room, or have the disk repaired; the same "
-            "command goes on from the newest checkpoint"
+            f"{path} cannot be written ({error.strerror or error}). Free some space or repair the disk, then give the "
+            "same command again: it resumes from the newest checkpoint"
         ) from error
 
 
-def write_kept(path: Path, text: str) -> None:
+def write_with_backup(path: Path, text: str) -> None:
     """Write a text file whole; what stood there is kept beside it as `name.0001.end`, …, if it was another."""
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     if before is not None and before != text:
@@ -71,7 +74,7 @@ def write_kept(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write into; it gets its name by one rename in the end, and is gone after an error.
 
     Args:
@@ -81,21 +84,48 @@ def whole_folder(path: Path) -> Iterator[Path]:
         FileExistsError: where something is there, before or by the time of the rename. It stays as it is.
     """
     if os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, "is there already", str(path))
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
+        raise FileExistsError(errno.EEXIST, "exists already", str(path))
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for written in (*temporary.rglob("*"), temporary):
-            sync(written)
+            fsync_path(written)
         temporary.rename(path)  # which a folder with something in it refuses, and so does a file
-        sync(path.parent)
+        fsync_path(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
-            raise FileExistsError(errno.EEXIST, "is there already", str(path)) from error
+            raise FileExistsError(errno.EEXIST, "exists already", str(path)) from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def own_folder(prefix: str, within: Path) -> Path:
+    """A fresh folder that this user alone may enter, named by its process; those of processes that ended go first.
+
+    A process that is killed removes nothing, so what it has left is found by whoever comes next: folders of the same
+    prefix that this user owns and whose process this host no longer has.
+    """
+    numbers = Path("/proc/self/ns/pid")  # a container has process numbers of its own
+    space = numbers.stat().st_ino if numbers.exists() else 0
+    mine = f"{prefix}{platform.node()}-{space}-"
+    for path in within.glob(f"{glob.escape(mine)}*"):
+        pid = path.name.removeprefix(mine).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and not path.is_symlink() and path.stat().st_uid == os.getuid() and not _lives(int(pid)):
+                remove_folder(path)
+    return Path(tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}-", dir=within))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def remove_folder(path: Path) -> None:
@@ -110,17 +140,17 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def of_pickles(path: Path) -> str:
+def pickle_hint(path: Path) -> str:
     """The end of an error about a file or folder that could be a pickle: why it is not read, and what reads it."""
     found = path
     if path.is_dir():
-        found = next((p for p in sorted(path.iterdir()) if p.suffix in PICKLES), path)
-    if found.suffix not in PICKLES:
+        found = next((p for p in sorted(path.iterdir()) if p.suffix in PICKLE_SUFFIXES), path)
+    if found.suffix not in PICKLE_SUFFIXES:
         return ""
     out = "DIR" if path.is_dir() else f"{path.stem}.safetensors"
     return (
-        f". {found.name} is a pickle by its name, and reading one can run code: `unisono import {path} out={out}` "
-        "takes the tensors out of it, in a process of its own that runs nothing"
+        f". {found.name} looks like a pickle, and loading one can run code. `unisono import {path} out={out}` "
+        "extracts its tensors in a separate process without running any code"
     )
 
 
@@ -132,7 +162,7 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have a file's content, or a directory's names, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

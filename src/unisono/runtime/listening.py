@@ -1,4 +1,4 @@
-"""A socket that listens at one address of this host, at a port that a launcher may keep for it."""
+"""A listening socket at one address of this host, on a port that a launcher may have reserved for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 
-from unisono.runtime.communicator import SHARES_PORT
+from unisono.runtime.communicator import REUSE_PORT_OPTION
 
 
 def listen(host: str, port: int, shared: bool) -> socket.socket | None:
@@ -27,12 +27,12 @@ def listen(host: str, port: int, shared: bool) -> socket.socket | None:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            listener.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+            listener.setsockopt(socket.SOL_SOCKET, REUSE_PORT_OPTION, 1)
         listener.bind((address[0], port))
         listener.listen(1024)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise OSError(f"port {port} of this host is in use; choose another MASTER_PORT") from error
+            raise OSError(f"port {port} of this host is in use; set MASTER_PORT to a free one") from error
         return None  # its address may be translated on the way here
     return listener

@@ -1,4 +1,4 @@
-"""Randomness has an address: every draw is keyed by what it is for, never by who draws it.
+"""Randomness has an address: every draw is keyed by its purpose, never by the process that draws.
 
 A key is the SHA-256 of a JSON address such as `[seed, "dropout", step, micro_batch]`, cut to 63 bits. Rank, worker and
 wall clock are never part of an address, so no layout can change a draw.

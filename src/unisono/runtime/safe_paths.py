@@ -23,8 +23,9 @@ from unisono.runtime.errors import UnisonoError
 from unisono.runtime.text import one_line
 
 TEXT = 64 << 20  # bytes that a text or JSON file of ours has at most, unless its reader says otherwise
-_NAME = 1024  # characters of a name
-_DEEP = 16  # components of a name
+_MAX_NAME = 1024  # characters of a name
+_MAX_DEPTH = 16  # components of a name
+_HDF5_FREE, _HDF5_RATIO = 64 << 20, 1000  # bytes of an array whatever its file, and for each byte of the file
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
@@ -47,12 +48,13 @@ def open_inside(folder: Path | str, name: object) -> BufferedReader:
         name: as it stands in somebody's file, with `/` between its components.
 
     Raises:
-        UnsafePathError: for a name that is absolute, climbs with `..` or goes by a link, and for what is no regular file.
+        UnsafePathError: for a name that is absolute, contains `..` or goes through a link, and for anything but a
+            regular file.
         OSError: where it is missing or may not be read.
     """
     parts = components(folder, name)
     with ExitStack() as opened:
-        at = _folder(folder, opened)
+        at = _open_folder(folder, opened)
         for number, part in enumerate(parts[:-1], start=1):
             at = _descend(at, part, f"{folder}/{one_line('/'.join(parts[:number]))}", opened)
         shown = f"{folder}/{one_line(name)}"
@@ -60,17 +62,17 @@ def open_inside(folder: Path | str, name: object) -> BufferedReader:
             descriptor = os.open(parts[-1], _OPEN | os.O_NOFOLLOW, dir_fd=at)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EMLINK):
-                raise _told(error, shown) from error
-            blob = _blob(Path(folder), parts, at)
+                raise _with_full_path(error, shown) from error
+            blob = _hf_blob(Path(folder), parts, at)
             if blob is None:
                 target = ""
                 with suppress(OSError):
                     target = f" to {one_line(os.readlink(parts[-1], dir_fd=at))}"
                 raise UnsafePathError(
-                    f"{shown} is a link{target}; only files that lie in that folder themselves are read: copy it there"
+                    f"{shown} is a link{target}; only files inside that folder are read, so copy the file there"
                 ) from error
             return open_inside(Path(folder).parent.parent, blob)
-        return _regular(descriptor, shown)
+        return _open_checked(descriptor, shown)
 
 
 def open_regular(path: Path | str) -> BufferedReader:
@@ -80,7 +82,7 @@ def open_regular(path: Path | str) -> BufferedReader:
         UnsafePathError: for what is no regular file.
         OSError: where it is missing or may not be read.
     """
-    return _regular(os.open(path, _OPEN), str(path))
+    return _open_checked(os.open(path, _OPEN), str(path))
 
 
 def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:
@@ -144,6 +146,40 @@ def path_of(file: BufferedReader) -> str:
     return f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else f"/dev/fd/{file.fileno()}"
 
 
+def check_hdf5(file: Any, shown: object) -> None:
+    """Refuse an HDF5 file that reads others, by links, storage or views, or whose arrays no file of its size can hold.
+
+    Args:
+        file: open, of h5py.
+        shown: how the user knows it.
+
+    Raises:
+        UnsafePathError: naming the entry.
+    """
+    import h5py
+
+    limit = _HDF5_FREE + _HDF5_RATIO * Path(file.filename).stat().st_size
+    pending, seen = [file], set()
+    while pending:
+        group = pending.pop()
+        for name in group:
+            at = f"{shown}: '{one_line(name)}'"
+            link = group.get(name, getlink=True)
+            if isinstance(link, h5py.ExternalLink):
+                raise UnsafePathError(f"{at} is a link to another file, '{one_line(link.filename)}'; it was not read")
+            if not isinstance(link, h5py.HardLink):
+                continue  # within the file, where whatever it leads to is seen, too
+            entry = group[name]
+            if isinstance(entry, h5py.Group) and entry.id not in seen:
+                seen.add(entry.id)
+                pending.append(entry)
+            if isinstance(entry, h5py.Dataset):
+                if entry.external or entry.is_virtual:
+                    raise UnsafePathError(f"{at} has its numbers in other files; it was not read")
+                if entry.nbytes > limit:
+                    raise UnsafePathError(f"{at} would take {entry.nbytes} bytes, which a file of its size cannot hold")
+
+
 def destination(folder: Path, name: object) -> Path:
     """Where to write a file that somebody's list names: its parents are made, and nothing on the way is a link.
 
@@ -161,7 +197,9 @@ def destination(folder: Path, name: object) -> Path:
         if os.path.lexists(path):
             mode = os.lstat(path).st_mode
             if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
-                raise UnsafePathError(f"{path} is {_kind(mode)}, so nothing is written through it; move it away")
+                raise UnsafePathError(
+                    f"{path} is {_describe_kind(mode)}, and nothing is written through it; move it away"
+                )
     return path
 
 
@@ -171,19 +209,19 @@ def components(folder: Path | str, name: object) -> list[str]:
     Raises:
         UnsafePathError: for one that does not, or is none.
     """
-    told = f"{folder} names the file '{one_line(name)}'"
-    if not isinstance(name, str) or not name or len(name) > _NAME or "\0" in name or "\\" in name:
-        raise UnsafePathError(f"{told}, which is no name of a file; do not use what comes from there")
+    beginning = f"{folder} names the file '{one_line(name)}'"
+    if not isinstance(name, str) or not name or len(name) > _MAX_NAME or "\0" in name or "\\" in name:
+        raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder")
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UnsafePathError(f"{told}, which is no name of a file; do not use what comes from there") from error
+        raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder") from error
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
-        raise UnsafePathError(f"{told}, which lies elsewhere; only files of that folder are read")
+        raise UnsafePathError(f"{beginning}, which lies outside; only files inside that folder are read")
     parts = [part for part in parts if part not in ("", ".")]
-    if not parts or len(parts) > _DEEP:
-        raise UnsafePathError(f"{told}, which is no name of a file; do not use what comes from there")
+    if not parts or len(parts) > _MAX_DEPTH:
+        raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder")
     return parts
 
 
@@ -193,12 +231,12 @@ def bounded(file: BufferedReader, shown: str, limit: int) -> bytes:
     content = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(content) > limit:
         raise UnsafePathError(
-            f"{shown} has {max(size, len(content))} bytes, and at most {limit} are read of such a file"
+            f"{shown} has {max(size, len(content))} bytes; at most {limit} bytes of such a file are read"
         )
     return content
 
 
-def _folder(folder: Path | str, opened: ExitStack) -> int:
+def _open_folder(folder: Path | str, opened: ExitStack) -> int:
     descriptor = os.open(folder, _FOLDER)
     opened.callback(os.close, descriptor)
     return descriptor
@@ -209,8 +247,8 @@ def _descend(at: int, part: str, shown: str, opened: ExitStack) -> int:
         descriptor = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
     except OSError as error:
         if _is_link(at, part):
-            raise UnsafePathError(f"{shown} is a link; only what lies in that folder itself is read") from error
-        raise _told(error, shown) from error
+            raise UnsafePathError(f"{shown} is a link; only files inside that folder are read") from error
+        raise _with_full_path(error, shown) from error
     opened.callback(os.close, descriptor)
     return descriptor
 
@@ -222,12 +260,12 @@ def _is_link(at: int, part: str) -> bool:
         return False
 
 
-def _regular(descriptor: int, shown: str) -> BufferedReader:
+def _open_checked(descriptor: int, shown: str) -> BufferedReader:
     """An open regular file as a file object; anything else is closed and refused."""
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise UnsafePathError(f"{shown} is {_kind(mode)}, not a file; it was not read")
+            raise UnsafePathError(f"{shown} is {_describe_kind(mode)}, not a file; it was not read")
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -235,7 +273,7 @@ def _regular(descriptor: int, shown: str) -> BufferedReader:
         raise
 
 
-def _blob(folder: Path, parts: list[str], at: int) -> str | None:
+def _hf_blob(folder: Path, parts: list[str], at: int) -> str | None:
     """The blob that a link of a Hugging Face snapshot leads to, relative to the cache of its repository."""
     if folder.parent.name != "snapshots":
         return None
@@ -247,12 +285,12 @@ def _blob(folder: Path, parts: list[str], at: int) -> str | None:
     return None
 
 
-def _told(error: OSError, shown: str) -> OSError:
+def _with_full_path(error: OSError, shown: str) -> OSError:
     """The same error with the whole path, where the system knows a part of it alone."""
     return type(error)(error.errno, error.strerror, shown)
 
 
-def _kind(mode: int) -> str:
+def _describe_kind(mode: int) -> str:
     kinds = (
         (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
         (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),

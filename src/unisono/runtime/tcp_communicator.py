@@ -1,7 +1,7 @@
-"""What processes say to each other where torch is not there: JSON over a TCP connection of each to rank 0.
+"""The control channel without torch: JSON over a TCP connection of each process to rank 0.
 
-Processes meet here before anything of an engine starts, so whoever does not come is known by name. Rank 0 answers for
-all: it hears every rank, and tells each what all of them said, or which of them is gone.
+Processes meet here before an engine starts anything, so a missing one is known by name. Rank 0 answers for all: it
+collects the values of every rank and sends them to each, or names the rank that is missing.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from contextlib import suppress
 
 from unisono.runtime import heartbeat
 from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError
-from unisono.runtime.communicator import Json, Place, written
+from unisono.runtime.communicator import Json, ProcessInfo, format_address
 from unisono.runtime.errors import DeadlineError
 from unisono.runtime.listening import listen
 from unisono.runtime.text import one_line
 
-_GREETING = 5.0  # seconds for whoever connects to say who it is
-_PATIENCE = 5.0  # seconds by which a process waits longer than rank 0, which tells why
+_GREETING_TIMEOUT = 5.0  # seconds for whoever connects to say who it is
+_GRACE_SECONDS = 5.0  # seconds by which a process waits longer than rank 0, which tells why
 
 
 class TcpCommunicator:
-    """All processes of a job; see `unisono.runtime.communicator.Group`.
+    """All processes of a job; see `unisono.runtime.communicator.Communicator`.
 
     Args:
         place: of this process.
@@ -39,7 +39,7 @@ class TcpCommunicator:
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessInfo,
         host: str,
         port: int,
         timeout: float,
@@ -59,10 +59,10 @@ class TcpCommunicator:
         """
         with heartbeat.phase("wait", what):
             if self.rank:
-                told = self._lines[0].exchange({"value": value}, self.timeout + _PATIENCE, what)
-                if "fault" in told:
-                    raise DeadlineError(told["fault"])
-                return list(told["values"])
+                reply = self._lines[0].exchange({"value": value}, self.timeout + _GRACE_SECONDS, what)
+                if "fault" in reply:
+                    raise DeadlineError(reply["fault"])
+                return list(reply["values"])
             deadline = time.monotonic() + self.timeout
             values = [value] + [None] * (self.size - 1)
             try:
@@ -70,20 +70,20 @@ class TcpCommunicator:
                     values[rank] = line.receive(deadline, what)["value"]
             except DeadlineError as error:
                 fault = f"{error} (launch.timeout is {self.timeout:g} s). Look at the logs of the other ranks"
-                self._tell({"fault": fault})
+                self._broadcast({"fault": fault})
                 raise DeadlineError(fault) from error
-            self._tell({"values": values})
+            self._broadcast({"values": values})
             return values
 
     def barrier(self, what: str) -> None:
         """Return once every rank has come here."""
         self.gather(None, what)
 
-    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+    def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
         """The largest of every rank's numbers, place by place."""
         return [max(column) for column in zip(*self.gather(list(numbers), what), strict=True)]
 
-    def another(self) -> TcpCommunicator:
+    def duplicate(self) -> TcpCommunicator:
         """The same processes over connections of their own, for other threads; collective."""
         self._others += 1
         channel = self._channel * 64 + self._others
@@ -91,26 +91,30 @@ class TcpCommunicator:
         deadline = time.monotonic() + self.timeout
         self.barrier("the processes to connect once more")
         if self.rank:
-            lines = {0: _joined(self._place, host, port, channel, deadline, self.timeout, "launch.timeout")}
+            lines = {
+                0: _connect_to_rank_zero(self._place, host, port, channel, deadline, self.timeout, "launch.timeout")
+            }
         else:
             assert self._listener is not None
-            lines = _received(self._place, self._listener, channel, deadline, self.timeout, "launch.timeout")
+            lines = _accept_processes(self._place, self._listener, channel, deadline, self.timeout, "launch.timeout")
         return TcpCommunicator(self._place, host, port, self.timeout, lines, self._listener, channel)
 
     def close(self) -> None:
-        """Hang up; the listener belongs to the first communicator."""
+        """Close the connections; the listener belongs to the first communicator."""
         for line in self._lines.values():
             line.close()
         if self._listener is not None and self._channel == 0:
             self._listener.close()
 
-    def _tell(self, message: Json) -> None:
+    def _broadcast(self, message: Json) -> None:
         for line in self._lines.values():
             with suppress(OSError):
-                line.send(message, time.monotonic() + _PATIENCE)
+                line.send(message, time.monotonic() + _GRACE_SECONDS)
 
 
-def meet(place: Place, host: str, port: int, start_timeout: float, timeout: float) -> TcpCommunicator:
+def connect_processes(
+    place: ProcessInfo, host: str, port: int, start_timeout: float, timeout: float
+) -> TcpCommunicator:
     """Meet all other processes at rank 0.
 
     Args:
@@ -127,18 +131,18 @@ def meet(place: Place, host: str, port: int, start_timeout: float, timeout: floa
     key = "launch.start_timeout"
     with heartbeat.phase("wait", "the other processes to appear"):
         if place.rank:
-            lines = {0: _joined(place, host, port, 0, deadline, start_timeout, key)}
+            lines = {0: _connect_to_rank_zero(place, host, port, 0, deadline, start_timeout, key)}
             return TcpCommunicator(place, host, port, timeout, lines, None)
         try:
             listener = listen(host, port, place.launcher == "unisono") or socket.create_server(("", port))
         except OSError as error:
-            raise DeadlineError(f"rank 0 cannot listen at {written(host, port)}: {error}") from error
-        lines = _received(place, listener, 0, deadline, start_timeout, key)
+            raise DeadlineError(f"rank 0 cannot listen at {format_address(host, port)}: {error}") from error
+        lines = _accept_processes(place, listener, 0, deadline, start_timeout, key)
         return TcpCommunicator(place, host, port, timeout, lines, listener)
 
 
-def _received(
-    place: Place, listener: socket.socket, channel: int, deadline: float, limit: float, key: str
+def _accept_processes(
+    place: ProcessInfo, listener: socket.socket, channel: int, deadline: float, limit: float, key: str
 ) -> dict[int, AuthenticatedLine]:
     """Rank 0: a line from each of the other processes, in their order."""
     lines: dict[int, AuthenticatedLine] = {}
@@ -150,27 +154,27 @@ def _received(
             absent = [rank for rank in range(1, place.world_size) if rank not in lines]
             many = "s" if len(absent) > 1 else ""
             text = (
-                f"of {place.world_size} processes, rank{many} {', '.join(map(str, absent))} did not start, or found no "
-                f"way to rank 0, within {limit:g} s ({key})"
+                f"of {place.world_size} processes, rank{many} {', '.join(map(str, absent))} did not start or could "
+                f"not reach rank 0 within {limit:g} s ({key})"
             )
             for late in lines.values():
                 with suppress(OSError):
                     late.send({"refused": text}, time.monotonic() + 1)
             raise DeadlineError(f"rank 0: {text}") from None
-        greeted = _greeted(line, place.world_size, channel)
+        greeted = _authenticate_process(line, place.world_size, channel)
         if greeted is None or greeted in lines:
             line.close()
         else:
             lines[greeted] = line
     for line in lines.values():
-        line.send({"welcome": f"rank 0 ({platform.node()}, process {os.getpid()})"}, time.monotonic() + _PATIENCE)
+        line.send({"welcome": f"rank 0 ({platform.node()}, process {os.getpid()})"}, time.monotonic() + _GRACE_SECONDS)
     return dict(sorted(lines.items()))
 
 
-def _greeted(line: AuthenticatedLine, size: int, channel: int) -> int | None:
+def _authenticate_process(line: AuthenticatedLine, size: int, channel: int) -> int | None:
     """The rank that has connected; None if it is nobody of this job, or comes for something else."""
     try:
-        who = line.admit(_token(), "environment", time.monotonic() + _GREETING)
+        who = line.admit(_read_token(), "environment", time.monotonic() + _GREETING_TIMEOUT)
     except GreetingError:
         return None
     rank = who.get("rank")
@@ -180,11 +184,11 @@ def _greeted(line: AuthenticatedLine, size: int, channel: int) -> int | None:
     return rank
 
 
-def _joined(
-    place: Place, host: str, port: int, channel: int, deadline: float, limit: float, key: str
+def _connect_to_rank_zero(
+    place: ProcessInfo, host: str, port: int, channel: int, deadline: float, limit: float, key: str
 ) -> AuthenticatedLine:
     """Another process: the line to rank 0, which may not be there yet."""
-    where, why = written(host, port), "nobody is there"
+    where, why = format_address(host, port), "nothing listens there"
     who = {
         "rank": place.rank, "size": place.world_size, "channel": channel, "host": platform.node(), "pid": os.getpid(),
     }  # fmt: skip
@@ -192,8 +196,8 @@ def _joined(
         try:
             link = socket.create_connection((host, port), max(0.01, min(5.0, deadline - time.monotonic())))
             line = AuthenticatedLine(link, f"rank 0 at {where}")
-            until = max(deadline, time.monotonic() + _PATIENCE)  # rank 0 may be greeting somebody else
-            line.introduce(who, _token(), line.offer(until)[1], until)
+            until = max(deadline, time.monotonic() + _GRACE_SECONDS)  # rank 0 may be greeting somebody else
+            line.introduce(who, _read_token(), line.offer(until)[1], until)
             break
         except GreetingError as error:  # whoever listens there is not rank 0, or has just gone
             line.close()
@@ -206,7 +210,7 @@ def _joined(
                 "started, is this its address (MASTER_ADDR, MASTER_PORT), and does a firewall let the port pass?"
             )
         time.sleep(0.1)
-    message = line.receive(max(deadline, time.monotonic()) + _PATIENCE, "all processes to come")
+    message = line.receive(max(deadline, time.monotonic()) + _GRACE_SECONDS, "all processes to come")
     if "refused" in message:
         line.close()
         raise DeadlineError(f"rank {place.rank}: {one_line(message['refused'], 2000)}")
@@ -214,5 +218,5 @@ def _joined(
     return line
 
 
-def _token() -> bytes:
+def _read_token() -> bytes:
     return os.environ.get(TOKEN, "").encode()

@@ -1,8 +1,9 @@
-"""Text that somebody else wrote, fit for a terminal and a log: nothing in it moves the cursor or begins a line."""
+"""Text for messages: untrusted text made safe for a terminal and a log, and lists cut short."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_IN_LINES = re.compile(_CONTROLS.pattern.replace(r"\x00-\x1f", r"\x00-\x08\x0b-\x1f"))
@@ -14,19 +15,29 @@ def one_line(text: object, limit: int = 200) -> str:
     >>> one_line("a\x1b[2Jb\n", 20), one_line("x" * 9, 4)
     ('a\\x1b[2Jb\\x0a', 'xxxx…')
     """
-    shown = _CONTROLS.sub(_escaped, str(text)[: limit + 1])
+    shown = _CONTROLS.sub(_escape, str(text)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[:limit]}…"
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""A whole message: its lines and tabs stay, every other control character is escaped.
 
-    >>> printable("one\ntwo\x1b[31m")
+    >>> escape_controls("one\ntwo\x1b[31m")
     'one\ntwo\\x1b[31m'
     """
-    return _CONTROLS_IN_LINES.sub(_escaped, text)
+    return _CONTROLS_IN_LINES.sub(_escape, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def join_names(names: Iterable[str], most: int = 4) -> str:
+    """The first names, and how many more there are.
+
+    >>> join_names(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,7 +1,7 @@
-"""Which process, on which machine: told so that another process can find out later whether it still lives.
+"""The identity of a process on a machine, so that another process can find out later whether it is still alive.
 
-A process number alone proves nothing: it is given again, and another host or container has others of its own. No clock
-is asked, so none can be wrong.
+A process id alone proves nothing: ids are reused, and another host or container has its own. No clock is used, so none
+can be wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.supervise import processes
 _PROC = Path("/proc")
 
 
-def machine() -> str:
+def machine_id() -> str:
     """What exactly those processes share that can see each other: one boot of one host, one space of numbers."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -30,20 +30,20 @@ def machine() -> str:
         return f"{platform.node()}/{uuid.getnode():x}"
 
 
-def mine() -> dict[str, Any]:
+def own_identity() -> dict[str, Any]:
     """This process, as JSON."""
     pid = os.getpid()
-    return {"host": platform.node(), "machine": machine(), "pid": pid, "born": _born(pid)}
+    return {"host": platform.node(), "machine": machine_id(), "pid": pid, "born": _start_time(pid)}
 
 
-def alive(who: Mapping[str, Any]) -> bool | None:
+def is_alive(who: Mapping[str, Any]) -> bool | None:
     """Whether a process still lives; None where that cannot be seen from here.
 
     One that has ended and that nobody has collected yet is dead; one that is stopped is not.
     """
-    if who["machine"] != machine():
+    if who["machine"] != machine_id():
         return None
-    born = _born(int(who["pid"]))
+    born = _start_time(int(who["pid"]))
     if born:
         return bool(born == who["born"])
     try:
@@ -55,11 +55,11 @@ def alive(who: Mapping[str, Any]) -> bool | None:
     return False  # it has ended
 
 
-def _born(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """When a process began, in whatever its system counts; empty if it has ended or is not to be seen."""
     if _PROC.joinpath("self").exists():
-        process = processes.look(pid)
-        return "" if process is None else str(process.began)
+        process = processes.find_process(pid)
+        return "" if process is None else str(process.start_time)
     with suppress(psutil.Error):
         other = psutil.Process(pid)
         return "" if other.status() == psutil.STATUS_ZOMBIE else f"{other.create_time():.2f}"

@@ -1,8 +1,8 @@
-"""The monitor of a node: a process outside of those that train, which sees them die, freeze and stand still.
+"""The monitor of a node: a process of its own that notices when training processes die, freeze or hang.
 
-It reads what they tell (`unisono.runtime.heartbeat`) and what the kernel says of them, five times a second. It ends the run of its
-node where that is needed: with one sentence, all stacks in the run's directory, and SIGKILL for every process and all
-that they started. It imports next to nothing, so that it is there before they are.
+It reads their heartbeats (`unisono.runtime.heartbeat`) and their state in the kernel, five times a second. If needed,
+it ends the run on its node: with one message, all stacks in the run's directory, and SIGKILL for every process and its
+descendants. It imports next to nothing, so it is ready before they are.
 
     python -m unisono.supervise.monitor SPECIFICATION
 
@@ -27,24 +27,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, secrets
+from unisono.runtime.console import say
 from unisono.runtime.errors import DeadlineError, DesyncError, StuckError
 from unisono.runtime.files import write_whole
-from unisono.runtime.heartbeat import Record
+from unisono.runtime.heartbeat import HeartbeatRecord
 from unisono.supervise import collective_mismatch, hang_detection, processes, stacks
-from unisono.supervise.hang_detection import Finding, Limits, Seen
+from unisono.supervise.hang_detection import MonitorFinding, PhaseLimits, RankStatus
 from unisono.supervise.processes import Process
 from unisono.supervise.stacks import Stack
 from unisono.supervise.stragglers import Stragglers
 
-FINDING = "finding.json"  # in the directory of the pulses
+FINDING_FILE = "finding.json"  # in the directory of the pulses
 _TICK = 0.2  # seconds between two looks
 _GRACE_LOST = 1.0  # seconds for the others to end after one has died, before they are ended
 _GRACE_FAULT = 8.0  # the same after one has told why it leaves
 _PATIENCE = 5.0  # seconds for a file system to take what is written
-_GAP = 5.0  # seconds between two looks that say that this host slept
-_STILL = 5.0  # seconds without a sign of any rank of this node until nodes compare their rings, and between two times
-_QUIET = (0, 75, 130)  # exit codes of a rank whose leaving ends nobody else: finished, preempted, interrupted
+_SLEEP_GAP = 5.0  # seconds between two looks that say that this host slept
+_COMPARE_INTERVAL = (
+    5.0  # seconds without a sign of any rank of this node until nodes compare their rings, and between two times
+)
+_QUIET_CODES = (0, 75, 130)  # exit codes of a rank whose leaving ends nobody else: finished, preempted, interrupted
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Specification:
         ranks: of this node.
         node: number of this node.
         nodes: how many there are.
-        limits: fields of `Limits`.
+        limits: fields of `PhaseLimits`.
         factor: of `Stragglers`.
         held: whether the end of the standard input is the end of the launcher, which also tells what is found here.
         agent: process number of a launcher of somebody else, without which its processes must not live on.
@@ -77,26 +80,26 @@ class Specification:
 class Monitor:
     """Watches the ranks of one node until they are gone."""
 
-    def __init__(self, told: Specification) -> None:
-        self._told = told
-        self._directory, self._folder = Path(told.directory), Path(told.folder)
-        self._limits = Limits(**told.limits)
-        self._stragglers = Stragglers(told.factor)
+    def __init__(self, specification: Specification) -> None:
+        self._specification = specification
+        self._directory, self._folder = Path(specification.directory), Path(specification.folder)
+        self._limits = PhaseLimits(**specification.limits)
+        self._stragglers = Stragglers(specification.factor)
         self._host = platform.node()
         self._roots: dict[int, Process] = {}
-        self._records: dict[int, Record] = {}
-        self._stopped: dict[int, float] = {}  # since when a rank's process is seen stopped
-        self._troubled: dict[int, float] = {}  # since when a rank is known to be lost or to have failed
-        self._agent = processes.look(told.agent) if told.agent else None
-        self._survivors: dict[int, Seen] = {}  # what all were at when the first one died
-        self._looked = self._compared = time.monotonic()
-        self._forgiven = 0.0  # what was still before then was so because this host slept
+        self._records: dict[int, HeartbeatRecord] = {}
+        self._stopped_since: dict[int, float] = {}  # since when a rank's process is seen stopped
+        self._failed_since: dict[int, float] = {}  # since when a rank is known to be lost or to have failed
+        self._agent = processes.find_process(specification.agent) if specification.agent else None
+        self._survivors: dict[int, RankStatus] = {}  # what all were at when the first one died
+        self._last_look = self._last_comparison = time.monotonic()
+        self._idle_from = 0.0  # what was still before then was so because this host slept
 
     def run(self) -> int:
         """Watch to the end; returns 0, or the code of the error by which the run was ended."""
         descriptors: dict[int, int] = {}
         poll = select.poll()
-        if self._told.held:
+        if self._specification.held:
             poll.register(0, select.POLLIN)
         while True:
             for rank, root in self._roots.items():
@@ -106,126 +109,142 @@ class Monitor:
                         poll.register(descriptors[rank], select.POLLIN)
             for descriptor, _ in poll.poll(1000 * _TICK):
                 if descriptor == 0:
-                    return self._released()
+                    return self._on_input_closed()
                 poll.unregister(descriptor)
             if not self._directory.is_dir():
                 return 0
-            seen = self._look()
-            if self._agent is not None and processes.same(self._agent) is None:
+            seen = self._read_ranks()
+            if self._agent is not None and processes.refresh(self._agent) is None:
                 time.sleep(_GRACE_LOST)
-                self._end()
+                self._kill_processes()
                 return 0
             if (code := self._judge(seen)) is not None:
                 return code
-            over = len(seen) == len(self._told.ranks) and not any(one.here and one.state for one in seen.values())
-            if over and not self._told.held:
+            over = len(seen) == len(self._specification.ranks) and not any(
+                one.is_active and one.state for one in seen.values()
+            )
+            if over and not self._specification.held:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 return 0
-            self._tell_stragglers(seen)
+            self._report_stragglers(seen)
 
-    def _released(self) -> int:
+    def _on_input_closed(self) -> int:
         """The launcher said that all is over, or is gone."""
         if not os.read(0, 1):
             time.sleep(_GRACE_LOST / 2)  # the kernel ends them with their parent
-            self._end()
+            self._kill_processes()
             shutil.rmtree(self._directory, ignore_errors=True)
         return 0
 
-    def _look(self) -> dict[int, Seen]:
+    def _read_ranks(self) -> dict[int, RankStatus]:
         now = time.monotonic()
-        if now - self._looked > _GAP:
-            self._forgiven = now
-        self._looked = now
+        if now - self._last_look > _SLEEP_GAP:
+            self._idle_from = now
+        self._last_look = now
         seen = {}
-        for rank in self._told.ranks:
-            record = heartbeat.read(heartbeat.file_of(self._directory, rank)) or self._records.get(rank)
+        for rank in self._specification.ranks:
+            record = heartbeat.read_record(heartbeat.heartbeat_path(self._directory, rank)) or self._records.get(rank)
             if record is None:
                 continue
             self._records[rank] = record
-            if rank not in self._roots and (process := processes.look(record.pid)):
+            if rank not in self._roots and (process := processes.find_process(record.pid)):
                 self._roots[rank] = process
             root = self._roots.get(rank)
-            process = processes.same(root) if root else None
+            process = processes.refresh(root) if root else None
             state = process.state if process else ""
             if not state:  # it may have said so and left, since its record was read
-                record = self._records[rank] = heartbeat.read(heartbeat.file_of(self._directory, rank)) or record
+                record = self._records[rank] = (
+                    heartbeat.read_record(heartbeat.heartbeat_path(self._directory, rank)) or record
+                )
             if state != "T":
-                self._stopped.pop(rank, None)
-            stopped = now - max(self._stopped.setdefault(rank, now), self._forgiven) if state == "T" else 0.0
-            still = now - max(record.since / 1e9, self._forgiven)
-            seen[rank] = Seen(record, state, still, stopped)
+                self._stopped_since.pop(rank, None)
+            stopped = now - max(self._stopped_since.setdefault(rank, now), self._idle_from) if state == "T" else 0.0
+            still = now - max(record.since / 1e9, self._idle_from)
+            seen[rank] = RankStatus(record, state, still, stopped)
         return seen
 
-    def _judge(self, seen: Mapping[int, Seen]) -> int | None:
+    def _judge(self, seen: Mapping[int, RankStatus]) -> int | None:
         """End the run if there is a reason to; returns the code of the error, or None to go on."""
         now = time.monotonic()
-        failed = [rank for rank, one in seen.items() if not one.here and one.record.code not in _QUIET]
-        gone = [rank for rank, one in seen.items() if one.here and not one.state]
-        for rank in sorted({*failed, *gone}, key=lambda rank: _rank_of_blame(seen[rank])):
-            self._troubled.setdefault(rank, now)
-        if self._troubled and not self._survivors:
+        failed = [rank for rank, one in seen.items() if not one.is_active and one.record.code not in _QUIET_CODES]
+        gone = [rank for rank, one in seen.items() if one.is_active and not one.state]
+        for rank in sorted({*failed, *gone}, key=lambda rank: _blame_order(seen[rank])):
+            self._failed_since.setdefault(rank, now)
+        if self._failed_since and not self._survivors:
             self._survivors = dict(seen)
-        if self._troubled:
+        if self._failed_since:
             alive = any(one.state for one in seen.values())
-            started, since = next(iter(self._troubled)), now - min(self._troubled.values())
+            started, since = next(iter(self._failed_since)), now - min(self._failed_since.values())
             lost = started in gone
             if since < (_GRACE_LOST if lost else _GRACE_FAULT):
                 return None
-            if lost and (alive or not self._told.held):
+            if lost and (alive or not self._specification.held):
                 return self._conclude(
-                    hang_detection.lost(started, self._records[started], self._survivors, self._host, None)
+                    hang_detection.describe_lost(started, self._records[started], self._survivors, self._host, None)
                 )
             if alive:  # one that has told its fault may live on, as a script that goes on to something else
-                self._end([rank for rank, one in seen.items() if one.here])
+                self._kill_processes([rank for rank, one in seen.items() if one.is_active])
             return None
         if self._limits.stuck_after and (
-            hang_detection.frozen(seen, self._limits)
-            or hang_detection.stalled(seen, self._limits, self._told.nodes > 1)
+            hang_detection.find_frozen(seen, self._limits)
+            or hang_detection.is_stalled(seen, self._limits, self._specification.nodes > 1)
         ):
-            return self._stuck(seen)
-        here = [one.still for one in seen.values() if one.here]
-        if self._told.nodes > 1 and here and min(here) > _STILL and now - self._compared > _STILL:
-            self._compared = now
-            if differ := self._differs_from_another_node():
-                return self._conclude(Finding(DesyncError.__name__, DesyncError.exit_code, differ))
+            return self._check_stuck(seen)
+        here = [one.idle_seconds for one in seen.values() if one.is_active]
+        if (
+            self._specification.nodes > 1
+            and here
+            and min(here) > _COMPARE_INTERVAL
+            and now - self._last_comparison > _COMPARE_INTERVAL
+        ):
+            self._last_comparison = now
+            if differ := self._find_mismatch_across_nodes():
+                return self._conclude(MonitorFinding(DesyncError.__name__, DesyncError.exit_code, differ))
         return None
 
-    def _differs_from_another_node(self) -> str | None:
+    def _find_mismatch_across_nodes(self) -> str | None:
         """Whether a rank of this node and one of another made different collectives.
 
         A rank sees by itself, in its comparison, what others of its node do instead of coming to it; of those of other
         nodes it knows nothing. What rings say together is true whenever they were written, so nothing waits here.
         """
-        told: list[str | None] = []
-        _soon(
-            lambda: told.append(
-                collective_mismatch.explain_across(self._directory, self._folder / "logs", patience=0.0)
+        found: list[str | None] = []
+        _run_with_timeout(
+            lambda: found.append(
+                collective_mismatch.describe_mismatch_across_nodes(self._directory, self._folder / "logs", patience=0.0)
             )
         )
-        return told[0] if told else None
+        return found[0] if found else None
 
-    def _stuck(self, seen: Mapping[int, Seen]) -> int | None:
+    def _check_stuck(self, seen: Mapping[int, RankStatus]) -> int | None:
         """Ask for all stacks, and see whether nobody has gone on meanwhile; one that is stopped answers once it may."""
-        answers = stacks.ask(self._directory, {rank: one.record.pid for rank, one in seen.items() if one.state != "T"})
-        again = self._look()
+        answers = stacks.collect_stacks(
+            self._directory, {rank: one.record.pid for rank, one in seen.items() if one.state != "T"}
+        )
+        again = self._read_ranks()
         if not (
-            hang_detection.frozen(again, self._limits)
-            or hang_detection.stalled(again, self._limits, self._told.nodes > 1)
+            hang_detection.find_frozen(again, self._limits)
+            or hang_detection.is_stalled(again, self._limits, self._specification.nodes > 1)
         ):
             return None
-        described = {rank: processes.described(one.record.pid) for rank, one in seen.items()}
+        described = {rank: processes.describe_kernel_state(one.record.pid) for rank, one in seen.items()}
         if stopped := {rank: one.record.pid for rank, one in again.items() if one.state == "T"}:
             for rank in again.keys() - stopped.keys():  # or those would take up the run with them again
                 with suppress(OSError):
                     os.kill(again[rank].record.pid, signal.SIGSTOP)
-            answers |= stacks.ask(self._directory, stopped, patience=1.0, stopped=True)
-        return self._conclude(hang_detection.stuck(again, answers, self._limits, self._host), answers, described)
+            answers |= stacks.collect_stacks(self._directory, stopped, patience=1.0, stopped=True)
+        return self._conclude(
+            hang_detection.describe_stuck(again, answers, self._limits, self._host), answers, described
+        )
 
     def _conclude(
-        self, finding: Finding, answers: Mapping[int, Stack] | None = None, described: Mapping[int, str] | None = None
+        self,
+        finding: MonitorFinding,
+        answers: Mapping[int, Stack] | None = None,
+        described: Mapping[int, str] | None = None,
     ) -> int:
         """Leave the finding where the launcher and people look for it, and end the processes."""
-        if finding.kind == StuckError.__name__ and (differ := collective_mismatch.explain(self._directory)):
+        if finding.kind == StuckError.__name__ and (differ := collective_mismatch.describe_mismatch(self._directory)):
             finding = replace(finding, kind=DesyncError.__name__, code=DesyncError.exit_code, text=differ)
         where = self._folder / "logs" / "stacks" / time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime())
         texts = {}
@@ -237,50 +256,59 @@ class Monitor:
         stored = str(where.relative_to(self._folder)) if texts else ""
         if stored:
             finding = replace(finding, text=f"{finding.text} All stacks: {where}")
-        _soon(lambda: write(self._directory / FINDING, finding, self._told.node, stored))
-        if not self._told.held:
-            _say(f"unisono: error: {finding.text}")
+        _run_with_timeout(
+            lambda: write_finding(self._directory / FINDING_FILE, finding, self._specification.node, stored)
+        )
+        if not self._specification.held:
+            _print_line(f"unisono: error: {finding.text}")
 
         def keep() -> None:
             if texts:
                 where.mkdir(parents=True, exist_ok=True)
             for name, text in texts.items():
                 (where / name).write_text(text, encoding="utf-8")
-            write(record_of(self._folder, self._told.node), finding, self._told.node, stored)
+            write_finding(
+                finding_path(self._folder, self._specification.node), finding, self._specification.node, stored
+            )
 
-        _soon(keep)
-        self._end()
-        if not self._told.held:
+        _run_with_timeout(keep)
+        self._kill_processes()
+        if not self._specification.held:
             shutil.rmtree(self._directory, ignore_errors=True)
         return finding.code
 
-    def _end(self, ranks: Iterable[int] | None = None) -> None:
+    def _kill_processes(self, ranks: Iterable[int] | None = None) -> None:
         """Kill the processes of this node, or of some ranks, and all that they started."""
         ranks = self._roots if ranks is None else ranks
-        if left := processes.end([self._roots[rank] for rank in ranks if rank in self._roots]):
+        if left := processes.kill_all([self._roots[rank] for rank in ranks if rank in self._roots]):
             numbers = ", ".join(f"{process.pid} (state {process.state})" for process in left)
-            _say(f"unisono: WARNING: these processes cannot be killed: {numbers}. {processes.STATES['D']}")
+            _print_line(
+                f"unisono: WARNING: these processes cannot be killed: {numbers}; they are {processes.STATES['D']}"
+            )
 
-    def _tell_stragglers(self, seen: Mapping[int, Seen]) -> None:
-        for line in self._stragglers.look({rank: one.record for rank, one in seen.items()}):
-            _say(f"unisono: WARNING: {line}")
-            with suppress(OSError), (self._folder / "logs" / f"monitor-node-{self._told.node}.log").open("a") as file:
+    def _report_stragglers(self, seen: Mapping[int, RankStatus]) -> None:
+        for line in self._stragglers.update({rank: one.record for rank, one in seen.items()}):
+            _print_line(f"unisono: WARNING: {line}")
+            with (
+                suppress(OSError),
+                (self._folder / "logs" / f"monitor-node-{self._specification.node}.log").open("a") as file,
+            ):
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def _rank_of_blame(one: Seen) -> int:
+def _blame_order(one: RankStatus) -> int:
     """Of ranks that are found gone together: who told a fault of its own, who died, who only waited for another."""
-    if one.here:
+    if one.is_active:
         return 1
     return 2 if one.record.code == DeadlineError.exit_code else 0
 
 
-def record_of(folder: Path, node: int) -> Path:
+def finding_path(folder: Path, node: int) -> Path:
     """Where a run's directory has what the monitor of a node has found."""
     return folder / "logs" / f"monitor-node-{node}.json"
 
 
-def write(path: Path, finding: Finding, node: int, stored: str = "") -> None:
+def write_finding(path: Path, finding: MonitorFinding, node: int, stored: str = "") -> None:
     """Write a finding.
 
     Args:
@@ -290,26 +318,26 @@ def write(path: Path, finding: Finding, node: int, stored: str = "") -> None:
         stored: folder of the stacks, relative to the run's.
     """
     about: dict[str, Any] = {**asdict(finding), "node": node, "host": platform.node(), "time": time.time()}
-    write_whole(path, json.dumps({**about, "stacks": stored}, indent=1) + "\n")
+    write_whole(path, json.dumps(secrets.hidden({**about, "stacks": stored}), indent=1) + "\n")
 
 
-def _soon(act: Any) -> None:
+def _run_with_timeout(act: Any) -> None:
     """Do something that may hang, as writing to a file system of the network does, but wait for it only so long."""
 
     def careful() -> None:
         try:
             act()
         except OSError as error:
-            _say(f"unisono: WARNING: what the monitor has found cannot be written: {error}")
+            _print_line(f"unisono: WARNING: the monitor cannot write its finding: {error}")
 
     thread = threading.Thread(target=careful, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)  # noqa: T201 - it has no log of the run's
+        say(line, error=True)
 
 
 def main() -> None:

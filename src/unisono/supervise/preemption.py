@@ -1,4 +1,4 @@
-"""Being asked to end: SIGTERM and SIGUSR1, by which schedulers and spot machines say that a job has to go.
+"""Preemption: SIGTERM and SIGUSR1, by which schedulers and spot machines announce that a job has to end.
 
 Before the first step there is nothing to lose, and the process ends at once. From then on a signal is only noted, and
 the next boundary (`unisono.supervise.step_sync`) decides for all ranks. A thread hears the signals too, by the
@@ -24,11 +24,13 @@ from unisono.runtime.errors import Preempted
 from unisono.supervise import identity
 
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
-ENDED = 128  # plus the signal: the exit code of a process that was ended because another one had failed
-_LATE = 5.0  # seconds for a process to end by itself once it should: before the first step, or after its last save
-TOO_EARLY = "preempted before the first step of this start: nothing is lost"
+ENDED_BY_SIGNAL = 128  # plus the signal: the exit code of a process that was ended because another one had failed
+_EXIT_GRACE = (
+    5.0  # seconds for a process to end by itself once it should: before the first step, or after its last save
+)
+TOO_EARLY = "preempted before the first step of this start, so nothing is lost"
 
-Ends = Callable[[Preempted], object]  # tells why and ends the process; called by a thread
+EndProcess = Callable[[Preempted], object]  # tells why and ends the process; called by a thread
 
 
 class _TooEarly(BaseException):
@@ -36,7 +38,7 @@ class _TooEarly(BaseException):
 
 
 @contextmanager
-def heeded(ends: Ends | None = None) -> Iterator[None]:
+def handle_signals(ends: EndProcess | None = None) -> Iterator[None]:
     """While this lasts, SIGTERM and SIGUSR1 are heard. Inside of another one, or of a thread, it only tells why.
 
     Args:
@@ -45,10 +47,10 @@ def heeded(ends: Ends | None = None) -> Iterator[None]:
     Raises:
         Preempted: if it was asked to end before its first step.
     """
-    global _ear
+    global _listener
     ear = None
-    if _ear is None and threading.current_thread() is threading.main_thread():
-        ear = _ear = _Ear(ends)
+    if _listener is None and threading.current_thread() is threading.main_thread():
+        ear = _listener = _SignalListener(ends)
     try:
         if ear is not None:
             ear.open()
@@ -58,48 +60,48 @@ def heeded(ends: Ends | None = None) -> Iterator[None]:
     finally:
         if ear is not None:
             ear.close()
-            _ear = None
+            _listener = None
 
 
-def answered(deadline: float, siblings: Sequence[Mapping[str, Any]]) -> None:
+def defer_signals(deadline: float, siblings: Sequence[Mapping[str, Any]]) -> None:
     """From now on boundaries answer: nothing is raised any more.
 
     Args:
         deadline: seconds from the first signal to the end of the process.
         siblings: processes of the job. A signal after one of them has ended comes from a launcher that ends the rest.
     """
-    if _ear is not None:
-        _ear.deadline, _ear.siblings = deadline, siblings
-        _ear.answered = True
+    if _listener is not None:
+        _listener.deadline, _listener.siblings = deadline, siblings
+        _listener.is_deferred = True
 
 
-def waited() -> float | None:
+def seconds_since_signal() -> float | None:
     """Seconds since this process was asked to end; None if it was not."""
-    return None if _ear is None or _ear.asked is None else time.monotonic() - _ear.asked
+    return None if _listener is None or _listener.signalled_at is None else time.monotonic() - _listener.signalled_at
 
 
-def decided(why: Preempted) -> None:
+def announce_end(why: Preempted) -> None:
     """All ranks end now, for this reason, whether this one has heard a signal or not."""
-    if _ear is not None:
-        _ear.asked = _ear.asked or time.monotonic()
-        _ear.why = why
+    if _listener is not None:
+        _listener.signalled_at = _listener.signalled_at or time.monotonic()
+        _listener.why = why
 
 
 @contextmanager
-def unbroken() -> Iterator[None]:
+def finish_before_exit() -> Iterator[None]:
     """What is done here, a save, is finished even if the deadline passes: whoever set it may be late."""
-    if _ear is not None:
-        _ear.busy += 1
+    if _listener is not None:
+        _listener.running_saves += 1
     try:
         yield
     finally:
-        if _ear is not None:
-            _ear.busy -= 1
-            _ear.rested = time.monotonic()
+        if _listener is not None:
+            _listener.running_saves -= 1
+            _listener.last_save_at = time.monotonic()
 
 
 @contextmanager
-def passed_on(
+def forward_signals(
     to: Callable[[], Sequence[int]], ends: Callable[[], object], deadline: float
 ) -> Iterator[Callable[[], bool]]:
     """While this lasts, the first signal goes to other processes as a SIGUSR1, and they answer.
@@ -119,43 +121,43 @@ def passed_on(
         for process in processes:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(process, signal.SIGUSR1)
-        threading.Thread(target=lambda: over.wait(deadline + 2 * _LATE) or ends(), daemon=True).start()
+        threading.Thread(target=lambda: over.wait(deadline + 2 * _EXIT_GRACE) or ends(), daemon=True).start()
         return bool(processes)
 
-    ear = _ear
+    ear = _listener
     if ear is None:
         yield lambda: False
         return
-    ear.passes_on, ear.answered = hear, True
+    ear.forward, ear.is_deferred = hear, True
     try:
-        yield lambda: ear.asked is not None
+        yield lambda: ear.signalled_at is not None
     finally:
         over.set()
 
 
-class _Ear:
+class _SignalListener:
     """What one process has heard.
 
     Attributes:
-        asked: when it was asked first, by `time.monotonic`.
-        answered: whether boundaries answer, or other processes.
+        signalled_at: when it was asked first, by `time.monotonic`.
+        is_deferred: whether boundaries answer, or other processes.
         deadline: seconds from then on.
-        siblings: see `answered`.
+        siblings: see `defer_signals`.
         why: what it ends with, once that is decided.
-        busy: how many things must not be broken off.
-        rested: when the last of them was done.
-        passes_on: does so with the first signal, and says whether there was anybody to hear it.
+        running_saves: how many things must not be broken off.
+        last_save_at: when the last of them was done.
+        forward: does so with the first signal, and says whether there was anybody to hear it.
     """
 
-    def __init__(self, ends: Ends | None) -> None:
-        self.asked: float | None = None
-        self.answered = False
+    def __init__(self, ends: EndProcess | None) -> None:
+        self.signalled_at: float | None = None
+        self.is_deferred = False
         self.deadline = 0.0
         self.siblings: Sequence[Mapping[str, Any]] = ()
         self.why: Preempted | None = None
-        self.busy, self.rested = 0, 0.0
-        self.passes_on: Callable[[], bool] | None = None
-        self._ends, self._told = ends, False
+        self.running_saves, self.last_save_at = 0, 0.0
+        self.forward: Callable[[], bool] | None = None
+        self._end_process, self._has_forwarded = ends, False
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._descriptor = -1
@@ -167,7 +169,7 @@ class _Ear:
         self._descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         for number in self._before:
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
 
     def close(self) -> None:
         """Hear no more."""
@@ -182,58 +184,60 @@ class _Ear:
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
 
-    def _heard(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         self._note(number)
-        if self.passes_on is not None:
-            told, self._told = self._told, True
-            if not told and not self.passes_on():
+        if self.forward is not None:
+            forwarded, self._has_forwarded = self._has_forwarded, True
+            if not forwarded and not self.forward():
                 raise _TooEarly
-        elif not self.answered:
+        elif not self.is_deferred:
             raise _TooEarly
 
     def _note(self, number: int) -> None:
-        if self.asked is None:
-            if any(identity.alive(one) is False for one in self.siblings):
-                os._exit(ENDED + number)
-            self.asked = time.monotonic()
+        if self.signalled_at is None:
+            if any(identity.is_alive(one) is False for one in self.siblings):
+                os._exit(ENDED_BY_SIGNAL + number)
+            self.signalled_at = time.monotonic()
 
     def _listen(self) -> None:
         """Note signals, and end the process where it should have ended."""
         while True:
-            if select.select([self._read], [], [], None if self.asked is None else 0.2)[0]:
+            if select.select([self._read], [], [], None if self.signalled_at is None else 0.2)[0]:
                 heard = self._read.recv(64)
                 if not heard:
                     self._read.close()
                     return
                 for number in set(heard) & set(SIGNALS) & set(self._before):
                     self._note(number)
-            if self._is_late() and self._ends is not None:
-                self._ends(self.why or Preempted(self._late()))
+            if self._is_late() and self._end_process is not None:
+                self._end_process(self.why or Preempted(self._late_message()))
 
     def _is_late(self) -> bool:
-        if self.asked is None or self.passes_on is not None or self.busy:
+        if self.signalled_at is None or self.forward is not None or self.running_saves:
             return False
-        limit = self.asked + (self.deadline if self.answered else _LATE)
-        return time.monotonic() > max(limit, self.rested + _LATE if self.rested > self.asked else 0.0)
+        limit = self.signalled_at + (self.deadline if self.is_deferred else _EXIT_GRACE)
+        return time.monotonic() > max(
+            limit, self.last_save_at + _EXIT_GRACE if self.last_save_at > self.signalled_at else 0.0
+        )
 
-    def _late(self) -> str:
-        if not self.answered:
+    def _late_message(self) -> str:
+        if not self.is_deferred:
             return TOO_EARLY
         return (
-            f"preempted: the deadline of {self.deadline:g} s (launch.preempt_deadline) came before all ranks had met "
-            "at the end of a step, so the newest checkpoint counts"
+            f"preempted: the deadline of {self.deadline:g} s (launch.preempt_deadline) passed before all ranks reached "
+            "the end of a step, so the state is that of the newest checkpoint"
         )
 
 
-_ear: _Ear | None = None
+_listener: _SignalListener | None = None
 
 
-def _forked() -> None:
-    global _ear
-    if _ear is not None:
-        _ear.after_fork()
-        _ear = None
+def _after_fork() -> None:
+    global _listener
+    if _listener is not None:
+        _listener.after_fork()
+        _listener = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_after_fork)

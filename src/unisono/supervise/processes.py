@@ -1,6 +1,6 @@
-"""Processes as the kernel shows them in /proc: whether they are there, what they are at, and how they are ended.
+"""Processes as the kernel shows them in /proc: whether they live, their state, and how to kill them.
 
-A process is known by its number and the time at which it began, since numbers are given again.
+A process is identified by its id and its start time, since ids are reused.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Process:
         state: one letter of the kernel's: R, S, D, T, t, Z, …
         parent: number of its parent.
         group: number of its process group.
-        began: when, in ticks since the host's start.
+        start_time: when, in ticks since the host's start.
     """
 
     pid: int
     state: str
     parent: int
     group: int
-    began: int
+    start_time: int
 
 
-def look(pid: int) -> Process | None:
+def find_process(pid: int) -> Process | None:
     """A process that lives; None if it is gone, or only waits to be collected by its parent."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
@@ -53,29 +53,29 @@ def look(pid: int) -> Process | None:
     return Process(pid, rest[0], int(rest[1]), int(rest[2]), int(rest[19]))
 
 
-def same(process: Process) -> Process | None:
+def refresh(process: Process) -> Process | None:
     """How a process is now, if it still is."""
-    now = look(process.pid)
-    return now if now is not None and now.began == process.began else None
+    now = find_process(process.pid)
+    return now if now is not None and now.start_time == process.start_time else None
 
 
-def everyone() -> list[Process]:
+def list_processes() -> list[Process]:
     """All processes that live."""
-    found = (look(int(path.name)) for path in _PROC.iterdir() if path.name.isdigit())
+    found = (find_process(int(path.name)) for path in _PROC.iterdir() if path.name.isdigit())
     return [process for process in found if process is not None]
 
 
-def family(roots: Iterable[Process]) -> list[Process]:
+def find_descendants(roots: Iterable[Process]) -> list[Process]:
     """Of processes as they were once: those that live, all that they started, and the groups that they led.
 
     A process whose parent is gone is still in the group of the one that began it, unless it left on purpose. This
     process is none of them.
     """
-    living = {process.pid: process for process in everyone() if process.pid != os.getpid()}
+    living = {process.pid: process for process in list_processes() if process.pid != os.getpid()}
     here, groups = set(), set()
     for root in roots:
         now = living.get(root.pid)
-        if now is None or now.began == root.began:  # else the number is another's by now
+        if now is None or now.start_time == root.start_time:  # else the number is another's by now
             groups.add(root.pid)
             here |= {root.pid} & living.keys()
     while True:
@@ -85,14 +85,14 @@ def family(roots: Iterable[Process]) -> list[Process]:
         here |= more
 
 
-def end(roots: Iterable[Process]) -> list[Process]:
+def kill_all(roots: Iterable[Process]) -> list[Process]:
     """Kill processes and all that they started; returns those that are still there some seconds later."""
     roots = list(roots)
     deadline = time.monotonic() + _PATIENCE
-    while left := family(roots):  # again and again: one may have started another meanwhile
+    while left := find_descendants(roots):  # again and again: one may have started another meanwhile
         for process in left:
             with suppress(ProcessLookupError, PermissionError):
-                if same(process):
+                if refresh(process):
                     os.kill(process.pid, signal.SIGKILL)
                     os.kill(process.pid, signal.SIGCONT)
         if time.monotonic() > deadline:
@@ -101,7 +101,7 @@ def end(roots: Iterable[Process]) -> list[Process]:
     return left
 
 
-def catches(pid: int, number: int) -> bool:
+def handles_signal(pid: int, number: int) -> bool:
     """Whether a process handles a signal; to others it would be deadly."""
     with suppress(OSError, ValueError):
         for line in (_PROC / str(pid) / "status").read_text(errors="replace").splitlines():
@@ -110,7 +110,7 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def described(pid: int) -> str:
+def describe_kernel_state(pid: int) -> str:
     """What the kernel says a process is at, as far as this one may read it."""
     parts = []
     for name in ("wchan", "syscall", "stack"):
@@ -120,7 +120,7 @@ def described(pid: int) -> str:
     return "\n".join(parts)
 
 
-def killed_for_memory() -> int:
+def count_oom_kills() -> int:
     """How many processes the kernel has killed for want of memory, on this host or in this one's group."""
     counts = [0]
     with suppress(OSError, ValueError):

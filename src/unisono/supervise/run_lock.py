@@ -1,12 +1,12 @@
-"""Who may write into a run's folder: one start at a time, across hosts that share a file system.
+"""The lock of a run's folder: one start at a time may write into it, across hosts that share a file system.
 
     lease/00000007.json   the owner: host, process, when it began; its token is the number, which only ever grows
-    lease/00000007.beat   a counter that the owner moves on while it lives
+    lease/00000007.beat   a counter that the owner increments while it lives
 
-A token is taken by a hard link to a finished file, which fails where another has it, on network file systems too. An
-owner that has not let go is dead if its process is gone, where that can be seen; else if its counter has not moved
-for some seconds of the challenger's own clock. So neither wall clocks nor times of files are asked. An owner that only
-slept finds a newer token and must write no more (`Lease.lost`).
+A token is taken by a hard link to a finished file, which fails if another process has it, also on network file systems.
+An owner that has not released its token is dead if its process is gone, where that can be checked; else if its counter
+has not moved for some seconds of the challenger's own clock. So neither wall clocks nor file times are used. An owner
+that was only suspended finds a newer token and must not write any more (`RunLock.describe_takeover`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,18 +21,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime import safe_paths
+from unisono.runtime.console import say
 from unisono.runtime.errors import RunError
-from unisono.runtime.files import TEMPORARY, write_whole
+from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole
 from unisono.supervise import identity
 
 FOLDER = "lease"
-TOKEN = "UNISONO_LEASE"  # what processes of an owner find in their environment: its token and the folder
-EVERY = 3.0  # seconds between two beats
-PATIENCE = 20.0  # seconds without one, after which an owner that cannot be seen counts as dead
-_KEPT = 4  # older tokens that are not removed
+LOCK_VARIABLE = "UNISONO_LEASE"  # what processes of an owner find in their environment: its token and the folder
+BEAT_INTERVAL = 3.0  # seconds between two beats
+TAKEOVER_AFTER = 20.0  # seconds without one, after which an owner that cannot be seen counts as dead
+_TOKENS_KEPT = 4  # older tokens that are not removed
 
 
-class Lease:
+class RunLock:
     """A token for a run's folder.
 
     Attributes:
@@ -45,34 +46,34 @@ class Lease:
     def __init__(self, folder: Path, token: int, seized: bool = False) -> None:
         self.folder, self.token, self.seized = folder, token, seized
 
-    def lost(self) -> str | None:
+    def describe_takeover(self) -> str | None:
         """Who has taken over the run since, as a sentence; None if nobody has."""
-        newest = _newest(self.folder)
+        newest = _newest_token(self.folder)
         if newest <= self.token:
             return None
         return (
-            f"{self.folder} was taken over by {_described(_owner(self.folder, newest))}, as this run had given no sign "
-            "of life for some time; it writes nothing more. That one goes on"
+            f"{self.folder} was taken over by {_format_owner(_read_owner(self.folder, newest))}, because this run had "
+            "given no sign of life for some time. The other process continues the run; this one writes nothing more"
         )
 
-    def check(self) -> None:
+    def check_held(self) -> None:
         """Refuse to go on if somebody has taken over.
 
         Raises:
             RunError: naming the new owner.
         """
-        if told := self.lost():
-            raise RunError(told)
+        if takeover := self.describe_takeover():
+            raise RunError(takeover)
 
 
-def inherited(folder: Path) -> Lease | None:
+def inherited_lock(folder: Path) -> RunLock | None:
     """The lease on a folder that this process or its launcher has."""
-    token, _, of = os.environ.get(TOKEN, "").partition(":")
-    return Lease(folder, int(token)) if of == str(folder.resolve()) else None
+    token, _, of = os.environ.get(LOCK_VARIABLE, "").partition(":")
+    return RunLock(folder, int(token)) if of == str(folder.resolve()) else None
 
 
 @contextmanager
-def held(folder: Path, every: float = EVERY, patience: float = PATIENCE) -> Iterator[Lease]:
+def hold_lock(folder: Path, every: float = BEAT_INTERVAL, patience: float = TAKEOVER_AFTER) -> Iterator[RunLock]:
     """Take the lease of a folder that is there, keep it alive, and let go of it.
 
     Args:
@@ -84,11 +85,13 @@ def held(folder: Path, every: float = EVERY, patience: float = PATIENCE) -> Iter
         RunError: naming the owner, if there is one that lives.
         OSError: if nothing can be written there.
     """
-    lease = _take(folder, every, patience)
-    before = os.environ.get(TOKEN)
-    os.environ[TOKEN] = f"{lease.token}:{folder.resolve()}"
+    lease = _acquire(folder, every, patience)
+    before = os.environ.get(LOCK_VARIABLE)
+    os.environ[LOCK_VARIABLE] = f"{lease.token}:{folder.resolve()}"
     over = threading.Event()
-    thread = threading.Thread(target=_beat, args=(_path(lease, "beat"), every, over), name="lease", daemon=True)
+    thread = threading.Thread(
+        target=_send_heartbeats, args=(_lock_file(lease, "beat"), every, over), name="lease", daemon=True
+    )
     thread.start()
     try:
         yield lease
@@ -96,55 +99,55 @@ def held(folder: Path, every: float = EVERY, patience: float = PATIENCE) -> Iter
         over.set()
         thread.join(every)
         if before is None:
-            os.environ.pop(TOKEN, None)
+            os.environ.pop(LOCK_VARIABLE, None)
         else:
-            os.environ[TOKEN] = before
+            os.environ[LOCK_VARIABLE] = before
         with suppress(OSError):  # the folder may be gone, or its disk
-            if _path(lease, "json").is_file():  # else others have come and gone since
-                write_whole(_path(lease, "json"), json.dumps({**identity.mine(), "released": True}) + "\n")
+            if _lock_file(lease, "json").is_file():  # else others have come and gone since
+                write_whole(_lock_file(lease, "json"), json.dumps({**identity.own_identity(), "released": True}) + "\n")
 
 
-def holder(folder: Path) -> dict[str, Any] | None:
+def find_holder(folder: Path) -> dict[str, Any] | None:
     """The process that has a run's folder and has not let go, as far as can be told at once; None if there is none."""
-    owner = _owner(folder, _newest(folder))
-    return None if owner is None or owner["released"] or identity.alive(owner) is False else owner
+    owner = _read_owner(folder, _newest_token(folder))
+    return None if owner is None or owner["released"] or identity.is_alive(owner) is False else owner
 
 
-def _take(folder: Path, every: float, patience: float) -> Lease:
+def _acquire(folder: Path, every: float, patience: float) -> RunLock:
     (folder / FOLDER).mkdir(exist_ok=True)
     while True:
-        newest = _newest(folder)
-        owner = _owner(folder, newest)
+        newest = _newest_token(folder)
+        owner = _read_owner(folder, newest)
         if newest and owner is None:
-            if _newest(folder) != newest:
+            if _newest_token(folder) != newest:
                 continue  # others come and go
             owner = {"host": "an unknown host", "machine": "", "pid": 0, "released": False}  # it cannot be read, or yet
         seized = owner is not None and not owner["released"]
-        if owner is not None and seized and _lives(folder, newest, owner, patience):
+        if owner is not None and seized and _is_owner_alive(folder, newest, owner, patience):
             raise RunError(
-                f"{folder} is held by {_described(owner)}, which trains this run; wait until it has ended, end it, "
+                f"{folder} is in use by {_format_owner(owner)}, which is training this run; wait for it, stop it, "
                 "or choose another run.name"
             )
-        lease = Lease(folder, newest + 1, seized)
-        if _claimed(lease, every) and _newest(folder) == lease.token:
-            _tidy(lease)
+        lease = RunLock(folder, newest + 1, seized)
+        if _claim_token(lease, every) and _newest_token(folder) == lease.token:
+            _remove_old_tokens(lease)
             return lease
 
 
-def _claimed(lease: Lease, every: float) -> bool:
+def _claim_token(lease: RunLock, every: float) -> bool:
     """Whether nobody else has this token."""
-    mine = _path(lease, f"json.{os.getpid()}-{threading.get_ident()}{TEMPORARY}")
+    mine = _lock_file(lease, f"json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
-        write_whole(mine, json.dumps({**identity.mine(), "every": every, "released": False}) + "\n")
-        _path(lease, "beat").touch()
-        os.link(mine, _path(lease, "json"))
+        write_whole(mine, json.dumps({**identity.own_identity(), "every": every, "released": False}) + "\n")
+        _lock_file(lease, "beat").touch()
+        os.link(mine, _lock_file(lease, "json"))
     except FileExistsError:
         return False
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         try:  # a file system without hard links: the kernel makes one file of this name all the same
-            with _path(lease, "json").open("x", encoding="utf-8") as file:
+            with _lock_file(lease, "json").open("x", encoding="utf-8") as file:
                 file.write(mine.read_text(encoding="utf-8"))
         except FileExistsError:
             return False
@@ -153,29 +156,28 @@ def _claimed(lease: Lease, every: float) -> bool:
     return True
 
 
-def _lives(folder: Path, token: int, owner: dict[str, Any], patience: float) -> bool:
+def _is_owner_alive(folder: Path, token: int, owner: dict[str, Any], patience: float) -> bool:
     """Whether an owner that has not let go gives a sign of life."""
-    seen = identity.alive(owner)
+    seen = identity.is_alive(owner)
     if seen is not None:
         return seen
-    first = _counter(folder, token)
-    print(  # noqa: T201 - before there is a log
-        f"unisono: {folder} was last held by {_described(owner)}, which cannot be seen from here; waiting "
+    first = _read_counter(folder, token)
+    say(
+        f"unisono: {folder} was last used by {_format_owner(owner)}, which cannot be checked from this host; waiting "
         f"{patience:g} s for a sign of life",
-        file=sys.stderr,
-        flush=True,
+        error=True,
     )
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         time.sleep(min(0.2, patience / 10))
-        if _counter(folder, token) != first or _newest(folder) != token:
+        if _read_counter(folder, token) != first or _newest_token(folder) != token:
             return True
-        if (now := _owner(folder, token)) is None or now["released"]:
+        if (now := _read_owner(folder, token)) is None or now["released"]:
             return False
     return False
 
 
-def _beat(path: Path, every: float, over: threading.Event) -> None:
+def _send_heartbeats(path: Path, every: float, over: threading.Event) -> None:
     count = 0
     while True:
         count += 1
@@ -189,13 +191,13 @@ def _beat(path: Path, every: float, over: threading.Event) -> None:
             return
 
 
-def _counter(folder: Path, token: int) -> str:
+def _read_counter(folder: Path, token: int) -> str:
     with suppress(OSError):
-        return _path(Lease(folder, token), "beat").read_text(encoding="ascii", errors="replace")
+        return _lock_file(RunLock(folder, token), "beat").read_text(encoding="ascii", errors="replace")
     return ""
 
 
-def _newest(folder: Path) -> int:
+def _newest_token(folder: Path) -> int:
     """The largest token that was ever taken; 0 if none was."""
     try:
         names = os.listdir(folder / FOLDER)  # noqa: PTH208 - names alone, for every few seconds
@@ -204,24 +206,24 @@ def _newest(folder: Path) -> int:
     return max((int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()), default=0)
 
 
-def _owner(folder: Path, token: int) -> dict[str, Any] | None:
+def _read_owner(folder: Path, token: int) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        found = json.loads(_path(Lease(folder, token), "json").read_text(encoding="utf-8"))
+        found = safe_paths.parse_json(_lock_file(RunLock(folder, token), "json").read_text(encoding="utf-8"))
         if isinstance(found, dict) and {"host", "machine", "pid", "born", "released"} <= found.keys():
             return found
     return None
 
 
-def _described(owner: dict[str, Any] | None) -> str:
+def _format_owner(owner: dict[str, Any] | None) -> str:
     return f"process {owner['pid']} on {owner['host']}" if owner else "another process"
 
 
-def _tidy(lease: Lease) -> None:
+def _remove_old_tokens(lease: RunLock) -> None:
     for path in (lease.folder / FOLDER).iterdir():
         number = path.name.partition(".")[0]
-        if number.isdecimal() and int(number) < lease.token - _KEPT:
+        if number.isdecimal() and int(number) < lease.token - _TOKENS_KEPT:
             path.unlink(missing_ok=True)
 
 
-def _path(lease: Lease, kind: str) -> Path:
+def _lock_file(lease: RunLock, kind: str) -> Path:
     return lease.folder / FOLDER / f"{lease.token:08d}.{kind}"

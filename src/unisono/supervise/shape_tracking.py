@@ -1,4 +1,4 @@
-"""Which shapes of micro-batches a run has seen: what is compiled for a new one may take long, and is no standstill."""
+"""Which micro-batch shapes a run has seen: compiling for a new one may take long and must not count as a hang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.data.loading.batch_builder import MicroBatch
 from unisono.runtime.heartbeat import NEW_SHAPE
 
 
-class Shapes:
+class ShapeTracker:
     """The shapes so far.
 
     Args:
@@ -20,16 +20,16 @@ class Shapes:
         self._watching = watching
         self._known: set[Any] = set()
 
-    def told(self, batches: Sequence[MicroBatch]) -> str:
+    def update(self, batches: Sequence[MicroBatch]) -> str:
         """`pulse.NEW_SHAPE` if a micro-batch has a shape that none had before, else nothing."""
         if not self._watching:
             return ""
         before = len(self._known)
-        self._known.update(shape(micro.arrays) for micro in batches)
+        self._known.update(describe_shapes(micro.arrays) for micro in batches)
         return NEW_SHAPE if len(self._known) > before else ""
 
 
-def shape(arrays: Any) -> Any:
+def describe_shapes(arrays: Any) -> Any:
     """The shape and the type of every array of a batch, which may be nested.
 
     >>> import numpy
@@ -37,7 +37,7 @@ def shape(arrays: Any) -> Any:
     (('more', (('1', 'float64'),)), ('x', ('2,3', 'float32')))
     """
     if isinstance(arrays, Mapping):
-        return tuple((name, shape(arrays[name])) for name in sorted(arrays))
+        return tuple((name, describe_shapes(arrays[name])) for name in sorted(arrays))
     if isinstance(arrays, list | tuple):
-        return tuple(shape(array) for array in arrays)
+        return tuple(describe_shapes(array) for array in arrays)
     return ",".join(map(str, getattr(arrays, "shape", ()))), str(getattr(arrays, "dtype", ""))

@@ -1,4 +1,4 @@
-"""The stacks of processes that may not be able to answer: asked for by a signal, written by C, read here."""
+"""The stacks of processes that may be blocked: requested by a signal, written by a handler in C, read here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line} in {self.function}"
+        return f"{_shorten_path(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,30 @@ class Stack:
     frames: tuple[Frame, ...] = ()
 
     @property
-    def own(self) -> Frame | None:
+    def user_frame(self) -> Frame | None:
         """The innermost frame of the user's code: of no library and not of Unisono, whose recipes count as a user's."""
-        return next((frame for frame in self.frames if _of_user(frame.file)), None)
+        return next((frame for frame in self.frames if is_user_file(frame.file)), None)
 
     @property
-    def shown(self) -> Frame | None:
+    def relevant_frame(self) -> Frame | None:
         """The frame to name: the user's, else the innermost."""
-        return self.own or next(iter(self.frames), None)
+        return self.user_frame or next(iter(self.frames), None)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether the innermost call is one that waits for other processes."""
-        inner = next((frame.file for frame in self.frames if not _of_python(frame.file)), "")
+        inner = next((frame.file for frame in self.frames if not _is_python_file(frame.file)), "")
         return any(part in inner for part in _WAITS)
 
     @property
-    def backward(self) -> bool:
+    def is_in_backward(self) -> bool:
         """Whether the innermost call is a backward pass, which computes or waits; from here nobody knows."""
         return bool(self.frames) and self.frames[0].file.endswith(_BACKWARD)
 
 
-def ask(directory: Path, pids: Mapping[int, int], patience: float = 2.0, *, stopped: bool = False) -> dict[int, Stack]:
+def collect_stacks(
+    directory: Path, pids: Mapping[int, int], patience: float = 2.0, *, stopped: bool = False
+) -> dict[int, Stack]:
     """The stacks of ranks, of those that answer in time.
 
     Args:
@@ -80,24 +82,24 @@ def ask(directory: Path, pids: Mapping[int, int], patience: float = 2.0, *, stop
     """
     before = {}
     for rank, pid in pids.items():
-        if processes.catches(pid, heartbeat.STACKS):
+        if processes.handles_signal(pid, heartbeat.STACK_SIGNAL):
             with suppress(OSError):
-                before[rank] = heartbeat.stacks_of(directory, rank).stat().st_size
-                os.kill(pid, heartbeat.STACKS)
+                before[rank] = heartbeat.stacks_path(directory, rank).stat().st_size
+                os.kill(pid, heartbeat.STACK_SIGNAL)
                 if stopped:
                     os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + patience
     found: dict[int, str] = {}
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        now = {rank: _after(heartbeat.stacks_of(directory, rank), size) for rank, size in before.items()}
+        now = {rank: _read_after(heartbeat.stacks_path(directory, rank), size) for rank, size in before.items()}
         if now == found and all(now.values()):  # nothing more came since the last look
             break
         found = now
-    return {rank: parsed(text) for rank, text in found.items() if text}
+    return {rank: parse_stack(text) for rank, text in found.items() if text}
 
 
-def parsed(text: str) -> Stack:
+def parse_stack(text: str) -> Stack:
     """A stack out of what `faulthandler` writes; the main thread is the last one."""
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -108,25 +110,26 @@ def parsed(text: str) -> Stack:
     return Stack(text, tuple(frames))
 
 
-def _short(file: str) -> str:
+def _shorten_path(file: str) -> str:
     """A file of a library as it is imported: where the library lies says nothing, and hides what does."""
     installed = file.rpartition(f"{os.sep}site-packages{os.sep}")[2]
     found = next((folder for folder in _LIBRARIES if installed.startswith(folder)), "")
     return installed.removeprefix(found)
 
 
-def _after(path: Path, size: int) -> str:
+def _read_after(path: Path, size: int) -> str:
     with suppress(OSError), path.open("rb") as file:
         file.seek(size)
         return file.read().decode(errors="replace")
     return ""
 
 
-def _of_user(file: str) -> bool:
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither Python's, a library's nor ours; recipes count as a user's."""
     if file.startswith(_OURS):
         return file.startswith(f"{_OURS}recipes{os.sep}")
     return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}site-packages{os.sep}" not in file
 
 
-def _of_python(file: str) -> bool:
+def _is_python_file(file: str) -> bool:
     return file.startswith(("<", sysconfig.get_path("stdlib") + os.sep)) and "site-packages" not in file

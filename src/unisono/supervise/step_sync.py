@@ -1,8 +1,8 @@
-"""Between two steps: what all ranks do next, decided by all of them in one small reduction.
+"""Between two steps, all ranks decide together what to do next, in one small reduction.
 
-A rank may have been told to end, to save, or that the run is not its own any more; a callback on it may ask for
-something, or have failed; and the others do not know. Each rank puts its wishes into a few integers, and the largest of
-each is everyone's. So all ranks act on the same wish at the same step.
+A rank may have been asked to end or to save, or may have lost the run to another process; a callback on it may request
+something, or have failed; and the other ranks do not know. Each rank encodes its requests in a few integers, and the
+maximum of each counts for all. So all ranks act on the same request at the same step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from unisono.runtime.communicator import Communicator
 from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import Preempted, RunError
 from unisono.supervise import identity, preemption
-from unisono.supervise.run_lock import Lease
+from unisono.supervise.run_lock import RunLock
 
 STOP, SAVE = "stop", "save"  # files in the run's directory that ask for it; rank 0 takes them away
-_LOOK = 0.5  # seconds between two looks for them
-_LOOK_LEASE = 3.0  # and at the lease
-_MARGIN = 1.5  # a save may take longer than the ones before
-_TO_END = 2.0  # seconds of the deadline that are left for the end itself, or a quarter of a short one
+_REQUEST_INTERVAL = 0.5  # seconds between two looks for them
+_LOCK_INTERVAL = 3.0  # and at the lease
+_SAVE_MARGIN = 1.5  # a save may take longer than the ones before
+_END_RESERVE = 2.0  # seconds of the deadline that are left for the end itself, or a quarter of a short one
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RankRequests:
     """What one rank asks for.
 
     Attributes:
@@ -57,7 +57,7 @@ class Decision:
         preempted: end it at once, since the job has to go; `save` says whether there is time to save.
         why: what was decided about the save, for the sentence at the end.
         reasons: who asked for what and why, of all ranks.
-        left: seconds until the run has to end.
+        seconds_left: seconds until the run has to end.
     """
 
     save: bool = False
@@ -66,7 +66,7 @@ class Decision:
     preempted: bool = False
     why: str = ""
     reasons: tuple[str, ...] = ()
-    left: float = field(default=math.inf, compare=False)
+    seconds_left: float = field(default=math.inf, compare=False)
 
     def __or__(self, later: Decision) -> Decision:
         """This one and what was decided since."""
@@ -77,7 +77,7 @@ class Decision:
             self.preempted or later.preempted,
             later.why or self.why,
             (*self.reasons, *later.reasons),
-            min(self.left, later.left),
+            min(self.seconds_left, later.seconds_left),
         )
 
 
@@ -97,21 +97,21 @@ class StepSync:
         communicator: Communicator,
         directory: Path,
         deadline: float,
-        lease: Lease | None = None,
+        lease: RunLock | None = None,
         writing: bool = True,
     ) -> None:
         self._communicator, self._directory, self._deadline, self._lease = communicator, directory, deadline, lease
-        self._processes = communicator.gather(identity.mine(), "the numbers of all processes")
-        self._looked = self._looked_at_lease = -math.inf
+        self._processes = communicator.gather(identity.own_identity(), "the numbers of all processes")
+        self._last_look = self._last_lock_look = -math.inf
         if communicator.rank == 0 and writing:
             self._take_requests()  # what an earlier start was asked for
 
     def open(self) -> None:
         """From now on, signals are answered here."""
-        here = [one for one in self._processes if one["machine"] == identity.machine()]
-        preemption.answered(self._deadline, here)
+        here = [one for one in self._processes if one["machine"] == identity.machine_id()]
+        preemption.defer_signals(self._deadline, here)
 
-    def decide(self, wishes: Wishes | None = None, saving: float = 0.0) -> Decision:
+    def decide(self, wishes: RankRequests | None = None, saving: float = 0.0) -> Decision:
         """What all ranks do now; every rank calls this after every step, and again after whatever has taken long.
 
         Args:
@@ -122,32 +122,32 @@ class StepSync:
             RunError: on every rank, if another start has taken over the run.
             Exception: on every rank, of a callback that failed on one of them.
         """
-        wishes = wishes or Wishes()
-        waited = preemption.waited()
+        wishes = wishes or RankRequests()
+        waited = preemption.seconds_since_signal()
         first = self._communicator.rank == 0
         asked = self._take_requests() if first else set()
-        lost = self._lost() if first else None
+        lost = self._check_takeover() if first else None
         since = 0 if waited is None else int(waited * 1000) + 1  # milliseconds
         own = [
             STOP in asked or wishes.stop, SAVE in asked or wishes.save, since, int(saving * 1000), lost is not None,
             wishes.evaluate, bool(wishes.reasons), wishes.error is not None,
         ]  # fmt: skip
-        numbers = self._communicator.highest([*map(int, own)], "what all ranks do after this step")
+        numbers = self._communicator.reduce_max([*map(int, own)], "what all ranks do after this step")
         stop, save, since, cost, gone, evaluate, explained, failed = numbers
         if gone:
             raise RunError(self._communicator.gather(lost, "who has taken over the run")[0] or "the run was taken over")
         if failed:
-            self._raise(wishes.error)
+            self._raise_everywhere(wishes.error)
         reasons = self._gather_reasons(wishes.reasons) if explained else ()
         if not since:
             return Decision(bool(stop or save), bool(stop), bool(evaluate), reasons=reasons)
         need, left = cost / 1000, self._deadline - (since - 1) / 1000
-        fits = need * _MARGIN <= left
+        fits = need * _SAVE_MARGIN <= left
         why = "" if fits else (
-            f"saving takes about {need:.1f} s and {max(0.0, left):.1f} s were left of launch.preempt_deadline="
+            f"saving takes about {need:.1f} s, but only {max(0.0, left):.1f} s were left of launch.preempt_deadline="
             f"{self._deadline:g}"
         )  # fmt: skip
-        until = left - min(_TO_END, self._deadline / 4)
+        until = left - min(_END_RESERVE, self._deadline / 4)
         return Decision(fits, bool(stop), False, True, why, reasons, until)
 
     def refuse_if_lost(self) -> None:
@@ -156,7 +156,7 @@ class StepSync:
         Raises:
             RunError: on every rank, if it has.
         """
-        check = self._lease.check if self._lease is not None and self._communicator.rank == 0 else None
+        check = self._lease.check_held if self._lease is not None and self._communicator.rank == 0 else None
         raise_everywhere(self._communicator, check, "whether the run has been taken over")
 
     def check_lease(self) -> None:
@@ -166,23 +166,23 @@ class StepSync:
             RunError: if it has.
         """
         if self._lease is not None:
-            self._lease.check()
+            self._lease.check_held()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """The context of a save: a preemption waits for its end."""
-        with preemption.unbroken():
+        with preemption.finish_before_exit():
             yield
 
     def preempted(self, made: int, total: int, saved: int, why: str) -> Preempted:
         """The error with which a preempted run ends, after `made` of `total` updates, of which `saved` are kept."""
-        kept = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
+        kept = f"the newest checkpoint is from step {saved}" if saved else "there is no checkpoint yet"
         rest = "which is saved" if saved == made else f"which is not saved: {why}; {kept}"
         error = Preempted(f"preempted after step {made} of {total}, {rest}")
-        preemption.decided(error)
+        preemption.announce_end(error)
         return error
 
-    def _raise(self, error: Exception | None) -> None:
+    def _raise_everywhere(self, error: Exception | None) -> None:
         """Raise what a callback has raised, on every rank."""
 
         def fail() -> None:
@@ -203,9 +203,9 @@ class StepSync:
 
     def _take_requests(self) -> set[str]:
         """The requests that lie in the run's directory; they are taken away."""
-        if time.monotonic() - self._looked < _LOOK:
+        if time.monotonic() - self._last_look < _REQUEST_INTERVAL:
             return set()
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         found = set()
         for name in (STOP, SAVE):
             with suppress(OSError):
@@ -213,8 +213,8 @@ class StepSync:
                 found.add(name)
         return found
 
-    def _lost(self) -> str | None:
-        if self._lease is None or time.monotonic() - self._looked_at_lease < _LOOK_LEASE:
+    def _check_takeover(self) -> str | None:
+        if self._lease is None or time.monotonic() - self._last_lock_look < _LOCK_INTERVAL:
             return None
-        self._looked_at_lease = time.monotonic()
-        return self._lease.lost()
+        self._last_lock_look = time.monotonic()
+        return self._lease.describe_takeover()

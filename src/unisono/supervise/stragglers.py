@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others by themselves: told, not ended.
+"""Ranks that are slower than the others by themselves: reported, not stopped.
 
 A run is as fast as its slowest rank, and every rank's step takes the same time. So what counts is what a rank spends in
 its own data and computing, without the waits for others. On a GPU the computing happens while the process waits for the
@@ -15,13 +15,13 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from unisono.runtime.heartbeat import Record
+from unisono.runtime.heartbeat import HeartbeatRecord
 
 PHASES = ("data", "compute")
 WINDOW = 20  # steps that are averaged
-_WINDOWS, _ENOUGH = 64, 3  # windows that say what is usual, and without how many nothing is
-_ALL = (-1, "communication")
-_EXCESS = 0.025  # seconds a step, below which nobody would notice
+_WINDOWS, _MIN_WINDOWS = 64, 3  # windows that say what is usual, and without how many nothing is
+_COMMUNICATION = (-1, "communication")
+_MIN_EXCESS = 0.025  # seconds a step, below which nobody would notice
 
 
 class Stragglers:
@@ -33,13 +33,13 @@ class Stragglers:
 
     def __init__(self, factor: float = 2.0) -> None:
         self._factor = factor
-        self._begun: dict[int, Record] = {}
+        self._window_start: dict[int, HeartbeatRecord] = {}
         self._slow: set[tuple[int, str]] = set()
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
         # Of the rank that waits least, a step, in the last windows.
         self._waits: deque[float] = deque(maxlen=_WINDOWS)
 
-    def look(self, records: Mapping[int, Record]) -> list[str]:
+    def update(self, records: Mapping[int, HeartbeatRecord]) -> list[str]:
         """A sentence for each rank that has become a straggler since the last look, or for what lies between them.
 
         Args:
@@ -48,47 +48,49 @@ class Stragglers:
         made = min((record.made for record in records.values()), default=-1)
         if made < 0 or len(records) < 2:
             return []
-        begun = self._begun
+        begun = self._window_start
         if begun.keys() != records.keys() or min(record.made for record in begun.values()) > made:
-            self._begun = dict(records)
+            self._window_start = dict(records)
             return []
         if made < min(record.made for record in begun.values()) + WINDOW:
             return []
-        self._begun = dict(records)
+        self._window_start = dict(records)
         lines, slow = [], set()
         window = f"steps {made - WINDOW + 1} to {made}"
         for phase in PHASES:
-            means = _means(phase, begun, records)
+            means = _mean_seconds(phase, begun, records)
             for rank, mean in means.items():
                 others = [other for who, other in means.items() if who != rank]
                 usual = statistics.median(others) if others else mean
-                if mean < self._factor * usual or mean - usual < _EXCESS:
+                if mean < self._factor * usual or mean - usual < _MIN_EXCESS:
                     continue
                 slow.add((rank, phase))
-                if (rank, phase) in self._slow and (rank, phase) not in self._told:
-                    self._told.add((rank, phase))
+                if (rank, phase) in self._slow and (rank, phase) not in self._reported:
+                    self._reported.add((rank, phase))
                     lines.append(
-                        f"rank {rank} holds up the others: {phase} takes it {mean:.3g} s a step, and the others "
-                        f"{usual:.3g} s ({mean / max(usual, 1e-9):.1f} times), {window}"
+                        f"rank {rank} holds up the others: {phase} takes {mean:.3g} s per step there and {usual:.3g} s "
+                        f"on the others ({mean / max(usual, 1e-9):.1f} times as long), {window}"
                     )
-        wait = min(_means("wait", begun, records).values(), default=0.0)
-        before = statistics.median(self._waits) if len(self._waits) >= _ENOUGH else math.inf
-        if not slow and wait >= self._factor * before and wait - before >= _EXCESS:
-            slow.add(_ALL)
-            if _ALL in self._slow and _ALL not in self._told:
-                self._told.add(_ALL)
+        wait = min(_mean_seconds("wait", begun, records).values(), default=0.0)
+        before = statistics.median(self._waits) if len(self._waits) >= _MIN_WINDOWS else math.inf
+        if not slow and wait >= self._factor * before and wait - before >= _MIN_EXCESS:
+            slow.add(_COMMUNICATION)
+            if _COMMUNICATION in self._slow and _COMMUNICATION not in self._reported:
+                self._reported.add(_COMMUNICATION)
                 lines.append(
-                    f"communication holds up all ranks: each waits {wait:.3g} s a step or more, where it was "
-                    f"{before:.3g} s, and none is slow by itself, {window}"
+                    f"communication holds up all ranks: each waits at least {wait:.3g} s per step, up from "
+                    f"{before:.3g} s, and no rank is slow by itself, {window}"
                 )
         else:  # what is slow is not taken for what is usual
             self._waits.append(wait)
         self._slow = slow
-        self._told &= slow
+        self._reported &= slow
         return lines
 
 
-def _means(phase: str, begun: Mapping[int, Record], records: Mapping[int, Record]) -> dict[int, float]:
+def _mean_seconds(
+    phase: str, begun: Mapping[int, HeartbeatRecord], records: Mapping[int, HeartbeatRecord]
+) -> dict[int, float]:
     """Seconds a step that each rank has spent in a phase."""
     return {
         rank: (record.totals[phase] - begun[rank].totals[phase]) / 1e9 / (record.made - begun[rank].made)

@@ -1,6 +1,6 @@
-"""The loop, top to bottom: order → step → what was asked for: evaluate, save, stop. It knows neither torch nor JAX.
+"""The training loop, top to bottom: order → step → requests: evaluate, save, stop. It knows neither torch nor JAX.
 
-What happens around a step (evaluation, saving, the ledger, uploads, …) is a callback of the loop, a module each in
+Everything around a step (evaluation, saving, the ledger, uploads, …) is a callback of the loop, one module each in
 `unisono.training.callbacks`; the user's callbacks are called at the same points.
 """
 
@@ -17,16 +17,16 @@ from types import TracebackType
 from unisono.callback import Callback, RunInfo
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.loading.loader import MicroBatch
-from unisono.data.order.planning import watched
+from unisono.data.order.planning import checkable_sources
 from unisono.engines.protocol import StepResult
 from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
-from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, page
+from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, docs_link
 from unisono.supervise import run_lock
-from unisono.supervise.shape_tracking import Shapes
-from unisono.supervise.step_sync import Decision, StepSync, Wishes
+from unisono.supervise.shape_tracking import ShapeTracker
+from unisono.supervise.step_sync import Decision, RankRequests, StepSync
 from unisono.task import Task
 from unisono.training.callbacks.data_changes import DataChanges
 from unisono.training.callbacks.disk_space import DiskSpace
@@ -37,17 +37,17 @@ from unisono.training.callbacks.profiling import Profiling
 from unisono.training.callbacks.saving import Saving
 from unisono.training.callbacks.telemetry import Telemetry
 from unisono.training.callbacks.uploads import CheckpointUploads
-from unisono.training.parts import Parts
+from unisono.training.parts import TrainingParts
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         folder: of the run.
         step: updates made.
-        loss: of the last update; None if this process made none.
+        loss: of the last update; None if this process made no update.
         evaluation: loss and metrics on the held-out rows, if they were evaluated.
         stopped: why the run ended before its last step; empty if it did not.
     """
@@ -66,36 +66,36 @@ def train(
     communicator: Communicator,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train, from the newest checkpoint if there is one, and return what came of it.
+    """Train, from the newest checkpoint if there is one; returns the result.
 
     Args:
         task: what to train.
-        run: as it was resolved; its directory is there.
-        process: this one.
+        run: resolved; its directory exists.
+        process: this process.
         communicator: of all processes.
         callbacks: of the user.
     """
-    logs.start(run.directory, process)
+    logs.start_logging(run.directory, process)
     try:
-        with _pointing_to_a_proof(run.config.recipe), Training(task, run, process, communicator, callbacks) as training:
+        with _suggest_proof(run.config.recipe), Training(task, run, process, communicator, callbacks) as training:
             with heartbeat.phase("record"):
                 results = deque(training.steps(), maxlen=1)
             training.telemetry.say(f"run: {run.directory}")
             loss = results[0].loss if results else None
             return Result(run.directory, training.step, loss, training.evaluated, training.stopped)
     finally:
-        logs.stop()
+        logs.stop_logging()
 
 
 def evaluate(task: Task, run: ResolvedRun, process: ProcessInfo, communicator: Communicator) -> dict[str, float]:
     """The loss and metrics of a run's newest checkpoint on the held-out rows; arguments as for `train`.
 
     Raises:
-        RunError: if the run has no checkpoint or its task holds no rows out.
+        RunError: if the run has no checkpoint or its task has no held-out rows.
     """
-    with Parts(task, run, process, communicator, writing=False) as parts:
+    with TrainingParts(task, run, process, communicator, writing=False) as parts:
         if parts.held_out is None:
-            raise RunError(f"{run.directory}: the task holds no rows out")
+            raise RunError(f"{run.directory}: the task has no held-out rows")
         _, step = parts.setup(parts.resume())
         if not step:
             raise RunError(f"{run.directory} has no checkpoint")
@@ -107,8 +107,8 @@ class Training:
 
     Args:
         task: what to train.
-        run: as it was resolved.
-        process: this one.
+        run: resolved.
+        process: this process.
         communicator: of all processes.
         callbacks: of the user.
 
@@ -116,7 +116,7 @@ class Training:
         first: updates made before this start.
         step: updates made.
         stopped: why the run ended before its last step; empty if it did not.
-        telemetry: what it shows and records.
+        telemetry: shows and records the run.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class Training:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._task, self._run, self._process, self._communicator = task, run, process, communicator
-        self._users, self.stopped = callbacks, ""
-        self._parts = Parts(task, run, process, communicator)
+        self._user_callbacks, self.stopped = callbacks, ""
+        self._parts = TrainingParts(task, run, process, communicator)
         self._total = self._parts.plan.steps
-        self._until = min(self._total, run.config.run.stop_after or self._total)
+        self._last_step = min(self._total, run.config.run.stop_after or self._total)
         self._sync = StepSync(
-            communicator, run.directory, run.config.launch.preempt_deadline, run_lock.inherited(run.directory)
+            communicator, run.directory, run.config.launch.preempt_deadline, run_lock.inherited_lock(run.directory)
         )
 
     def __enter__(self) -> Training:
@@ -144,18 +144,20 @@ class Training:
             facts, self.first = parts.setup(resumption)
             self.step = self.first
             if self._process.is_first:
-                trackers.restore(run.directory, resumption.kept("trackers") or {})
+                trackers.restore_ids(run.directory, resumption.saved_value("trackers") or {})
             about = {**parts.data, **self._task.facts()}
-            self.telemetry = Telemetry(run, parts, self._process, communicator, facts, about, lambda: self._unsaved)
-            best = Best(resumption.kept("best"))
+            self.telemetry = Telemetry(
+                run, parts, self._process, communicator, facts, about, lambda: self._unsaved_since
+            )
+            best = Best(resumption.saved_value("best"))
             self._evaluation = Evaluation(run.config, parts, communicator, self.telemetry, best)
             self._ledger = LedgerWriter(communicator)
             self._uploads = CheckpointUploads(communicator, self.telemetry)
             self._profiling = Profiling(parts.engine, self.telemetry)
             sources = [parts.source, *([parts.held_out.source] if parts.held_out is not None else [])]
-            files = [one for source in sources for one in watched(source)]
+            files = [one for source in sources for one in checkable_sources(source)]
             self._saving = Saving(
-                run, parts, communicator, self._sync, resumption, self._evaluation, self._ledger, self._until,
+                run, parts, communicator, self._sync, resumption, self._evaluation, self._ledger, self._last_step,
                 before=lambda step: self._callbacks.before_save(step),
                 saved=lambda step, path: self._callbacks.on_save(step, path),
                 callbacks=lambda: self._callbacks.state(), say=self.telemetry.say,
@@ -164,58 +166,58 @@ class Training:
                 DiskSpace(communicator, facts.parameters), DataChanges(files, self._process, communicator),
                 self._evaluation, self._saving, self._ledger, self.telemetry, self._uploads, self._profiling,
             ]  # fmt: skip
-            self._callbacks = Callbacks(own, self._users, self._process.rank)
+            self._callbacks = Callbacks(own, self._user_callbacks, self._process.rank)
             opened.push(self._ledger.close)
             opened.push(self.telemetry.close)
             opened.push(self._end)
             place = (self._process.rank, self._process.world_size)
             info = RunInfo(run.directory, run.config, self.first, self._total, *place)
-            self._asked = self._callbacks.on_start(info, resumption.kept("callbacks") or {})
+            self._initial_wishes = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {})
             self.telemetry.introduce(resumption, self.first)
-            self._opened = opened.pop_all()
+            self._exit_stack = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._opened.__exit__(kind, error, trace)
+        self._exit_stack.__exit__(kind, error, trace)
 
     def steps(self) -> Iterator[StepResult]:
-        """Run every step that is left, each with what is due or asked for after it."""
+        """Run all remaining steps, each with whatever is due or requested after it."""
         parts, callbacks, total = self._parts, self._callbacks, self._total
         self._sync.open()
-        decision = self._follow(self.first, self._asked)
-        heartbeat.step(self.first)
+        decision = self._act_on(self.first, self._initial_wishes)
+        heartbeat.record_step(self.first)
         batches = parts.engine.incoming(self._micro_batches())
-        shapes = Shapes(watching=self._run.layout.compile or self._run.layout.engine == "jax")
-        for step in range(self.first, self._until):
+        shapes = ShapeTracker(watching=self._run.layout.compile or self._run.layout.engine == "jax")
+        for step in range(self.first, self._last_step):
             if decision.stop or decision.preempted:
                 break
             callbacks.before_step(step)
             scalars = parts.scalars(step)
-            with self._profiling.step(), heartbeat.unchanged():
+            with self._profiling.step(), heartbeat.restore_phase():
                 micro_batches = next(batches)
-                with heartbeat.phase("compute", shapes.told(micro_batches)), self._knowing_of_random_draws():
+                with heartbeat.phase("compute", shapes.update(micro_batches)), self._mark_random_draws():
                     result = parts.engine.step(micro_batches, step, scalars)
             self.step = step + 1
-            self._ledger.consumed(micro_batches)
-            self.telemetry.done(result, micro_batches)
+            self._ledger.set_consumed(micro_batches)
+            self.telemetry.set_result(result, micro_batches)
             values = {**result.values, "grad_norm": result.grad_norm, **scalars}
-            decision = self._follow(self.step, callbacks.on_step(self.step, values))
+            decision = self._act_on(self.step, callbacks.on_step(self.step, values))
             callbacks.after_step(self.step)
             yield result
         self._finish(decision)
         if self.first >= total:
-            self.telemetry.say(f"all {total} steps were made before")
-            self._evaluation.values = events.last_evaluation(events.read(self._run.directory / "events.jsonl"))
+            self.telemetry.say(f"nothing to do: all {total} steps are already done")
+            self._evaluation.values = events.last_evaluation(events.read_events(self._run.directory / "events.jsonl"))
 
     @property
     def evaluated(self) -> dict[str, float]:
         """Loss and metrics of the newest evaluation."""
         return self._evaluation.values
 
-    def _follow(self, step: int, wishes: Wishes) -> Decision:
-        """Do what is due or asked for after a step, all ranks together; returns what was decided."""
+    def _act_on(self, step: int, wishes: RankRequests) -> Decision:
+        """Do what is due or requested after a step, all ranks together; returns the decision."""
         decision = self._decide(wishes)
         if decision.evaluate and self._evaluation.evaluate(step):
             decision |= self._decide(self._callbacks.on_evaluation(step, self._evaluation.values))
@@ -224,7 +226,7 @@ class Training:
             decision |= self._decide(self._callbacks.take_pending())
         return decision
 
-    def _decide(self, wishes: Wishes | None = None) -> Decision:
+    def _decide(self, wishes: RankRequests | None = None) -> Decision:
         decision = self._sync.decide(wishes, self._saving.saver.seconds)
         for reason in decision.reasons:
             self.telemetry.say(f"step {self.step}: {reason}")
@@ -233,8 +235,8 @@ class Training:
         return decision
 
     def _finish(self, decision: Decision) -> None:
-        """Wait for what is under way, and say why the run ends here."""
-        say, resumes = self.telemetry.say, self._run.resumes_by
+        """Wait for pending saves and uploads, and report why the run ends here."""
+        say, resumes = self.telemetry.say, self._run.resume_hint
         if not decision.preempted:
             self._saving.saver.finish()
         cut_short = self._uploads.wait(decision, lambda: self._decide())
@@ -243,15 +245,15 @@ class Training:
         if decision.stop and self.step < self._total:
             self.telemetry.note(self.step, {"stopped": self.stopped})
             say(f"stopped after step {self.step} of {self._total}: {self.stopped}. Resume with:\n  {resumes}")
-        elif self._until < self._total:
-            self.stopped = f"run.stop_after={self._until}"
+        elif self._last_step < self._total:
+            self.stopped = f"run.stop_after={self._last_step}"
             say(f"stopped after step {self.step} of {self._total} (run.stop_after). Resume with:\n  {resumes}")
         else:
             self.stopped = ""
-        self._sync.decide(self._callbacks.on_users_end(self.step, "stopped" if self.stopped else "finished"))
+        self._sync.decide(self._callbacks.on_user_end(self.step, "stopped" if self.stopped else "finished"))
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Call the end of all callbacks; those of the user have had theirs where nothing failed."""
+        """Call `on_end` of all callbacks; the user's were already called if nothing failed."""
         reason = "finished"
         if kind is not None:
             reason = "failed"
@@ -259,11 +261,11 @@ class Training:
                 reason = "preempted"
             elif issubclass(kind, KeyboardInterrupt):
                 reason = "interrupted"
-            self._callbacks.on_users_end(self.step, reason)
-        self._callbacks.on_own_end(self.step, reason)
+            self._callbacks.on_user_end(self.step, reason)
+        self._callbacks.on_loop_end(self.step, reason)
 
     def _micro_batches(self) -> Generator[list[MicroBatch]]:
-        """The micro-batches of all steps that are left; waiting for them is watched, whoever asks and when."""
+        """The micro-batches of all remaining steps; time spent waiting for them is measured."""
         steps = self._parts.loader.steps(self.first)
         for _ in range(self.first, self._total):
             with self.telemetry.waiting(), self._parts.engine.profiler.part("data"):
@@ -271,8 +273,8 @@ class Training:
             yield micro_batches
 
     @contextmanager
-    def _knowing_of_random_draws(self) -> Iterator[None]:
-        """Say of a step that ran out of memory whether its forward passes draw random numbers."""
+    def _mark_random_draws(self) -> Iterator[None]:
+        """Mark out-of-memory errors with whether forward passes draw random numbers."""
         try:
             yield
         except MemoryExhaustedError as error:
@@ -280,16 +282,16 @@ class Training:
             raise
 
     @property
-    def _unsaved(self) -> int | None:
+    def _unsaved_since(self) -> int | None:
         return self._saving.saver.unsaved_since
 
 
 @contextmanager
-def _pointing_to_a_proof(recipe: str) -> Iterator[None]:
-    """Say of what a guard found what a proof would say of it, and that a proof says more."""
+def _suggest_proof(recipe: str) -> Iterator[None]:
+    """Extend a guard's error by the likely fault, its page, and the proof that would locate it."""
     try:
         yield
     except GuardError as error:
-        more = f"`unisono prove {shlex.quote(recipe)}`, with the settings of this run, shows where it begins"
-        error.args = (f"{error}\n  likely: {error.fault}\n  page: {page(error.fault)}\n  {more}",)
+        more = f"to locate it, run `unisono prove {shlex.quote(recipe)}` with the settings of this run"
+        error.args = (f"{error}\n  likely: {error.fault}\n  page: {docs_link(error.fault)}\n  {more}",)
         raise

@@ -1,4 +1,4 @@
-"""Recordings through the loader: tensors are the same bits for any ranks, workers and interruptions, bad rows masked."""
+"""Recordings through the loader: the same bits for any ranks, workers and interruptions, bad rows masked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from tests.data.recordings.written import BAD, ROWS, Listener, write
 from unisono.audio import native_core
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data import audit as audits
-from unisono.data.audit import Report
+from unisono.data.audit import AuditReport
 from unisono.data.ledger import Ledger
 from unisono.data.loading import worker_autotuning
 from unisono.data.loading.loader import Loader
-from unisono.data.loading.worker_autotuning import Stages, cpus_to_request
+from unisono.data.loading.worker_autotuning import StageTimes, cpus_to_request
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import DataError
@@ -33,7 +33,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _plan() -> StreamPlan:
-    return StreamPlan.of(Order(ROWS, 5), BATCH, STEPS, None)
+    return StreamPlan.create(Order(ROWS, 5), BATCH, STEPS, None)
 
 
 def _steps(
@@ -49,7 +49,14 @@ def _steps(
                 else opened.enter_context(Ledger(folder, rank, world, first, f"{first} on {world}"))
             )
             loader = Loader(
-                task, task.data(), _plan(), Split.of(BATCH, world, 2), rank, on_error="mask", contents=True, **how
+                task,
+                task.data(),
+                _plan(),
+                BatchSplit.create(BATCH, world, 2),
+                rank,
+                on_error="mask",
+                contents=True,
+                **how,
             )
             with closing(loader):
                 running = loader.steps(first)
@@ -58,8 +65,8 @@ def _steps(
                     if book is not None:
                         book.step(step, batches)
                     for micro in batches:
-                        assert micro.made is not None
-                        found[step - first]["masked"] += [(m.row, m.reason) for m in micro.made.masked]
+                        assert micro.info is not None
+                        found[step - first]["masked"] += [(m.row, m.reason) for m in micro.info.masked]
                         if not micro.idle:
                             found[step - first]["features"].append(micro.arrays["features"])
                             found[step - first]["row"].append(micro.arrays["row"])
@@ -105,14 +112,14 @@ def test_an_audit_passes_over_masked_recordings_and_tells_those_that_changed(pat
     assert {row for _, row, _ in report.masked} == set(BAD)
     other, good = Listener(path), task.data()[1]["audio"]
     other.data = lambda: [{**task.data()[row], "audio": good} for row in range(ROWS)]  # type: ignore[method-assign]
-    assert "its rows hold something else now" in str(_audited(folder, other))
+    assert "its rows now differ" in str(_audited(folder, other))
 
 
-def _audited(folder: Path, task: Any) -> Report:
-    report = Report(folder)
-    starts = audits.gather(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
-    counted = audits.check(starts, _plan(), 0, report)
-    audits.anew(counted, _plan(), task, task.data(), 3, report)
+def _audited(folder: Path, task: Any) -> AuditReport:
+    report = AuditReport(folder)
+    starts = audits.collect_starts(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
+    counted = audits.check_starts(starts, _plan(), 0, report)
+    audits.rebuild_steps(counted, _plan(), task, task.data(), 3, report)
     return report
 
 
@@ -122,7 +129,7 @@ def test_the_reason_names_the_file_and_the_row(path: str) -> None:
     assert "part-0.arrow, row 4 (from 0), clip-4.bin is cut off" in masked[4]
     assert "part-1.arrow, row 1 (from 0), clip-11.bin" in masked[11]
     task = Listener(path)
-    loader = Loader(task, task.data(), _plan(), Split.of(BATCH, 1, 8), 0)
+    loader = Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, 8), 0)
     with closing(loader), pytest.raises(DataError, match=r"row (4|11|12) of the source: .*clip-\d+.bin"):
         for _ in loader.steps():
             pass
@@ -132,15 +139,15 @@ def test_the_reason_names_the_file_and_the_row(path: str) -> None:
 def test_threads_or_processes_are_chosen_by_what_holds_pythons_lock(
     path: str, monkeypatch: pytest.MonkeyPatch, locked: float, kind: str
 ) -> None:
-    monkeypatch.setattr(worker_autotuning, "measure", lambda maker, request: Stages(1e-3, 1e-3, 0.1, locked))
+    monkeypatch.setattr(worker_autotuning, "measure_stages", lambda maker, request: StageTimes(1e-3, 1e-3, 0.1, locked))
     task = Listener(path)
-    loader = Loader(task, task.data(), _plan(), Split.of(BATCH, 1, 8), 0, worker_kind="auto", on_error="mask")
+    loader = Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, 8), 0, worker_kind="auto", on_error="mask")
     assert f"1 {kind}," in loader.facts()
 
 
 def test_more_workers_than_cores_are_warned_of(path: str) -> None:
     task = Listener(path)
-    loader = Loader(task, task.data(), _plan(), Split.of(BATCH, 1, 8), 0, workers=999, on_error="mask")
+    loader = Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, 8), 0, workers=999, on_error="mask")
     with closing(loader):
         loader.start()
         assert any("data.workers=999 on 1 process of this host are more than its" in line for line in loader.news())
@@ -153,10 +160,10 @@ def test_a_cluster_job_asks_for_the_cpus_that_its_memory_pays_for() -> None:
 
 def test_a_loader_counts_what_it_built(path: str) -> None:
     task = Listener(path)
-    loader = Loader(task, task.data(), _plan(), Split.of(BATCH, 1, 8), 0, on_error="mask", prefetch=2)
+    loader = Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, 8), 0, on_error="mask", prefetch=2)
     with closing(loader):
         running = loader.steps()
-        masked = sum(len(micro.made.masked) for _ in range(STEPS) for micro in next(running) if micro.made)
+        masked = sum(len(micro.info.masked) for _ in range(STEPS) for micro in next(running) if micro.info)
         counted = loader.counters()
     assert (counted["built"], counted["masked"]) == (BATCH * STEPS - masked, masked)
     assert masked > 0 < counted["collate_seconds"]

@@ -38,6 +38,19 @@ def test_a_layout_gives_the_recordings_and_their_labels_in_order(layout: str, tm
     again.check_files()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_of_all_rows_are_read_without_recordings(layout: str, tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path, layout), leave_out=BAD)
+    found = source.read_columns(["ebird_code", "audio"])
+    there = [row for row in range(ROWS) if row not in BAD]
+    assert found["ebird_code"] == [labels()[row] for row in there]
+    files = layout in ("json", "csv", "tsv")
+    assert found["audio"] == [f"clips/{row}.bin" if files else None for row in there]
+    assert source.class_names("ebird_code") is None
+    with pytest.raises(DataError, match=r"no column 'ebird_kode', did you mean 'ebird_code'"):
+        source.read_columns(["ebird_kode"])
+
+
 @pytest.mark.parametrize("layout", ["parquet", "csv"])
 def test_a_label_that_is_no_integer_is_refused_by_its_column(layout: str, tmp_path: Path) -> None:
     if layout == "parquet":
@@ -70,7 +83,7 @@ def test_files_that_change_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "clips" / "5.bin").write_bytes(b"something else")
     with pytest.raises(DataError, match=r"clips/5.bin has changed since it was found: it had \d+ bytes and has 14"):
         source.check_files()
-    with pytest.raises(DataError, match="not the data of before"):
+    with pytest.raises(DataError, match="the data changed since the last start"):
         open_recordings(tmp_path).check_same(before)
 
 
@@ -80,7 +93,7 @@ def test_rows_are_left_out_without_moving_the_others(tmp_path: Path) -> None:
     assert len(some) == ROWS - len(BAD)
     assert [some[row]["row"] for row in range(len(some))] == [row for row in range(ROWS) if row not in BAD]
     assert some.fingerprint != whole.fingerprint
-    with pytest.raises(DataError, match="leave_out names others"):
+    with pytest.raises(DataError, match="leave_out names different ones"):
         some.check_same(whole.manifest)
     with pytest.raises(DataError, match="leave_out names row 99"):
         open_recordings(path, leave_out=[99])
@@ -98,10 +111,10 @@ def test_long_recordings_are_cut_into_rows_of_windows(tmp_path: Path) -> None:
 def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.data.recordings import scan as module
 
-    monkeypatch.setattr(module, "_AT_ONCE", 4)
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 4)
     source = open_recordings(write(tmp_path / "data", "csv"))
     out, looked = tmp_path / "bad.jsonl", list[int]()
-    look = module._look
+    look = module._scan_rows
 
     def interrupted(source: Any, first: int) -> Any:
         looked.append(first)
@@ -109,7 +122,7 @@ def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return look(source, first)
 
-    monkeypatch.setattr(module, "_look", interrupted)
+    monkeypatch.setattr(module, "_scan_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scan(source, out, workers=1)
     assert not out.exists()
@@ -127,7 +140,7 @@ def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path, monkeyp
 def test_a_cache_holds_what_the_pipeline_makes_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.data.recordings import decoded_cache as module
 
-    monkeypatch.setattr(module, "_AT_ONCE", 4)
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 4)
     path = write(tmp_path / "data", "arrow stream")
     source = open_recordings(path, leave_out=BAD)
     pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20), 30, -4.0, 3.0)
@@ -140,11 +153,11 @@ def test_a_cache_holds_what_the_pipeline_makes_and_resumes(tmp_path: Path, monke
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_cache(source, pipeline, tmp_path / "cache", told=stop)
+        make_cache(source, pipeline, tmp_path / "cache", progress=stop)
     with pytest.raises(DataError, match="is not a finished cache"):
         DecodedCache(tmp_path / "cache")
     rows = list[int]()
-    cache = make_cache(source, pipeline, tmp_path / "cache", told=lambda count, bad: rows.append(count))
+    cache = make_cache(source, pipeline, tmp_path / "cache", progress=lambda count, bad: rows.append(count))
     assert rows[0] == 8  # those of before
     assert len(cache) == len(source)
     for row in range(len(cache)):
@@ -173,4 +186,4 @@ def test_the_verbs_scan_and_cache(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [json.loads(line).get("row") for line in Path(bad).read_text().splitlines()][1:] == list(BAD)
     words = [f"out={tmp_path / 'cache'}", "rate=16000", "duration=0.25", "num_mel_bins=20", f"leave_out={bad}"]
     assert main(["data", "audio-cache", data, *words]) == 0
-    assert "20 rows of (23, 20) float32, 0 left out" in capsys.readouterr().out
+    assert "20 rows of 23 × 20 float32, 0 left out" in capsys.readouterr().out

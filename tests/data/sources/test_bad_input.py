@@ -63,7 +63,7 @@ ENDINGS = ["parquet", "arrow", "feather", "jsonl"]
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_empty_source_is_refused(tmp_path: Path, ending: str) -> None:
     put(tmp_path / "in" / f"a.{ending}", {"text": pa.array([], pa.string())})
-    refused(f"{tmp_path}/in", "data.path", "there is no row in", f"in/a.{ending}", "written to their end")
+    refused(f"{tmp_path}/in", "data.path", "contain no rows", f"in/a.{ending}", "written completely")
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -93,7 +93,7 @@ def test_a_directory_without_readable_files_says_what_is_there(tmp_path: Path) -
     refused(f"{tmp_path}/in", "data.path", "no documents in", ".arrow, .csv, .feather, .jsonl")
     (tmp_path / "in" / "a.xyz").write_text("a,b")
     (tmp_path / "in" / ".hidden.jsonl").write_text("{}")
-    said = refused(f"{tmp_path}/in", "passed over: a.xyz")
+    said = refused(f"{tmp_path}/in", "ignored: a.xyz")
     assert "hidden" not in said
 
 
@@ -164,7 +164,7 @@ def test_a_null_in_a_struct_is_found_too(tmp_path: Path, ending: str) -> None:
 
 
 def test_types_say_what_they_know() -> None:
-    refused(".", "'integer' is no type of a column", "did you mean 'int'", kind=ConfigError, expect={"a": "integer"})
+    refused(".", "'integer' is not a column type", "did you mean 'int'", kind=ConfigError, expect={"a": "integer"})
     refused(".", "expect names the column 'b'", kind=ConfigError, columns=["a"], expect={"b": "int"})
     refused(".", "format='parket'", "did you mean 'parquet'?", kind=ConfigError, format="parket")
 
@@ -195,7 +195,7 @@ def test_json_is_held_to_its_types_line_by_line(tmp_path: Path, kind: str, value
 def test_files_with_different_columns_are_refused_with_both_names(tmp_path: Path) -> None:
     put(tmp_path / "in" / "a.parquet", {"text": ["x"], "score": [1.0]})
     put(tmp_path / "in" / "b.arrow", {"text": ["y"]})
-    refused(f"{tmp_path}/in", "b.arrow has no column 'score'", "a.parquet has", "name the columns")
+    refused(f"{tmp_path}/in", "b.arrow has no column 'score'", "a.parquet has", "select columns that all files have")
     assert list(open_source(tmp_path / "in", "text")) == ["x", "y"]
 
 
@@ -225,7 +225,7 @@ def test_a_file_that_is_cut_off_is_refused_before_the_start(tmp_path: Path, name
     assert len(opened(folder)) == 12
     path.write_bytes(content[: -1 if part == "one byte" else int(part * len(content))])
     if name == "JSONL, gzip" and part == 0.0:
-        refused(str(folder), "there is no row in", path.name)  # nothing unpacks to nothing
+        refused(str(folder), "contain no rows", path.name)  # nothing unpacks to nothing
     else:
         refused(str(folder), f"{path.name} cannot be")
 
@@ -295,7 +295,7 @@ def test_a_shard_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> N
     manifest = json.loads(json.dumps(open_source(tmp_path / "in").manifest))
     open_source(tmp_path / "in").check_same(manifest)
     put(tmp_path / "in" / "b.parquet", {"text": ["B"]})
-    with pytest.raises(DataError, match=r"in/b\.parquet has changed: it has other content\. Bring"):
+    with pytest.raises(DataError, match=r"in/b\.parquet has changed: it has other content\. Restore"):
         open_source(tmp_path / "in").check_same(manifest)
     (tmp_path / "in" / "b.parquet").unlink()
     with pytest.raises(DataError, match=r"in/b\.parquet is gone"):
@@ -316,7 +316,7 @@ def test_a_file_that_changes_under_a_running_source_is_named(tmp_path: Path, end
     path = put(tmp_path / f"a.{ending}", {"id": [1, 2, 3]})
     source = open_source(tmp_path, "id")
     put(path, {"id": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]})
-    source._fresh()  # as in a worker that opens it only now
+    source._reset_caches()  # as in a worker that opens it only now
     with pytest.raises(DataError, match=rf"a\.{ending} has changed since it was opened"):
         source[0]
 
@@ -331,7 +331,7 @@ def test_a_file_that_has_changed_is_found_without_reading_it(tmp_path: Path, end
     source.check_files(0, 2)  # those of another process: the first and the third
     size = paths[1].stat().st_size
     lengths = f": it had {len(content)} bytes and has {size}" if size != len(content) else ""
-    with pytest.raises(DataError, match=rf"b\.{ending} has changed since it was opened{lengths}; bring it back"):
+    with pytest.raises(DataError, match=rf"b\.{ending} has changed since it was opened{lengths}; restore it"):
         source.check_files(1, 2)
     paths[1].unlink()
     source.check_files()  # nothing else is read in its place
@@ -352,10 +352,10 @@ def test_a_file_that_was_written_again_as_it_was_is_read_on(
         source.check_files()
     copy = pickle.loads(pickle.dumps(source))
     for one in (source, copy):
-        one._fresh()  # as in a worker that opens it only now
+        one._reset_caches()  # as in a worker that opens it only now
         assert list(one) == [1, 2, 3]
         assert one[1] == 2
-    assert f"a.{ending} was written again; size, ends and index are what they were" in caplog.text
+    assert f"a.{ending} was written again with the same size, ends and index" in caplog.text
     assert source.fingerprint == before
     other = bytearray(path.read_bytes())
     other[-1] ^= 1
@@ -366,9 +366,9 @@ def test_a_file_that_was_written_again_as_it_was_is_read_on(
 
 def test_the_same_file_twice_is_refused_unless_allowed(tmp_path: Path) -> None:
     path = put(tmp_path / "in" / "a.jsonl", {"text": ["x"]})
-    with pytest.raises(DataError, match=r"a\.jsonl is there twice.*duplicates='allow'"):
+    with pytest.raises(DataError, match=r"a\.jsonl is named twice.*duplicates='allow'"):
         open_source([tmp_path / "in", path])
-    with pytest.raises(DataError, match=r"a\.jsonl is there twice"):
+    with pytest.raises(DataError, match=r"a\.jsonl is named twice"):
         open_source([path, f"file://{path}", tmp_path / "in" / ".." / "in"])
     assert list(open_source([tmp_path / "in", path], "text", duplicates="allow")) == ["x", "x"]
 
@@ -377,7 +377,7 @@ def test_the_same_file_twice_is_refused_unless_allowed(tmp_path: Path) -> None:
 def test_a_copy_under_another_name_is_refused_with_both_names(tmp_path: Path, ending: str) -> None:
     first = put(tmp_path / "in" / f"a.{ending}", {"text": ["x", "y"]})
     (tmp_path / "in" / f"b.{ending}").write_bytes(first.read_bytes())
-    refused(f"{tmp_path}/in", f"b.{ending} has the content of", f"a.{ending}", "duplicates='allow'")
+    refused(f"{tmp_path}/in", f"b.{ending} has the same content as", f"a.{ending}", "duplicates='allow'")
     assert len(open_source(tmp_path / "in", duplicates="allow")) == 4
 
 
@@ -388,7 +388,7 @@ def test_files_that_differ_in_their_middle_alone_are_no_copies(tmp_path: Path) -
         np.save(tmp_path / f"{name}.npy", array)
     assert len(open_source(tmp_path)) == 2_000_000
     (tmp_path / "b.npy").write_bytes((tmp_path / "a.npy").read_bytes())
-    refused(str(tmp_path), "b.npy has the content of", "a.npy")
+    refused(str(tmp_path), "b.npy has the same content as", "a.npy")
 
 
 def test_text_files_may_be_alike(tmp_path: Path) -> None:

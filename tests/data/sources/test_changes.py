@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data.sources.change_detection import what_changed
+from unisono.data.sources.change_detection import find_change
 
 BEFORE = [{"name": name, "rows": 3, "digest": name, "size": 9, "stamp": "1"} for name in "abc"]
 
@@ -35,4 +35,4 @@ def changed(number: int, **what: Any) -> list[dict[str, Any]]:
     ],
 )  # fmt: skip
 def test_the_file_that_differs_is_named(now: list[dict[str, Any]], told: str | None) -> None:
-    assert what_changed(BEFORE, now) == told
+    assert find_change(BEFORE, now) == told

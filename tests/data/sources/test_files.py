@@ -239,7 +239,7 @@ def test_arrays_are_rows_of_their_first_axis(
     array = (np.random.default_rng(0).random((count, *shape)) * 100).astype(dtype)
     with (tmp_path / "a.npy").open("wb") as file:
         np.lib.format.write_array(file, array, version=version)
-    source = open_source(tmp_path / "a.npy", npy.COLUMN)
+    source = open_source(tmp_path / "a.npy", npy.ARRAY_COLUMN)
     assert len(source) == count
     for row in (0, count - 1):
         assert np.array_equal(source[row], array[row])
@@ -260,7 +260,7 @@ def test_named_fields_are_columns(tmp_path: Path) -> None:
 
 def test_lengths_of_arrays_are_all_alike(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((5, 7), np.uint16))
-    lengths = open_source(tmp_path, npy.COLUMN).lengths
+    lengths = open_source(tmp_path, npy.ARRAY_COLUMN).lengths
     assert lengths is not None
     assert lengths.tolist() == [7] * 5
 
@@ -357,12 +357,12 @@ def test_a_block_is_read_once_for_all_threads(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_was_found_out_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "_SMALL", 0)
+    monkeypatch.setattr(index, "_SMALL_BYTES", 0)
     folder = write("JSONL", tmp_path / "rows", ROWS)
     assert [plain(record) for record in opened(folder)] == ROWS
     kept = sorted((tmp_path / "cache" / "sources").glob("*.npy"))
     assert len(kept) == 1
-    monkeypatch.setattr(lines, "_line_starts", lambda _: pytest.fail("the lines were looked for again"))
+    monkeypatch.setattr(lines, "_find_line_starts", lambda _: pytest.fail("the lines were looked for again"))
     assert [plain(record) for record in opened(folder)] == ROWS
     with (folder / "rows.jsonl").open("a") as more:
         more.write('{"id": 29, "text": "", "tokens": []}\n')
@@ -374,7 +374,7 @@ def test_what_was_found_out_is_kept_and_read_again(tmp_path: Path, monkeypatch: 
 def test_neither_the_data_nor_the_cache_need_be_writable(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_SMALL", 0)
+    monkeypatch.setattr(index, "_SMALL_BYTES", 0)
     (tmp_path / "occupied").write_text("a file where the cache should be")
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "occupied"))
     folder = write(name, tmp_path / "rows", ROWS)

@@ -90,8 +90,8 @@ def test_the_language_recipe_reads_from_an_object_store(
         monkeypatch.setenv(f"AWS_{name}", storage[value])  # as a user would have them
     bucket.pipe("rows/corpus/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
     bucket.pipe("rows/corpus/b.txt", b"three")
-    found = documents.find(["s3://rows/corpus"])
-    assert [text for file in found.files for text in documents.read(file)] == ["one", "two", "three"]
+    found = documents.find_texts(["s3://rows/corpus"])
+    assert [text for file in found.files for text in documents.read_documents(file)] == ["one", "two", "three"]
 
 
 def test_a_store_that_goes_away_is_an_error_within_the_deadline(tmp_path: Path) -> None:

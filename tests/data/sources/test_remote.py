@@ -95,7 +95,7 @@ def test_a_url_that_does_not_exist_is_named(memory: Any, place: str) -> None:
 
 
 def test_a_protocol_nobody_knows_and_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"ftpx://a/b: .*known are s3, gs"):
+    with pytest.raises(DataError, match=r"ftpx://a/b: .*use s3, gs"):
         open_source("ftpx://a/b")
 
     def absent(*_: Any, **__: Any) -> Any:
@@ -118,7 +118,7 @@ def test_an_object_that_became_shorter_is_named(tmp_path: Path, memory: Any) -> 
 
 def test_large_reads_are_made_of_pieces(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the deadline is one of progress."""
-    monkeypatch.setattr(storage, "_PIECE", 10)
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 10)
     memory.pipe("/a.txt", b"0123456789" * 10 + b"end")
     asked: list[int] = []
     read = type(memory).cat_file
@@ -169,21 +169,21 @@ def test_a_server_that_goes_away_while_it_is_read_is_an_error(tmp_path: Path, mo
 def test_a_server_that_never_answers_is_an_error_at_the_start(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         server.mode = "silent"
-        with pytest.raises(DataError, match=r"no answer for 0\.5 s; is the server alive"):
+        with pytest.raises(DataError, match=r"no answer within 0\.5 s; check the server"):
             open_source(f"{server.url}/a.parquet", deadline=0.5)
 
 
 def test_a_stream_whose_server_goes_away_is_an_error(tmp_path: Path) -> None:
     """The way of the language recipe: one document after the other."""
-    from unisono.data.sources import Wanted, records
+    from unisono.data.sources import ColumnRequest, records
 
     (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 1000) * 3000)
     with serving(tmp_path) as server:
         found = find(f"{server.url}/a.jsonl")
-        reading = records(found.files[0], Wanted.of(["text"]))
+        reading = records(found.files[0], ColumnRequest.of(["text"]))
         assert next(reading) == {"text": "x" * 1000}
         server.mode = "silent"
-        with hurried(found.files[0], 1.0), pytest.raises(DataError, match=r"a\.jsonl: no answer for 1 s"):
+        with hurried(found.files[0], 1.0), pytest.raises(DataError, match=r"a\.jsonl: no answer within 1 s"):
             list(reading)
 
 

@@ -31,7 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "kind": "muon", "nesterov": False, "adjust_lr": "original", "rest": {"kind": "lion", "lr": 1e-3},
     },
 }  # fmt: skip
-GROUPS = [{"match": "head.*", "lr_scale": 0.3, "weight_decay": 0.2}, {"match": "*.b.weight", "lr_scale": 2.0}]
+GROUPS = [
+    {"match": "head.*", "lr_scale": 0.3, "weight_decay": 0.2},
+    {"match": "*.b.weight", "lr_scale": 2.0},
+    {"match": "*.a.bias", "rule": "sign_sgd", "weight_decay": 0.5, "lr_scale": 3.0},
+    {"match": "blocks.1.a.weight", "rule": "sign_sgd"},
+]
 
 
 class Block(nn.Module):
@@ -54,7 +59,7 @@ def structure_of(model: nn.Module) -> Any:
     shapes = {name: jax.ShapeDtypeStruct(tuple(p.shape), np.float64) for name, p in model.named_parameters()}
     blocks = tuple(frozenset(name for name in shapes if name.startswith(f"blocks.{n}.")) for n in range(2))
     return SimpleNamespace(
-        names=tuple(shapes), shapes=shapes, trained=frozenset(shapes), blocks=blocks, plain=frozenset()
+        names=tuple(shapes), shapes=shapes, trained=frozenset(shapes), blocks=blocks, no_decay=frozenset()
     )  # fmt: skip
 
 
@@ -66,19 +71,20 @@ def settings(values: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_twenty_updates_are_those_of_torch(kind: dict[str, Any], groups: list[Any]) -> None:
     config, model = settings({**kind, "groups": groups}), module()
-    theirs = of_torch.build(config, model, list(model.blocks))
+    theirs = of_torch.build_optimizer(config, model, list(model.blocks))
     with jax.enable_x64(True):
-        mine = optimizers.build(config, structure_of(model))
-        assert sorted(mine.described(structure_of(model))) == sorted(of_torch.told(config, theirs, model))
+        mine = optimizers.build_optimizer(config, structure_of(model))
+        assert sorted(mine.describe(structure_of(model))) == sorted(of_torch.describe_updates(config, theirs, model))
         values = {name: jnp.asarray(p.detach().numpy().copy()) for name, p in model.named_parameters()}
         before, state, update = dict(values), mine.init(values), jax.jit(mine.update)
         rng = np.random.default_rng(1)
         for step in range(20):
             scalars = {"lr": config.lr * (step + 1) / 10, "weight_decay": config.weight_decay * 0.5}
             gradients = {n: rng.normal(size=p.shape) * 10 ** rng.uniform(-3, 1) for n, p in values.items()}
+            gradients["blocks.1.a.weight"][step % 4] = 0.0  # a row without a gradient
             for name, parameter in model.named_parameters():
                 parameter.grad = torch.from_numpy(gradients[name].copy())
-            of_torch.schedule(theirs, scalars, config)
+            of_torch.apply_schedule(theirs, scalars, config)
             theirs.step()
             values, state = update(
                 {name: jnp.asarray(gradient) for name, gradient in gradients.items()}, state, values,
@@ -93,7 +99,7 @@ def test_twenty_updates_are_those_of_torch(kind: dict[str, Any], groups: list[An
 def test_muon_takes_a_stack_of_matrices_one_by_one() -> None:
     config, model = settings({"kind": "muon", "groups": [{"match": "stack", "muon": True}]}), module()
     with jax.enable_x64(True):
-        mine = optimizers.build(config, structure_of(model))
+        mine = optimizers.build_optimizer(config, structure_of(model))
         names = [name for name, chosen in mine.chosen.items() if chosen.muon]
         assert "stack" in names and "head.weight" not in names
         values = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
@@ -115,4 +121,4 @@ def test_muon_takes_a_stack_of_matrices_one_by_one() -> None:
 )
 def test_what_cannot_be_is_refused(more: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        optimizers.build(settings({"kind": "adamw", **more}), structure_of(module()))
+        optimizers.build_optimizer(settings({"kind": "adamw", **more}), structure_of(module()))

@@ -1,4 +1,4 @@
-"""Runs of a JAX task by the command line, on one process and on several: the same numbers, and the same after a kill."""
+"""JAX runs by the command line, on one process and on several: the same numbers, also after a kill."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def train(folder: Path, name: str, *words: str, **variables: str) -> Path:
 
 
 def state(run: Path) -> dict[str, np.ndarray]:
-    reader = commit.open_(commit.find(run / "checkpoints")[-1]).reader()
+    reader = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1]).reader()
     return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    return events.steps(events.read(run / "events.jsonl"))
+    return events.step_events(events.read_events(run / "events.jsonl"))
 
 
 def assert_same(mine: Path, one: Path, floor: float) -> None:
@@ -56,8 +56,8 @@ def assert_same(mine: Path, one: Path, floor: float) -> None:
     for kind in ("loss", "grad_norm"):
         mine_, ones = ([step[kind] for step in steps(run)] for run in (mine, one))
         np.testing.assert_allclose(mine_, ones, rtol=floor, atol=0)
-    assert events.last_evaluation(events.read(mine / "events.jsonl")) == pytest.approx(
-        events.last_evaluation(events.read(one / "events.jsonl")), rel=max(floor, 1e-15)
+    assert events.last_evaluation(events.read_events(mine / "events.jsonl")) == pytest.approx(
+        events.last_evaluation(events.read_events(one / "events.jsonl")), rel=max(floor, 1e-15)
     )
 
 
@@ -72,7 +72,7 @@ def test_a_jax_run_never_imports_torch(tmp_path: Path) -> None:
     """From the command to the saved model, its average and its evaluation."""
     words = ("train.steps=4", "ema.decay=0.9", "checkpoint.every=2", "eval.every=2")
     run = train(tmp_path, "a", *words, PYTHONPATH=without_torch(tmp_path))
-    assert commit.find(run / "checkpoints") and steps(run)[-1]["step"] == 4
+    assert commit.find_checkpoints(run / "checkpoints") and steps(run)[-1]["step"] == 4
 
 
 def test_a_torch_run_never_imports_jax(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_whoever_is_killed_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", *words)
     for rank in (0, 1):
         cut = unisono(
-            tmp_path, *TRAIN, f"run.name=cut{rank}", *words, UNISONO_FAULT=f"rank={rank},step=5,phase=forward,act=kill"
+            tmp_path, *TRAIN, f"run.name=cut{rank}", *words, "--harm", f"rank={rank},step=5,phase=forward,act=kill"
         )  # fmt: skip
         assert cut.returncode == 9, cut.stderr
         assert re.search(rf"rank {rank} \(.*\) died without a message, in step 5.*killed by signal 9", cut.stderr)
@@ -128,7 +128,7 @@ def test_a_run_that_was_killed_goes_on_upon_another_layout(tmp_path: Path) -> No
     words = ("train.steps=8", "checkpoint.every=3")
     whole = train(tmp_path, "whole", *words, "layout.micro_batch=8")
     cut = unisono(
-        tmp_path, *TRAIN, "run.name=cut", *words, *TWO_BY_TWO, UNISONO_FAULT="rank=1,step=5,phase=forward,act=kill"
+        tmp_path, *TRAIN, "run.name=cut", *words, *TWO_BY_TWO, "--harm", "rank=1,step=5,phase=forward,act=kill"
     )
     assert cut.returncode == 9, cut.stderr
     assert_same(
@@ -141,7 +141,7 @@ def test_a_peer_that_hangs_alive_ends_the_run_with_its_name(tmp_path: Path) -> N
     """JAX itself never notices."""
     stuck = unisono(
         tmp_path, *TRAIN, "run.name=stuck", *TWO_BY_TWO, "train.steps=8", "launch.stuck_after=4",
-        UNISONO_FAULT="rank=1,step=5,phase=forward,act=sleep",
+        "--harm", "rank=1,step=5,phase=forward,act=sleep",
     )  # fmt: skip
     assert stuck.returncode == 10, stuck.stderr
     assert re.search(r"rank 1 \(.*\) is stuck in step 5.*rank 0 waits for the sums of step 5", stuck.stderr)

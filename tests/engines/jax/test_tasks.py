@@ -149,22 +149,22 @@ def test_the_loss_of_the_global_batch_is_what_the_task_says_of_all_rows_at_once(
 
 
 def first_batch(task: Any) -> dict[str, Any]:
-    from unisono.config.batch_split import Split
+    from unisono.config.batch_split import BatchSplit
     from unisono.data.loading.loader import Loader
-    from unisono.data.order.planning import plan_of
+    from unisono.data.order.planning import build_plan
 
     config = configuration(layout=layout(), train={"steps": 1})
-    plan = plan_of(task, task.data(), config)
-    (micro,) = next(iter(Loader(task, task.data(), plan, Split.of(12, 1, 12), 0).steps()))
+    plan = build_plan(task, task.data(), config)
+    (micro,) = next(iter(Loader(task, task.data(), plan, BatchSplit.create(12, 1, 12), 0).steps()))
     return {n: np.asarray(a, np.float64) if a.dtype.kind == "f" else a for n, a in micro.arrays.items()}
 
 
 def one_key(kind: Any) -> Any:
     """The key of a whole loss in step 0, made by its address."""
-    from unisono.engines.jax.model import key_of
+    from unisono.engines.jax.model import key_from_bits
     from unisono.runtime.rng import key
 
-    return jax.random.fold_in(key_of(key(0, "dropout", "loss")), 0) if kind is Whole else jax.random.key(0)
+    return jax.random.fold_in(key_from_bits(key(0, "dropout", "loss")), 0) if kind is Whole else jax.random.key(0)
 
 
 def test_a_part_that_is_frozen_stays_as_it_was() -> None:
@@ -186,14 +186,14 @@ def test_a_static_scalar_is_a_python_number_and_a_change_of_it_compiles_again() 
         def outputs(self, model: Any, batch: Any, context: Context) -> Any:
             self.seen.append((type(context.scalars["depth"]), isinstance(context.scalars["lr"], jax.Array)))
             made = super().outputs(model, batch, context)
-            for _ in range(round(context.scalars["depth"])):
+            for _ in range(context.scalars["depth"]):
                 made = jnp.tanh(made)
             return made
 
     task = Deep()
     schedules = {"depth": {"kind": "linear", "peak": 2.0, "floor": 0.0}}
-    one = run(task, layout(), schedules=schedules, train={"steps": 2})
-    assert one.recompiled == ["", "the step: depth is 1.0, and was 2.0"]
-    assert set(task.seen) == {(float, True)}
-    with pytest.raises(ConfigError, match=r"static_scalars: nothing schedules 'depth'"):
+    one = run(task, layout(), schedules=schedules, train={"steps": 4})  # 2, 1.5 (to the even number: 2), 1 and 0.5
+    assert one.recompiled == ["", "", "the step: depth is 1, and was 2", "the step: depth is 0, and was 1"]
+    assert set(task.seen) == {(int, True)}
+    with pytest.raises(KeyError, match="depth"):  # nothing schedules it
         run(task, layout())

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from tests import processes
 from tests.runs import FirstGradients, configuration, engine_of
 from tests.tasks import TransformerTask
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics import gradients
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
@@ -55,14 +55,16 @@ class Adding(FirstGradients):
             sums[name] = sums.get(name, torch.zeros((), dtype=dtype)) + gradient.detach().to(dtype) / self.factor
 
 
-def added(place: Place, group: Group, layouts: list[str]) -> dict[str, tuple[int, dict[str, list[np.ndarray]]]]:
+def added(
+    place: ProcessInfo, group: Communicator, layouts: list[str]
+) -> dict[str, tuple[int, dict[str, list[np.ndarray]]]]:
     """By layout the passes of this process, and of every parameter the gradient, its sum in fp64, its sum in bf16."""
     found = {}
     for layout in layouts:
         task = TransformerTask()
         settings = {"world_size": place.world_size, "micro_batch": 1, **LAYOUTS[layout][1]}
         config = configuration(layout=settings, train={"precision": "bf16", "steps": 1, "clip_norm": None})
-        split = Split.of(12, place.world_size, 1)
+        split = BatchSplit.create(12, place.world_size, 1)
         loader = Loader(task, task.data(), StreamPlan(Order(27, 0), 12, 12), split, place.rank)
         engine = engine_of(task, config, place, group, split)
         try:

@@ -22,7 +22,7 @@ from unisono.config.schema.run import Lora
 from unisono.engines.torch import lora
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError
 
 LORA = Lora(kind="lora", rank=2)
@@ -91,7 +91,7 @@ class Attending(nn.Module):
         (transformer, ["norm"], "'norm' matches no linear layer"),
         (transformer, ["head"], r"'head' cannot have an adapter: its weights are shared \(embedding.weight and head"),
         (Attending, ["out_proj"], "'attention.out_proj' cannot have an adapter: torch's MultiheadAttention multiplies"),
-        (lambda: nn.Sequential(nn.Conv1d(1, 1, 1)), [], "no linear layer that could have an adapter"),
+        (lambda: nn.Sequential(nn.Conv1d(1, 1, 1)), [], "no linear layer that can have an adapter"),
     ],
 )
 def test_what_can_have_none_is_refused_with_the_reason(model: Any, targets: list[str], message: str) -> None:
@@ -107,9 +107,9 @@ def test_out_projections_of_torch_s_attention_are_passed_over() -> None:
 
 def test_without_peft_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
-    lora.check(None)
+    lora.check_peft_installed(None)
     with pytest.raises(ConfigError, match=r"pip install 'unisono\[lora\]'"):
-        lora.check(LORA)
+        lora.check_peft_installed(LORA)
 
 
 # their first weights --------------------------------------------------------------------------------------------------
@@ -135,7 +135,9 @@ def test_first_weights_depend_on_the_layer_s_name_and_the_seed_alone() -> None:
 # training -------------------------------------------------------------------------------------------------------------
 
 
-def trained(place: Place, group: Group, config: Any) -> tuple[list[float], dict[str, int], dict[str, int], list[str]]:
+def trained(
+    place: ProcessInfo, group: Communicator, config: Any
+) -> tuple[list[float], dict[str, int], dict[str, int], list[str]]:
     """Losses, digests of the base before and after, and what was warned of."""
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -208,7 +210,7 @@ def trainer_config(folder: Path) -> Any:
 
 
 def arrays(folder: Path) -> ArrayReader:
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     return ArrayReader(checkpoint.path, checkpoint.arrays)
 
 

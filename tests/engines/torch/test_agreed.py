@@ -16,9 +16,9 @@ from tests.runs import SGD, Trace, configuration, distance, trace, traces
 from tests.tasks import LinearTask
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
-from unisono.engines.protocol import Job
+from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, KernelError
 from unisono.task import Context, Loss, Task
 
@@ -124,7 +124,7 @@ def test_a_task_that_needs_totals_must_define_them() -> None:
     class Forgotten(LinearTask):
         needs_totals = True
 
-    with pytest.raises(ConfigError, match=r"Forgotten has needs_totals = True, so it must define totals\(\)"):
+    with pytest.raises(ConfigError, match=r"Forgotten has needs_totals = True but does not define totals\(\)"):
         processes.alone(trace, Forgotten(), config("single"))
 
 
@@ -143,20 +143,20 @@ class Choosing(Products):
         return {"kernel": chosen, "told": f"{device} {precision}"}
 
 
-def setup(place: Place, group: Group, choices: list[str]) -> Any:
+def setup(place: ProcessInfo, group: Communicator, choices: list[str]) -> Any:
     import os
 
     os.environ["CHOSEN"] = choices[place.rank]
     made = configuration(layout=layout("ddp" if place.world_size > 1 else "single"))
-    from unisono.config.batch_split import Split
+    from unisono.config.batch_split import BatchSplit
     from unisono.data.loading.loader import Loader
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
 
     task = Choosing()
-    split = Split.of(12, place.world_size, 3)
-    loader = Loader(task, task.data(), StreamPlan.of(Order(ROWS, 0), 12, 2, None), split, place.rank)
-    engine = TorchEngine(Job(task, made, place, group, split))
+    split = BatchSplit.create(12, place.world_size, 3)
+    loader = Loader(task, task.data(), StreamPlan.create(Order(ROWS, 0), 12, 2, None), split, place.rank)
+    engine = TorchEngine(EngineJob(task, made, place, group, split))
     try:
         return dict(engine.setup(next(iter(loader.steps())), {"lr": 0.1}).kernels)
     except KernelError as error:
@@ -167,7 +167,7 @@ def setup(place: Place, group: Group, choices: list[str]) -> Any:
 
 
 def test_the_kernels_are_told() -> None:
-    assert setup(Place(), Alone(), ["slow"]) == {"kernel": "slow", "told": "cpu fp32"}
+    assert setup(ProcessInfo(), SingleProcess(), ["slow"]) == {"kernel": "slow", "told": "cpu fp32"}
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_the_kernels_are_told() -> None:
     ("choices", "told"),
     [
         (["slow", "slow"], None),
-        (["slow", "fast"], "rank 0 would compute with .*slow.* and rank 1 with .*fast.*; install the same packages"),
+        (["slow", "fast"], "rank 0 chose the kernels .*slow.*, rank 1 .*fast.*; install the same packages"),
         (["slow", "refused"], "rank 1: model.kernel=fast cannot be used: it is not installed"),
         (["refused", "refused"], "model.kernel=fast cannot be used: it is not installed"),
     ],

@@ -23,7 +23,7 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.run import Ema
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.ema import MovingAverage
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError
 from unisono.training import loop
 
@@ -42,7 +42,9 @@ class Kept(LinearTask):
         return super().data()[:9]
 
 
-def followed(place: Place, group: Group, config: Any) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+def followed(
+    place: ProcessInfo, group: Communicator, config: Any
+) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """The weights and their average after the start and after every step."""
     engine, steps = started(place, group, Kept(), config)
     history = []
@@ -81,13 +83,13 @@ def test_what_is_excluded_is_not_averaged_and_a_pattern_without_a_match_is_refus
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    with kept.swapped_in():
+    with kept.swap_in():
         assert torch.equal(model[0].weight, begun["0.weight"] + 1.0) and torch.equal(model[1].weight, begun["1.weight"])
     with pytest.raises(ConfigError, match=r"ema\.exclude: '2\.\*' matches no parameter"):
         MovingAverage(Ema(decay=0.5, exclude=["2.*"]), model)
 
 
-def laid_out(place: Place, group: Group, config: Any) -> tuple[int, int, bool]:
+def laid_out(place: ProcessInfo, group: Communicator, config: Any) -> tuple[int, int, bool]:
     """Elements of the average on this process and in all, and whether it lies as the weights do."""
     engine, steps = started(place, group, TransformerTask(), config)
     engine.step(steps[0], 0, {"lr": 0.1})
@@ -111,14 +113,14 @@ def test_each_process_holds_the_average_of_its_own_shards() -> None:
 
 
 @contextmanager
-def trained(place: Place, group: Group, config: Any, folder: Path) -> Iterator[loop.Training]:
+def trained(place: ProcessInfo, group: Communicator, config: Any, folder: Path) -> Iterator[loop.Training]:
     with runs.training(TransformerTask(), config, place, group, folder) as training:
         for _ in training.steps():
             pass
         yield training
 
 
-def evaluated(place: Place, group: Group, config: Any, folder: Path) -> list[Any]:
+def evaluated(place: ProcessInfo, group: Communicator, config: Any, folder: Path) -> list[Any]:
     """What an evaluation says of the average, what one says once the weights are the average, and what was changed."""
     with trained(place, group, config, folder) as training:
         engine: Any = training._parts.engine
@@ -128,7 +130,7 @@ def evaluated(place: Place, group: Group, config: Any, folder: Path) -> list[Any
         training._evaluation.evaluate(4)
         left = before == {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
         left = left and average == {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
-        with engine.train_state.average.swapped_in():
+        with engine.train_state.average.swap_in():
             put = engine.evaluate(training._parts.held_out.batches(), 4, {"lr": 0.1}).values
         return [said, training.evaluated, put, left]
 
@@ -150,7 +152,7 @@ def test_an_evaluation_with_the_average_says_what_a_model_of_it_would_and_change
 @pytest.mark.parametrize(("weights", "names"), [("model", {"loss"}), ("ema", {"ema/loss"})])
 def test_the_configuration_says_which_weights_are_evaluated(tmp_path: Path, weights: str, names: set[str]) -> None:
     config = configuration(train={"steps": 2, "global_batch": 8}, eval={"weights": weights}, ema={"decay": 0.5})
-    with runs.training(Kept(), config, Place(), Alone(), tmp_path) as training:
+    with runs.training(Kept(), config, ProcessInfo(), SingleProcess(), tmp_path) as training:
         assert len(list(training.steps())) == 2
     assert set(training.evaluated) == names
 
@@ -174,7 +176,7 @@ def test_the_weights_come_back_when_an_evaluation_fails(tmp_path: Path) -> None:
 
 def saved(config: Any, folder: Path) -> ArrayReader:
     runs.train(folder, config, TransformerTask())
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     return ArrayReader(checkpoint.path, checkpoint.arrays)
 
 
@@ -201,7 +203,7 @@ def test_an_average_of_other_parameters_is_refused(tmp_path: Path) -> None:
         engine.load(reader)
 
 
-def drifted(place: Place, group: Group, config: Any) -> str:
+def drifted(place: ProcessInfo, group: Communicator, config: Any) -> str:
     engine, steps = started(place, group, TransformerTask(), config)
     engine.step(steps[0], 0, {"lr": 0.1})
     with torch.no_grad():

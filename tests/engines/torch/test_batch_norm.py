@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import FirstGradients, configuration, distance, engine_of, parameters, whole
 from tests.tasks import LinearTask
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics.batch_norm import BatchStatistics
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 FLOOR = 1e-12
@@ -66,7 +66,7 @@ def used(module: nn.Module, x: Tensor, weights: Tensor) -> dict[str, np.ndarray]
     return {name: value.detach().numpy().copy() for name, value in result.items()}
 
 
-def on_two(place: Place, group: Group) -> list[Any]:
+def on_two(place: ProcessInfo, group: Communicator) -> list[Any]:
     told = []
     for name, (_, shape) in LAYERS.items():
         for parts in PARTS:
@@ -144,7 +144,7 @@ class Normed(LinearTask):
         return self.data()[:9]
 
 
-def run(place: Place, group: Group, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run(place: ProcessInfo, group: Communicator, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs of three full batches and a short one, whose rows do not go round."""
     told = []
     for layout in layouts:
@@ -154,15 +154,15 @@ def run(place: Place, group: Group, layouts: list[dict[str, Any]]) -> list[dict[
         )
         task = Normed()
         source = task.data()
-        plan = StreamPlan.of(Order(len(source), 0), 12, None, 1)
-        split = Split.of(12, place.world_size, config.layout.micro_batch)
+        plan = StreamPlan.create(Order(len(source), 0), 12, None, 1)
+        split = BatchSplit.create(12, place.world_size, config.layout.micro_batch)
         engine = engine_of(task, config, place, group, split)
         steps = list(Loader(task, source, plan, split, place.rank).steps())
         engine.setup(steps[0], {"lr": 0.05})
         first = FirstGradients(engine.view)
         engine.observe(first)
         results = [engine.step(batches, number, {"lr": 0.05}) for number, batches in enumerate(steps)]
-        held_out = Loader(task, task.held_out(), StreamPlan.of(Order(9, 0), 12, None, 1), split, place.rank)
+        held_out = Loader(task, task.held_out(), StreamPlan.create(Order(9, 0), 12, None, 1), split, place.rank)
         evaluated = engine.evaluate(held_out.steps(), len(steps), {})
         told.append(
             {

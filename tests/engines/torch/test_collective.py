@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests import processes
 from unisono.engines.torch.parallel import process_group
 from unisono.launch.nodes import network
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import DeadlineError
 
 CPU = torch.device("cpu")
@@ -51,13 +51,13 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 )
 def test_ranks_that_do_not_appear_are_named(address: str, world: int, missing: str) -> None:
     with pytest.raises(DeadlineError) as late:
-        process_group.start(Place(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
+        process_group.start(ProcessInfo(0, world, 0, world), CPU, timeout=5, start_timeout=0.3)
     assert str(late.value).startswith(f"rank 0: {missing}")
-    assert str(late.value).endswith(f"or found no way to {address}, within 0.3 s (launch.start_timeout)")
+    assert str(late.value).endswith(f"or could not reach {address}, within 0.3 s (launch.start_timeout)")
 
 
 def test_the_store_listens_at_the_address_of_the_meeting_point_alone(address: str) -> None:
-    process_group.start(Place(0, 1, 0, 1), CPU, timeout=5, start_timeout=5)
+    process_group.start(ProcessInfo(0, 1, 0, 1), CPU, timeout=5, start_timeout=5)
     process_group.stop()
     listens = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [f"{where.ip}:{where.port}" for where in listens if str(where.port) == address.split(":")[1]] == [address]
@@ -66,36 +66,36 @@ def test_the_store_listens_at_the_address_of_the_meeting_point_alone(address: st
 def test_a_meeting_point_whose_name_leads_nowhere_is_named_at_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "_AT_ONCE", 0.1)
+    monkeypatch.setattr(process_group, "_STORE_WAIT", 0.1)
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     for rank in (0, 1):
-        with pytest.raises(DeadlineError, match=r"at no\.such\.host\.invalid:\d+: the name .* leads to no address"):
-            process_group.start(Place(rank, 2, rank, 2), CPU, timeout=5, start_timeout=60)
+        with pytest.raises(DeadlineError, match=r"at no\.such\.host\.invalid:\d+: the host name .* cannot be resolved"):
+            process_group.start(ProcessInfo(rank, 2, rank, 2), CPU, timeout=5, start_timeout=60)
 
 
 def test_a_port_in_use_is_named_at_once(address: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(address.split(":")[1])))
         other.listen()
-        with pytest.raises(DeadlineError, match=f"at {address}: port .* is in use; choose another MASTER_PORT"):
-            process_group.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=60)
+        with pytest.raises(DeadlineError, match=f"at {address}: port .* is in use; set MASTER_PORT to a free one"):
+            process_group.start(ProcessInfo(0, 2, 0, 2), CPU, timeout=5, start_timeout=60)
 
 
 def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with network.reserved("127.0.0.1") as kept:
+    with network.reserve_port("127.0.0.1") as kept:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(kept.getsockname()[1]))
-        with pytest.raises(DeadlineError, match="is in use; choose another MASTER_PORT"):
-            process_group.start(Place(0, 1, 0, 1, "torchrun"), CPU, timeout=5, start_timeout=5)
-        process_group.start(Place(0, 1, 0, 1, "unisono"), CPU, timeout=5, start_timeout=5)
+        with pytest.raises(DeadlineError, match="is in use; set MASTER_PORT to a free one"):
+            process_group.start(ProcessInfo(0, 1, 0, 1, "torchrun"), CPU, timeout=5, start_timeout=5)
+        process_group.start(ProcessInfo(0, 1, 0, 1, "unisono"), CPU, timeout=5, start_timeout=5)
         process_group.stop()
 
 
 def test_a_process_that_meets_nobody_says_where_it_was(address: str) -> None:
-    said = f"rank 1 could not meet the other processes at {address}: nobody answered within 3 s "
+    said = f"rank 1 could not reach the other processes at {address}: no response within 3 s "
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=said):
-        process_group.start(Place(1, 2, 1, 2), CPU, timeout=5, start_timeout=3)
+        process_group.start(ProcessInfo(1, 2, 1, 2), CPU, timeout=5, start_timeout=3)
     assert time.monotonic() - began < 6, "torch's second try began anew"
 
 
@@ -103,8 +103,8 @@ def test_an_address_that_is_taken_is_said(address: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
         other.listen()
-        with pytest.raises(DeadlineError, match=f"rank 0 could not meet the other processes at {address}: "):
-            process_group.start(Place(0, 2, 0, 2), CPU, timeout=5, start_timeout=0.3)
+        with pytest.raises(DeadlineError, match=f"rank 0 could not reach the other processes at {address}: "):
+            process_group.start(ProcessInfo(0, 2, 0, 2), CPU, timeout=5, start_timeout=0.3)
 
 
 def test_a_deadline_has_its_own_exit_code() -> None:
@@ -124,9 +124,12 @@ def test_a_deadline_has_its_own_exit_code() -> None:
     ],
 )
 def test_a_backends_error_about_a_peer_is_a_sentence_about_the_wait(error: RuntimeError) -> None:
-    with pytest.raises(DeadlineError) as late, process_group.waiting(Place(2, 4), "the end of the lesson", 7.5):
+    with (
+        pytest.raises(DeadlineError) as late,
+        process_group.translate_peer_errors(ProcessInfo(2, 4), "the end of the lesson", 7.5),
+    ):
         raise error
-    assert str(late.value).startswith("rank 2 waited for the end of the lesson, and not all came")
+    assert str(late.value).startswith("rank 2 waited for the end of the lesson, but not all arrived")
     assert "the deadline of 7.5 s (launch.timeout)" in str(late.value)
     assert str(late.value).endswith(f"Backend: {str(error).splitlines()[0]}")
     assert late.value.__cause__ is error
@@ -134,7 +137,7 @@ def test_a_backends_error_about_a_peer_is_a_sentence_about_the_wait(error: Runti
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("Timed out")])
 def test_an_error_that_is_about_no_peer_passes_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, process_group.waiting(Place(), "anything", 1):
+    with pytest.raises(type(error)) as raised, process_group.translate_peer_errors(ProcessInfo(), "anything", 1):
         raise error
     assert raised.value is error
 
@@ -148,7 +151,7 @@ def test_a_process_that_never_joined_can_stop() -> None:
 
 @pytest.mark.parametrize("value", VALUES)
 def test_a_process_alone_gathers_its_own_value(value: Any) -> None:
-    assert Alone().gather(value, "itself") == [value]
+    assert SingleProcess().gather(value, "itself") == [value]
 
 
 # two processes --------------------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def until(condition: Callable[[], bool], turns: int = 1500) -> None:
     raise AssertionError("the other process goes on waiting, long after its deadline")
 
 
-def rejoined(place: Place, group: Group, timeout: float) -> process_group.TorchCommunicator:
+def rejoined(place: ProcessInfo, group: Communicator, timeout: float) -> process_group.TorchCommunicator:
     """Leave the process group and start another one with another deadline."""
     ports = group.gather(free_port(), "the new port")
     process_group.stop()
@@ -179,7 +182,7 @@ def late(wait: Callable[[], Any]) -> str:
     return "it came"
 
 
-def on_two(place: Place, group: process_group.TorchCommunicator, folder: Path) -> dict[str, Any]:
+def on_two(place: ProcessInfo, group: process_group.TorchCommunicator, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"who": (group.rank, group.size, group.process)}
     result["values"] = group.gather(VALUES[place.rank], "values")
     result["uneven"] = group.gather(["y" * 10 * place.rank], "lists of other lengths")
@@ -206,7 +209,7 @@ def on_two(place: Place, group: process_group.TorchCommunicator, folder: Path) -
     return result
 
 
-def gone(place: Place, group: Group) -> str:
+def gone(place: ProcessInfo, group: Communicator) -> str:
     """The second process ends; the first waits for it far longer than a test may take."""
     return late(lambda: group.gather(1, "a process that has gone")) if place.is_first else ""
 
@@ -229,7 +232,7 @@ def test_nothing_is_a_value(both: list[dict[str, Any]]) -> None:
 
 
 def test_a_group_knows_its_place(both: list[dict[str, Any]]) -> None:
-    assert [result["who"] for result in both] == [(rank, 2, Place(rank, 2, rank, 2, "test")) for rank in range(2)]
+    assert [result["who"] for result in both] == [(rank, 2, ProcessInfo(rank, 2, rank, 2, "test")) for rank in range(2)]
 
 
 def test_a_tensor_is_summed_in_place(both: list[dict[str, Any]]) -> None:
@@ -242,14 +245,14 @@ def test_nobody_passes_a_barrier_before_all_are_there(both: list[dict[str, Any]]
 
 def test_a_wait_for_a_process_that_does_not_come_ends_and_says_what_it_was_for(both: list[dict[str, Any]]) -> None:
     said = both[0]["stuck"]
-    assert said.startswith("rank 0 waited for the answer of the others, and not all came")
+    assert said.startswith("rank 0 waited for the answer of the others, but not all arrived")
     assert "the deadline of 1 s (launch.timeout)" in said
 
 
 def test_a_process_that_comes_too_late_is_told_so(both: list[dict[str, Any]]) -> None:
-    assert both[1]["stuck"].startswith("rank 1 waited for those who have given up, and not all came")
+    assert both[1]["stuck"].startswith("rank 1 waited for those who have given up, but not all arrived")
 
 
 def test_a_wait_for_a_process_that_has_gone_ends_with_what_it_was_for() -> None:
     first, _ = processes.run(gone, 2)
-    assert first.startswith("rank 0 waited for a process that has gone, and not all came")
+    assert first.startswith("rank 0 waited for a process that has gone, but not all arrived")

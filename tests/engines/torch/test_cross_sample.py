@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from tests import processes
 from tests.pairs import FEATURES, ROWS, Paired
 from tests.runs import Trace, configuration, distance, trace, traces
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.cross_sample import gather_rows
 from unisono.engines.torch.train_state import build_model
 from unisono.evaluation.held_out import HeldOut
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, NonFiniteError
 from unisono.task import Context, GlobalBatch, Loss, Task
 
@@ -196,7 +196,7 @@ FEATURES_BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def on_two(place: Place, group: Group, cases: list[tuple[Task, RunConfig]]) -> dict[str, Any]:
+def on_two(place: ProcessInfo, group: Communicator, cases: list[tuple[Task, RunConfig]]) -> dict[str, Any]:
     """Everything that needs two processes, in one start of them."""
     rows = [3, 1]
     own = [
@@ -213,7 +213,7 @@ def on_two(place: Place, group: Group, cases: list[tuple[Task, RunConfig]]) -> d
     }
 
 
-def told(place: Place, group: Group, task: Task, asked: RunConfig) -> str:
+def told(place: ProcessInfo, group: Communicator, task: Task, asked: RunConfig) -> str:
     try:
         trace(place, group, task, asked)
     except ConfigError as error:
@@ -339,11 +339,11 @@ class Drawing(Paired):
         (Sideways, r"Sideways.cross_sample is 'pairs'; it can be None, 'rows' or 'whole'"),
         (
             CarriesAll,
-            r"CarriesAll carries state of rows from step to step, .* use 'rows', or leave initial_carry\(\) out",
+            r"CarriesAll carries state of rows from step to step, .* use 'rows', or remove initial_carry\(\)",
         ),
-        (Mean, r"Mean, micro-batch 0: 'outputs mean' is of torch.float64 with 0 axes; where a loss crosses samples"),
-        (Twice, r"Twice, micro-batch 0: 'outputs both' has 8 rows, the micro-batch 4; .* is the row"),
-        (Growing, r"Growing, micro-batch 1 returns .* and the one before .*: return the same shape for every row"),
+        (Mean, r"Mean, micro-batch 0: 'outputs mean' is of torch.float64 with 0 axes; for a loss across samples"),
+        (Twice, r"Twice, micro-batch 0: 'outputs both' has 8 rows, but the micro-batch 4; .* must be the row"),
+        (Growing, r"Growing, micro-batch 1 returns .* but the previous one .*: return the same shape for every row"),
         (Named, r"Named, micro-batch 0: 'shared name' is a list; .* and shared\(\) a dict of arrays"),
         (Drawing, r"Drawing: the output 'error' differs in a second forward pass over the same rows"),
     ],
@@ -376,7 +376,7 @@ def test_a_row_whose_output_is_not_finite_is_named_though_every_sum_is_not(caplo
 def test_rows_are_evaluated_in_the_global_batches_of_the_training(world: int, micro: int, expected: int) -> None:
     task = paired()
     made = config(eval={"micro_batch": micro})
-    ranks = [HeldOut(task, task.held_out(), made, Place(rank, world), 16) for rank in range(world)]
+    ranks = [HeldOut(task, task.held_out(), made, ProcessInfo(rank, world), 16) for rank in range(world)]
     steps = [list(rank.batches()) for rank in ranks]
     assert [len(rank) for rank in steps] == [2] * world
     assert {split.micro_batch for split in (rank._split for rank in ranks)} == {expected}
@@ -387,6 +387,6 @@ def test_rows_are_evaluated_in_the_global_batches_of_the_training(world: int, mi
 
 def test_a_split_is_that_of_the_training() -> None:
     task = paired()
-    held_out = HeldOut(task, task.held_out(), config(), Place(0, 2), 4, global_batch=12)
-    assert held_out._split == Split(12, 2, 3)
+    held_out = HeldOut(task, task.held_out(), config(), ProcessInfo(0, 2), 4, global_batch=12)
+    assert held_out._split == BatchSplit(12, 2, 3)
     assert len(task.held_out()) < ROWS

@@ -18,10 +18,10 @@ from tests import processes
 from tests.runs import configuration, distance, trace
 from tests.tasks import LinearTask, TransformerTask
 from unisono.engines.torch.parallel import data_parallel, wrap
-from unisono.engines.torch.parallel.data_parallel import DataParallel, cut, summed
+from unisono.engines.torch.parallel.data_parallel import DataParallel, split_batch, sum_losses
 from unisono.proof import prove
 from unisono.proof.cases import Case
-from unisono.proof.recording.trace import Facts
+from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Loss
 
@@ -51,7 +51,7 @@ class OnOneDevice(DataParallel):
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """A host with three devices; returns the rows of each, pass by pass."""
-    monkeypatch.setattr(data_parallel, "devices_of", lambda device: [0, 1, 2])
+    monkeypatch.setattr(data_parallel, "device_indices", lambda device: [0, 1, 2])
     monkeypatch.setattr(data_parallel, "DataParallel", OnOneDevice)
     monkeypatch.setattr(OnOneDevice, "rows", [])
     return OnOneDevice.rows
@@ -85,10 +85,10 @@ def test_several_devices_make_the_sums_of_one(three: list[list[int]]) -> None:
 
 def test_means_of_devices_would_be_seen(three: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     def averaged(made: Any, first: torch.device) -> tuple[Tensor, Loss]:
-        total, loss = summed(made, first)
+        total, loss = sum_losses(made, first)
         return total / len(made), loss
 
-    monkeypatch.setattr(data_parallel, "summed", averaged)
+    monkeypatch.setattr(data_parallel, "sum_losses", averaged)
     with pytest.raises(AssertionError):
         equal(run("dp"), run("single"))
 
@@ -146,28 +146,28 @@ def test_outputs_of_a_loss_across_samples_come_together_in_the_order_of_rows(thr
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ({"x": torch.zeros(4, 2), "y": torch.zeros(5)}, "has to be the row; here it has {'x': 4, 'y': 5}"),
-        ({"x": torch.zeros(())}, "has to be the row; here it has {'x': None}"),
-        ({"x": torch.zeros(4), "names": ["a", "b"]}, "cannot cut 'names', a list"),
+        ({"x": torch.zeros(4, 2), "y": torch.zeros(5)}, "must be the row; here it has {'x': 4, 'y': 5}"),
+        ({"x": torch.zeros(())}, "must be the row; here it has {'x': None}"),
+        ({"x": torch.zeros(4), "names": ["a", "b"]}, "cannot split 'names', a list"),
     ],
 )
 def test_what_cannot_be_cut_by_row_is_refused(batch: Batch, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        cut(batch, Context(0, training=True), None, [CPU, CPU])
+        split_batch(batch, Context(0, training=True), None, [CPU, CPU])
     assert told in str(caught.value)
 
 
 def test_terms_that_depend_on_the_rows_are_refused() -> None:
     parts = [(torch.zeros(()), Loss({"a": torch.zeros(())})), (torch.zeros(()), Loss({"b": torch.zeros(())}))]
-    with pytest.raises(ConfigError, match="devices report other terms"):
-        summed(parts, CPU)
+    with pytest.raises(ConfigError, match="devices report different terms"):
+        sum_losses(parts, CPU)
 
 
 def test_with_one_device_the_step_is_not_wrapped() -> None:
     config = configuration(layout={"strategy": "dp"})
     step = wrap.StepModule(LinearTask(), LinearTask().build())
     assert wrap.wrap(step, config.layout, "fp32", CPU, 1, 60.0) is step
-    assert data_parallel.devices_of(CPU) == []
+    assert data_parallel.device_indices(CPU) == []
 
 
 # proofs ---------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ CASE = Case("dp m4 fp64", 1, {"strategy": "dp", "micro_batch": 4}, "fp64", "sing
 
 class Recorded:
     def __init__(self, **facts: Any) -> None:
-        self.facts = Facts(**facts)
+        self.facts = RunFacts(**facts)
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,17 @@ class Recorded:
     [
         ({}, {}, "fewer than two accelerators"),
         ({"devices": 2, "random": True}, {"random": True}, "every device draws for its own rows"),
-        ({"devices": 2}, {"neighbours": True}, "those of the same device"),
+        ({"devices": 2}, {"neighbours": True}, "only those on the same device count"),
         ({"devices": 2}, {}, ""),
     ],
 )
 def test_a_proof_says_what_of_several_devices_it_cannot_compare(mine: Any, reference: Any, why: str) -> None:
     one: Any = Recorded(**reference)
     two: Any = Recorded(**mine)
-    told = prove._nothing_to_compare(CASE, two, one, one)
+    told = prove._reason_to_abstain(CASE, two, one, one)
     assert (why in told) if why else told == ""
 
 
 def test_a_batch_of_fewer_rows_than_devices_goes_to_some() -> None:
-    parts = cut({"x": np.zeros(0), "y": torch.arange(2)}, Context(0, training=True), None, [CPU] * 5)
+    parts = split_batch({"x": np.zeros(0), "y": torch.arange(2)}, Context(0, training=True), None, [CPU] * 5)
     assert [part[0]["y"].tolist() for part in parts] == [[0], [1]]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import collectives, processes
 from tests.collectives import Outcome
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DesyncError
 from unisono.supervise import collective_mismatch
 
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def every_case(place: Place, group: Group, folder: Path) -> dict[str, Outcome]:
+def every_case(place: ProcessInfo, group: Communicator, folder: Path) -> dict[str, Outcome]:
     return {
         name: collectives.train(place, group, folder, number=number, **case)
         for number, (name, case) in enumerate(CASES.items())
@@ -177,7 +177,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
             process.kill()
             process.join()
         told = [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)]
-        found[wrong] = Ended([process.exitcode for process in job], told, collective_mismatch.explain(folder))
+        found[wrong] = Ended([process.exitcode for process in job], told, collective_mismatch.describe_mismatch(folder))
     return found
 
 
@@ -223,4 +223,4 @@ def test_who_waits_for_a_rank_in_another_collective_says_so_before_the_deadline(
 def test_parameters_that_one_rank_alone_left_out_are_named(ended: dict[str, Ended]) -> None:
     found = ended["unused"]
     assert found.codes[1] == 2
-    assert "rank 1, step 3: a pass left out parameters that the first pass used (2.weight, 2.bias)" in found.told[1]
+    assert "rank 1, step 3: a pass did not use parameters that the first pass used (2.weight, 2.bias)" in found.told[1]

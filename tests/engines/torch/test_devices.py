@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.engines.torch import devices
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 Host = Callable[[str, int], None]
@@ -111,25 +111,25 @@ def test_mps_computes_on_one_process(host: Host) -> None:
 def test_a_process_gets_the_device_of_its_local_rank_and_makes_it_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-    assert devices.device_of("cuda", Place(rank=5, world_size=8, local_rank=1, local_world_size=4)) == torch.device(
-        "cuda", 1
-    )
+    assert devices.select_device(
+        "cuda", ProcessInfo(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    ) == torch.device("cuda", 1)
     assert current == [1]
 
 
 def test_the_cpu_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("the CPU is not an index"))
-    assert devices.device_of("cpu", Place(1, 2, 1, 2)) == torch.device("cpu")
+    assert devices.select_device("cpu", ProcessInfo(1, 2, 1, 2)) == torch.device("cpu")
 
 
 def test_the_cpu_is_called_cpu() -> None:
-    assert devices.name_of(torch.device("cpu")) == "cpu"
+    assert devices.device_name(torch.device("cpu")) == "cpu"
 
 
 def test_a_device_is_called_what_its_maker_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Model {device.index}")
-    assert devices.name_of(torch.device("cuda", 3)) == "Model 3"
+    assert devices.device_name(torch.device("cuda", 3)) == "Model 3"
 
 
 def test_a_device_whose_maker_says_nothing_is_called_by_its_kind() -> None:
-    assert devices.name_of(torch.device("meta")) == "meta"
+    assert devices.device_name(torch.device("meta")) == "meta"

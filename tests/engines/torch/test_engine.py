@@ -15,23 +15,23 @@ from torch import nn
 from tests import processes
 from tests.runs import configuration, distance, engine_of, parameters, trace, traces, whole
 from tests.tasks import LinearTask, TransformerTask
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics import precision
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError
 from unisono.task import Context, Loss, SampleContext
 
 STRATEGIES = ["ddp", "fsdp"]
 
 
-def started(place: Place, group: Group, task: Any, config: Any) -> tuple[Any, Any]:
+def started(place: ProcessInfo, group: Communicator, task: Any, config: Any) -> tuple[Any, Any]:
     """An engine that is set up, and the micro-batches of its steps."""
     source = task.data()
-    plan = StreamPlan.of(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
-    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
+    plan = StreamPlan.create(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
+    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
     engine = engine_of(task, config, place, group, split)
     steps = list(Loader(task, source, plan, split, place.rank).steps())
     engine.setup(steps[0], {"lr": 0.1})
@@ -39,7 +39,7 @@ def started(place: Place, group: Group, task: Any, config: Any) -> tuple[Any, An
 
 
 def outcome(
-    place: Place, group: Group, task: Any, config: Any
+    place: ProcessInfo, group: Communicator, task: Any, config: Any
 ) -> tuple[str, str, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What stops a run: the error's kind and text, and the parameters before it and after it."""
     engine, steps = started(place, group, task, config)
@@ -171,9 +171,9 @@ def test_a_model_that_the_engine_does_not_know_is_noticed() -> None:
 def test_an_optimizer_on_stale_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.optim import optimizers
 
-    build = optimizers.build
-    monkeypatch.setattr(optimizers, "build", lambda config, *_: build(config, nn.Linear(3, 1)))
-    with pytest.raises(GuardError, match=r"2 are not in it \(weight, bias\), and 2 of its own are not in the model"):
+    build = optimizers.build_optimizer
+    monkeypatch.setattr(optimizers, "build_optimizer", lambda config, *_: build(config, nn.Linear(3, 1)))
+    with pytest.raises(GuardError, match=r"2 are missing \(weight, bias\), and 2 of its own are not in the model"):
         processes.alone(outcome, LinearTask(), configuration(train={"global_batch": 8}))
 
 
@@ -214,7 +214,7 @@ class PerRow(LinearTask):
     [
         (Detached, "the loss does not depend on any trainable parameter"),
         (MoreTerms, r"returned the terms \['square'\], but counts\(\) counted \['other', 'square'\]"),
-        (PerRow, r"must return sums over the rows, scalars; got shapes \{'square': \(8,\)\}"),
+        (PerRow, r"must return scalar sums over the rows; got the shapes square \(8,\)"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_is_refused_before_the_first_step(task: Any, message: str) -> None:
@@ -248,7 +248,7 @@ class Normalised(LinearTask):
         return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
 
 
-def statistics(place: Place, group: Group, config: Any) -> tuple[list[float], list[int]]:
+def statistics(place: ProcessInfo, group: Communicator, config: Any) -> tuple[list[float], list[int]]:
     engine, steps = started(place, group, Normalised(), config)
     norm = engine.view.module[0]
     seen = [int(norm.num_batches_tracked)]
@@ -302,7 +302,7 @@ def test_parameters_that_some_batches_leave_out_train_as_on_one_process(strategy
     assert many.losses == pytest.approx(one.losses, rel=1e-12)
 
 
-def unused(place: Place, group: Group, config: Any) -> tuple[list[str], bool]:
+def unused(place: ProcessInfo, group: Communicator, config: Any) -> tuple[list[str], bool]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -323,7 +323,7 @@ def test_ddp_finds_out_about_unused_parameters_by_itself_and_names_them() -> Non
 # what a layout may not change -----------------------------------------------------------------------------------------
 
 
-def tied(place: Place, group: Group, config: Any) -> tuple[bool, bool, list[str]]:
+def tied(place: ProcessInfo, group: Communicator, config: Any) -> tuple[bool, bool, list[str]]:
     engine, steps = started(place, group, TransformerTask(), config)
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.1})

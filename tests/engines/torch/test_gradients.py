@@ -11,11 +11,11 @@ from torch import nn
 
 from tests import processes
 from tests.tasks import LinearTask
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.engines.torch.numerics import gradients
-from unisono.engines.torch.numerics.gradients import OrderedSum, additions
+from unisono.engines.torch.numerics.gradients import OrderedSum, tree_additions
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Context
 
 WIDE = torch.float64
@@ -87,7 +87,7 @@ def test_finite_gradients_whose_squares_overflow_have_a_finite_norm() -> None:
 def test_a_parameter_without_a_gradient_is_left_out() -> None:
     with_gradient, without = (nn.Parameter(torch.ones(2)) for _ in range(2))
     with_gradient.grad = torch.full((2,), 3.0)
-    (only,) = gradients.gradients([without, with_gradient])
+    (only,) = gradients.collect_gradients([without, with_gradient])
     assert only is with_gradient.grad
 
 
@@ -98,7 +98,7 @@ def test_a_parameter_without_a_gradient_is_left_out() -> None:
 def test_gradients_within_the_limit_are_left_as_they_are(largest: Any) -> None:
     parts, before = some(), some()
     norm = vector_norm(parts)
-    gradients.clip(parts, norm, norm if isinstance(largest, str) else largest)
+    gradients.clip_gradients(parts, norm, norm if isinstance(largest, str) else largest)
     assert all(torch.equal(part, was) for part, was in zip(parts, before, strict=True))
 
 
@@ -106,7 +106,7 @@ def test_gradients_within_the_limit_are_left_as_they_are(largest: Any) -> None:
 def test_gradients_beyond_the_limit_are_scaled_to_it_and_keep_their_direction(largest: float) -> None:
     parts, before = some(torch.float64), some(torch.float64)
     norm = vector_norm(parts)
-    gradients.clip(parts, norm, largest)
+    gradients.clip_gradients(parts, norm, largest)
     assert vector_norm(parts) == pytest.approx(largest, rel=1e-6)
     assert vector_norm(parts) <= largest
     for part, was in zip(parts, before, strict=True):
@@ -115,12 +115,12 @@ def test_gradients_beyond_the_limit_are_scaled_to_it_and_keep_their_direction(la
 
 def test_the_limit_is_one_of_the_whole_gradient_and_not_of_its_parts() -> None:
     parts = [torch.tensor([3.0]), torch.tensor([4.0])]
-    gradients.clip(parts, 5.0, 4.5)
+    gradients.clip_gradients(parts, 5.0, 4.5)
     assert torch.cat(parts).tolist() == pytest.approx([2.7, 3.6], rel=1e-6)
 
 
 def test_a_process_without_gradients_has_nothing_to_clip() -> None:
-    gradients.clip([], 5.0, 1.0)
+    gradients.clip_gradients([], 5.0, 1.0)
 
 
 # watching -------------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def gradients_of(step: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return seen
 
 
-def watched(place: Place, group: Group) -> dict[str, float]:
+def watched(place: ProcessInfo, group: Communicator) -> dict[str, float]:
     """How far what is seen in each wrapper is from what a process alone sees of the same batch."""
     result = {}
     for strategy in ("ddp", "fsdp"):
@@ -253,7 +253,7 @@ def tree(leaves: list[Tree]) -> Tree:
 def stacked(leaves: list[Tree]) -> Tree:
     """The pairs that a stack adds when it is told how many additions follow each leaf."""
     stack: list[Tree] = []
-    for leaf, adds in zip(leaves, additions(len(leaves)), strict=True):
+    for leaf, adds in zip(leaves, tree_additions(len(leaves)), strict=True):
         for _ in range(adds):
             leaf = (stack.pop(), leaf)
         stack.append(leaf)

@@ -38,7 +38,7 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest of the CPU, and that of all other devices."""
     if request.param == "as on a device":
-        monkeypatch.setattr(replicas, "_hashed", replicas._weighed)
+        monkeypatch.setattr(replicas, "_hash_bytes", replicas._weighted_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,9 +120,9 @@ def test_the_digest_by_pieces_is_that_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int
 ) -> None:
     tensor = some(dtype)
-    monkeypatch.setattr(replicas, "_hashed", replicas._weighed)
+    monkeypatch.setattr(replicas, "_hash_bytes", replicas._weighted_sum)
     whole = replicas.digest(tensor)
-    monkeypatch.setattr(replicas, "_PIECE", piece)
+    monkeypatch.setattr(replicas, "_CHUNK_ELEMENTS", piece)
     assert replicas.digest(tensor) == whole
 
 
@@ -161,16 +161,14 @@ def test_a_tied_parameter_is_held_once() -> None:
 
 def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(GuardError, match=r"1 are not in it \(bias\), and 0 of its own"):
+    with pytest.raises(GuardError, match=r"1 are missing \(bias\), and 0 of its own"):
         replicas.check_optimizer(torch.optim.SGD([model.weight], lr=0.1), model)
 
 
 def test_an_equal_parameter_is_not_the_same_parameter() -> None:
     model = nn.Linear(3, 2, bias=False)
     copy = nn.Parameter(model.weight.detach().clone())
-    with pytest.raises(
-        GuardError, match=r"1 are not in it \(weight\), and 1 of its own are not in the model"
-    ) as caught:
+    with pytest.raises(GuardError, match=r"1 are missing \(weight\), and 1 of its own are not in the model") as caught:
         replicas.check_optimizer(torch.optim.SGD([copy], lr=0.1), model)
     assert caught.value.fault == "The optimizer was built before wrapping"
 
@@ -191,7 +189,7 @@ def test_a_parameter_that_would_be_updated_twice_is_refused() -> None:
 
 def test_of_many_names_four_are_said() -> None:
     model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(6)])
-    with pytest.raises(GuardError, match=r"5 are not in it \(1\.weight, 2\.weight, 3\.weight, 4\.weight, …\)"):
+    with pytest.raises(GuardError, match=r"5 are missing \(1\.weight, 2\.weight, 3\.weight, 4\.weight, …\)"):
         replicas.check_optimizer(torch.optim.SGD([model[0].weight], lr=0.1), model)
 
 

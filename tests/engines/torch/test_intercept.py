@@ -20,13 +20,13 @@ from tests import processes
 from unisono.engines.torch.guards import collective_hooks
 from unisono.engines.torch.guards.collective_hooks import CollectiveHooks, short_path
 from unisono.runtime import collective_log
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 HERE = "tests/engines/torch/test_intercept.py"
 
 
-def seen(place: Place, group: Group) -> dict[str, list[str]]:
-    log = collective_log.Log(place.rank)
+def seen(place: ProcessInfo, group: Communicator) -> dict[str, list[str]]:
+    log = collective_log.CollectiveLog(place.rank)
     interception = CollectiveHooks(log)
     found: dict[str, list[str]] = {}
     ones, at = torch.ones(4), 0
@@ -61,7 +61,7 @@ def seen(place: Place, group: Group) -> dict[str, list[str]]:
     thread.start()
     thread.join()
     note("thread")
-    with interception.at("a name"):
+    with interception.label_calls("a name"):
         dist.all_reduce(ones)
     dist.all_reduce(ones)
     note("named")
@@ -123,7 +123,7 @@ def test_calls_have_the_line_they_are_of_whoever_passes_them_on(found: dict[str,
     assert found["functional"] == [f"all_reduce(MAX, float32, [4]) at {line('functional.all_reduce(ones')}"]
     assert found["named"] == [
         "all_reduce(SUM, float32, [4]) at a name",
-        f"all_reduce(SUM, float32, [4]) at {int_of(line('interception.at'), 2)}",
+        f"all_reduce(SUM, float32, [4]) at {int_of(line('interception.label_calls'), 2)}",
     ]
 
 
@@ -178,31 +178,31 @@ def test_nothing_is_seen_after_the_end(found: dict[str, list[str]]) -> None:
     ("path", "kind"),
     [
         (collective_hooks.__file__, collective_hooks._OURS),
-        (torch.__file__, collective_hooks._NOT),
-        (threading.__file__, collective_hooks._NOT),
+        (torch.__file__, collective_hooks._INTERNAL),
+        (threading.__file__, collective_hooks._INTERNAL),
         (pytest.__file__, collective_hooks._LIBRARY),
         (__file__, collective_hooks._USER),
-        ("<string>", collective_hooks._NOT),
-        ("/tmp/torchinductor_me/ab/cab.py", collective_hooks._NOT),
+        ("<string>", collective_hooks._INTERNAL),
+        ("/tmp/torchinductor_me/ab/cab.py", collective_hooks._INTERNAL),
     ],
 )
 def test_files_are_told_apart(path: str, kind: int) -> None:
-    assert collective_hooks._kind_of(path) == kind
+    assert collective_hooks._classify_file(path) == kind
 
 
 def test_the_innermost_line_of_the_user_counts_and_a_librarys_where_there_is_none() -> None:
-    sites = collective_hooks._Sites()
+    sites = collective_hooks._CallSites()
 
     def of_library(act: Any) -> Any:
         made: dict[str, Any] = {}
         exec(compile("def call(act):\n    return act()\n", "/x/site-packages/some/lib.py", "exec"), made)
         return made["call"](act)
 
-    code, number = of_library(lambda: sites.caller(sys._getframe(1)))  # from the library's frame on
+    code, number = of_library(lambda: sites.find_caller(sys._getframe(1)))  # from the library's frame on
     assert code is not None
     assert (code.co_name, Path(code.co_filename).name) == ("of_library", "test_intercept.py")
     assert number > 0
-    assert sites.caller(None) == (None, 0)
+    assert sites.find_caller(None) == (None, 0)
 
 
 def test_paths_are_told_shortly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_padding_that_is_masked_counts_as_little_as_padding_that_is_taken_out(
 ) -> None:
     given = inputs(dtype, bias=True)
     taken_out = with_gradients(chunked, given, chunk=chunk)
-    monkeypatch.setattr(module, "_PADDING_IS_TAKEN_OUT", ())
+    monkeypatch.setattr(module, "_DROPS_PADDING", ())
     assert furthest(with_gradients(chunked, given, chunk=chunk), taken_out) < TOLERANCE[dtype]
 
 

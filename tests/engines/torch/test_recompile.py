@@ -12,14 +12,14 @@ import torch
 from tests import processes
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import Job, StepResult
+from unisono.engines.protocol import EngineJob, StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 
 pytestmark = pytest.mark.slow
 
@@ -41,16 +41,21 @@ class Growing(TransformerTask):
         return super().loss(outputs, {**batch, "tokens": batch["tokens"][:, : outputs.shape[1] + 1]}, context)
 
 
-def results(place: Place, group: Group, strategy: str, shorter: bool) -> tuple[list[StepResult], list[str]]:
+def results(
+    place: ProcessInfo, group: Communicator, strategy: str, shorter: bool
+) -> tuple[list[StepResult], list[str]]:
     """Five compiled steps, an evaluation in their middle, and the warnings of this rank."""
     torch._dynamo.reset()
     task = Growing(Growing.Config(shorter=shorter))
     layout = {"strategy": strategy, "world_size": place.world_size, "compile": True, "micro_batch": 3}
     config = configuration(layout=layout, train={"steps": 5, "global_batch": 12, "guard_every": 2})
     rows = task.data()
-    plan = StreamPlan.of(Order(len(rows), 0), 12, 5, None)
-    split = Split.of(12, place.world_size, 3)
-    engine, loader = TorchEngine(Job(task, config, place, group, split)), Loader(task, rows, plan, split, place.rank)
+    plan = StreamPlan.create(Order(len(rows), 0), 12, 5, None)
+    split = BatchSplit.create(12, place.world_size, 3)
+    engine, loader = (
+        TorchEngine(EngineJob(task, config, place, group, split)),
+        Loader(task, rows, plan, split, place.rank),
+    )
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -74,25 +79,29 @@ def results(place: Place, group: Group, strategy: str, shorter: bool) -> tuple[l
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_with_static_shapes_nothing_is_compiled_after_the_warm_up(strategy: str) -> None:
-    ranks = [results(Place(), Alone(), strategy, False)] if strategy == "single" else processes.run(
+    ranks = [results(ProcessInfo(), SingleProcess(), strategy, False)] if strategy == "single" else processes.run(
         results, 2, strategy, False
     )  # fmt: skip
     for done, said in ranks:
         assert [result.recompiled for result in done] == [""] * 5
-        assert not any("compiled again" in line for line in said)
+        assert not any("recompiled" in line for line in said)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_shape_that_changes_is_told_once_with_its_reason_on_every_rank(world: int) -> None:
-    ranks = [results(Place(), Alone(), "single", True)] if world == 1 else processes.run(results, 2, "ddp", True)
+    ranks = (
+        [results(ProcessInfo(), SingleProcess(), "single", True)]
+        if world == 1
+        else processes.run(results, 2, "ddp", True)
+    )
     for done, said in ranks:
         assert [bool(result.recompiled) for result in done] == [False, False, True, False, False]
         told = done[2].recompiled
         assert f"rank {world - 1}, forward (tasks.py:" in told
         assert "size mismatch at index 1. expected 12, actual 7" in told
         assert "rank 0" not in told or world == 1
-        (warning,) = [line for line in said if "compiled again" in line]
-        assert warning.startswith("step 3: torch.compile compiled again after the warm-up")
+        (warning,) = [line for line in said if "recompiled" in line]
+        assert warning.startswith("step 3: torch.compile recompiled after the warm-up")
         assert told in warning
 
 
@@ -100,6 +109,6 @@ def test_without_a_compiler_there_is_nothing_to_count(monkeypatch: pytest.Monkey
     import sys
 
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    guard = RecompileGuard(Alone())
+    guard = RecompileGuard(SingleProcess())
     guard.on_step_begin(0, [])
     assert guard.compilations() == []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.tasks import LENGTH, VOCABULARY, Transformer
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.parallel import wrap
 
@@ -48,7 +48,7 @@ def stack(depth: int, of: Callable[[], nn.Module] = Block) -> nn.Sequential:
 )
 def test_every_kth_block_is_computed_again_in_the_backward_pass(every: int, calls: list[int]) -> None:
     model = stack(5)
-    wrap.prepare(model, layout(activation_checkpointing=every), "fp32")
+    wrap.checkpoint_and_compile(model, layout(activation_checkpointing=every), "fp32")
     total = model(torch.randn(2, 4)).sum()
     assert [block.calls for block in model] == [1] * 5
     total.backward()
@@ -57,14 +57,14 @@ def test_every_kth_block_is_computed_again_in_the_backward_pass(every: int, call
 
 def test_a_model_without_blocks_is_computed_again_as_a_whole() -> None:
     model = Block()
-    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
+    wrap.checkpoint_and_compile(model, layout(activation_checkpointing=1), "fp32")
     model(torch.randn(2, 4)).sum().backward()
     assert model.calls == 2
 
 
 def test_nothing_is_computed_again_where_no_gradient_is_wanted() -> None:
     model = stack(2)
-    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
+    wrap.checkpoint_and_compile(model, layout(activation_checkpointing=1), "fp32")
     with torch.no_grad():
         model(torch.randn(2, 4))
     assert [block.calls for block in model] == [1, 1]
@@ -76,7 +76,7 @@ def transformer_gradients(
     """Gradients of a model that casts to fp32 inside its blocks, with dropout."""
     torch.manual_seed(0)
     model = Transformer(dropout, blocks=3).to(precision.MASTER[kind])
-    wrap.prepare(model, settings, kind)
+    wrap.checkpoint_and_compile(model, settings, kind)
     if spy:
         spy(model)
     tokens = torch.randint(1, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -178,7 +178,7 @@ def trained(of: Callable[[], nn.Module], settings: Layout) -> tuple[list[torch.T
     """Gradients and buffers after two passes whose graphs live at the same time, as those of a loss across samples."""
     torch.manual_seed(0)
     model = stack(3, of)
-    wrap.prepare(model, settings, "fp32")
+    wrap.checkpoint_and_compile(model, settings, "fp32")
     first, second = (model(x).square().sum() for x in torch.randn(2, 6, 4))
     first.backward()
     second.backward()
@@ -201,6 +201,6 @@ def test_a_block_that_changes_its_buffers_changes_them_once(kind: str, every: in
 def test_what_a_pass_only_reads_is_not_written_by_its_replay() -> None:
     model = stack(2, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()))
     before = [buffer._version for buffer in model.buffers()]
-    wrap.prepare(model, layout(activation_checkpointing=1), "fp32")
+    wrap.checkpoint_and_compile(model, layout(activation_checkpointing=1), "fp32")
     model(torch.randn(6, 4)).sum().backward()
     assert [buffer._version for buffer in model.buffers()] == before, "a step may be left off and made again"

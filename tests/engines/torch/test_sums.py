@@ -12,8 +12,8 @@ import torch
 from tests import processes
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
-from unisono.engines.torch.numerics.metric_reduction import Reduction
-from unisono.runtime.communicator import Group, Place
+from unisono.engines.torch.numerics.metric_reduction import MetricReduction
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Loss
 
 WIDE = torch.float64
@@ -27,8 +27,8 @@ def loss(sums: dict[str, float], metrics: dict[str, Any] | None = None, **weight
     return Loss({name: torch.tensor(value) for name, value in sums.items()}, weights, metrics or {})
 
 
-def reduction(world_size: int = 1) -> Reduction:
-    return Reduction(world_size, torch.device("cpu"))
+def reduction(world_size: int = 1) -> MetricReduction:
+    return MetricReduction(world_size, torch.device("cpu"))
 
 
 def reduced(parts: list[tuple[MicroBatch, Loss]], world_size: int = 1, squares: float | None = None) -> StepResult:
@@ -134,7 +134,7 @@ def test_counts_are_those_of_all_micro_batches_together() -> None:
 # two processes --------------------------------------------------------------------------------------------------------
 
 
-def on_two(place: Place, group: Group) -> dict[str, Any]:
+def on_two(place: ProcessInfo, group: Communicator) -> dict[str, Any]:
     """Rank 0 has one target and rank 1 has nine; the squares, and what is wrong with them, differ too."""
     first = place.is_first
     terms = loss({"a": 10.0 if first else 20.0, "none": 0.0}, {"m": (1, 1) if first else (0, 3)})

@@ -18,7 +18,7 @@ from tests.tasks import LinearTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 
@@ -58,7 +58,7 @@ def test_fsdp_trains_parameters_that_later_steps_leave_out_as_one_process_does()
 
 def test_ddp_that_was_not_told_refuses_them_before_an_update() -> None:
     config = configuration(layout=layout("ddp", micro_batch=1), launch={"timeout": 20}, **ROUTED)
-    with pytest.raises(AssertionError, match="left out parameters that the first pass used"):
+    with pytest.raises(AssertionError, match="did not use parameters that the first pass used"):
         processes.run(trace, 2, Routed(), config)
 
 
@@ -101,8 +101,8 @@ class NegativeCount(LinearTask):
     ("task", "message"),
     [
         (NamesByRows, "every batch must count the terms"),
-        (MetricsByRows, "They may not depend on the rows"),
-        (WeightsByRows, "They may not depend on the rows"),
+        (MetricsByRows, "They must not depend on the rows"),
+        (WeightsByRows, "They must not depend on the rows"),
         (NegativeCount, "none below zero"),
     ],
 )
@@ -114,12 +114,12 @@ def test_what_depends_on_the_rows_and_must_not_is_refused(task: type[LinearTask]
 
 def test_ranks_that_report_other_metrics_are_refused() -> None:
     config = configuration(layout=layout("ddp", micro_batch=1), train={"steps": 2, "global_batch": 8})
-    with pytest.raises(AssertionError, match="They may not depend on the rows"):
+    with pytest.raises(AssertionError, match="They must not depend on the rows"):
         processes.run(outcome, 2, MetricsByRows(), config)
 
 
 def test_a_weight_is_a_number() -> None:
-    with pytest.raises(ConfigError, match="weights of a loss are numbers, not tensors"):
+    with pytest.raises(ConfigError, match="weights of a loss must be numbers, not tensors"):
         Loss({"x": torch.tensor(1.0)}, weights={"x": torch.tensor(2.0)})  # type: ignore[dict-item]
 
 
@@ -142,7 +142,7 @@ class RotatingTask(LinearTask):
         return Rotating()
 
 
-def rotated(place: Place, group: Group, config: Any) -> tuple[torch.dtype, torch.dtype, float, bool]:
+def rotated(place: ProcessInfo, group: Communicator, config: Any) -> tuple[torch.dtype, torch.dtype, float, bool]:
     engine, steps = started(place, group, RotatingTask(), config)
     before = whole(engine.view.module.phase)
     for number, batches in enumerate(steps):
@@ -181,7 +181,7 @@ class NormedNan(NormedTask):
         return None
 
 
-def normed(place: Place, group: Group, folder: Path, steps: list[int]) -> list[Any]:
+def normed(place: ProcessInfo, group: Communicator, folder: Path, steps: list[int]) -> list[Any]:
     """The evaluation of a run that is made in one go, or continued; and the statistics in its checkpoint."""
     told: list[Any] = []
     folder.mkdir(exist_ok=True)
@@ -199,7 +199,7 @@ def normed(place: Place, group: Group, folder: Path, steps: list[int]) -> list[A
                     if len(told) == 3:
                         break
             told.append(dict(training.evaluated))
-    checkpoint = commit.open_(commit.find(folder / "checkpoints")[-1])
+    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     names = [name for name in reader.shapes if "running" in name]
     return [told[-1], checkpoint.state["random"], {n: reader.read(n, (0,), (3,)).tolist() for n in names}]
@@ -253,7 +253,7 @@ def test_a_run_shorter_than_a_batch_can_be_read_again(tmp_path: Path) -> None:
 # deadlines ------------------------------------------------------------------------------------------------------------
 
 
-def deadlines(place: Place, group: Group) -> list[float]:
+def deadlines(place: ProcessInfo, group: Communicator) -> list[float]:
     step = wrap.StepModule(LinearTask(), nn.Linear(3, 1))
     made = []
     original = init_device_mesh

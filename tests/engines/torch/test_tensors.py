@@ -11,11 +11,11 @@ from torch import nn
 
 from tests import processes
 from tests.tasks import LinearTask
-from unisono.config.schema.run import Layout
-from unisono.engines.state import Shard
+from unisono.config.schema.layout import Layout
+from unisono.engines.state import ArrayShard
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray]
@@ -28,7 +28,7 @@ class Whole:
         self.arrays = arrays
 
     @classmethod
-    def of(cls, shards: list[Shard]) -> Whole:
+    def of(cls, shards: list[ArrayShard]) -> Whole:
         arrays: Arrays = {}
         covered: dict[str, np.ndarray] = {}
         for shard in shards:
@@ -112,7 +112,7 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 
 def saved(seed: int, kind: str = "adamw") -> Whole:
-    return Whole.of(sharded_tensors.shards(named(*made(seed, kind)), Place()))
+    return Whole.of(sharded_tensors.shards(named(*made(seed, kind)), ProcessInfo()))
 
 
 def same(mine: Arrays, other: Arrays) -> bool:
@@ -160,18 +160,18 @@ def test_an_optimizer_that_has_made_no_update_has_no_tensors() -> None:
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_copies_are_saved_once_and_dealt_out_among_the_ranks(world: int) -> None:
     everything = named(*made(1))
-    parts = [sharded_tensors.shards(everything, Place(rank, world)) for rank in range(world)]
+    parts = [sharded_tensors.shards(everything, ProcessInfo(rank, world)) for rank in range(world)]
     assert Whole.of([shard for part in parts for shard in part]).arrays.keys() == everything.keys()
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_an_empty_tensor_is_saved() -> None:
-    (shard,) = sharded_tensors.shards({"model/nothing": torch.zeros(0, 3)}, Place())
+    (shard,) = sharded_tensors.shards({"model/nothing": torch.zeros(0, 3)}, ProcessInfo())
     assert (shard.shape, shard.offset, tuple(shard.data.shape)) == ((0, 3), (0, 0), (0, 3))
 
 
 def test_pieces_carry_no_graph() -> None:
-    (shard,) = sharded_tensors.shards({"model/weight": nn.Parameter(torch.ones(2))}, Place())
+    (shard,) = sharded_tensors.shards({"model/weight": nn.Parameter(torch.ones(2))}, ProcessInfo())
     assert not shard.data.requires_grad
 
 
@@ -180,9 +180,9 @@ def test_what_was_saved_is_loaded_bit_for_bit(kind: str) -> None:
     checkpoint = saved(1, kind)
     model, optimizer = made(2, kind)
     assert not same(saved(2, kind).arrays, checkpoint.arrays)
-    sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+    sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
     sharded_tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, checkpoint.arrays)
 
 
 def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> None:
@@ -191,13 +191,13 @@ def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> Non
         if optimizer is None:
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(trainable, lr=0.1, fused=True)
-            sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+            sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
             sharded_tensors.load(named(model, optimizer), checkpoint)
         torch.manual_seed(9)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        results.append(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays)
+        results.append(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays)
     assert same(*results)
     assert not same(results[0], checkpoint.arrays)
 
@@ -205,10 +205,10 @@ def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> Non
 def test_an_optimizer_that_has_state_is_loaded_into_its_memory() -> None:
     checkpoint, (model, optimizer) = saved(1), made(2)
     before = {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()}
-    assert not same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
-    sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+    assert not same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, checkpoint.arrays)
+    sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
     sharded_tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, checkpoint.arrays)
+    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, checkpoint.arrays)
     assert {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()} == before
 
 
@@ -256,14 +256,14 @@ def test_optimizer_state_of_a_parameter_that_is_not_there_is_named() -> None:
     model, optimizer = made(1)
     checkpoint = Whole({"optimizer/blocks.7.gain/exp_avg": np.ones(1, np.float32)})
     with pytest.raises(CheckpointError, match=r"optimizer state for 'blocks\.7\.gain', which the model does not have"):
-        sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+        sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
 
 
 def test_optimizer_state_of_a_parameter_that_is_not_trained_any_more_is_named() -> None:
     model, optimizer = made(1)
     checkpoint = Whole({"optimizer/frozen/exp_avg": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match="optimizer state for 'frozen', which is not trained here"):
-        sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+        sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
 
 
 @pytest.mark.parametrize(("entry", "device"), [("momentum_buffer", "meta"), ("step", "cpu")])
@@ -271,23 +271,25 @@ def test_state_lies_where_its_parameter_does_and_a_step_counter_on_the_cpu(entry
     model = nn.Module()
     model.scale = nn.Parameter(torch.ones((), device="meta"))  # a scalar, like the counter
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sharded_tensors.make_optimizer_state(optimizer, model, Whole({f"optimizer/scale/{entry}": np.ones((), np.float32)}))
+    sharded_tensors.init_optimizer_state(optimizer, model, Whole({f"optimizer/scale/{entry}": np.ones((), np.float32)}))
     assert optimizer.state[model.scale][entry].device.type == device
 
 
 # two processes --------------------------------------------------------------------------------------------------------
 
 
-def sharded(place: Place, group: Group, given: Arrays, kind: str) -> tuple[list[Shard], list[Shard]]:
+def sharded(
+    place: ProcessInfo, group: Communicator, given: Arrays, kind: str
+) -> tuple[list[ArrayShard], list[ArrayShard]]:
     """Load a checkpoint of one process into shards, and save it again: the pieces of this rank, before and after."""
     model, optimizer = made(2, kind, world=place.world_size)
     reader = Whole(given)
     before = sharded_tensors.shards(sharded_tensors.model_tensors(model), place)
-    before = [Shard(s.name, s.shape, s.offset, s.data.clone().numpy()) for s in before]
-    sharded_tensors.make_optimizer_state(optimizer, model, reader)
+    before = [ArrayShard(s.name, s.shape, s.offset, s.data.clone().numpy()) for s in before]
+    sharded_tensors.init_optimizer_state(optimizer, model, reader)
     sharded_tensors.load(named(model, optimizer), reader)
     after = sharded_tensors.shards(named(model, optimizer), place)
-    return before, [Shard(s.name, s.shape, s.offset, s.data.numpy()) for s in after]
+    return before, [ArrayShard(s.name, s.shape, s.offset, s.data.numpy()) for s in after]
 
 
 @pytest.fixture(scope="module")
@@ -308,9 +310,9 @@ def test_one_process_loads_what_two_have_saved(moved: tuple[Arrays, list[Any]]) 
     given, ranks = moved
     checkpoint = Whole.of([shard for _, last in ranks for shard in last])
     model, optimizer = made(3)
-    sharded_tensors.make_optimizer_state(optimizer, model, checkpoint)
+    sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
     sharded_tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), Place())).arrays, given)
+    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, given)
 
 
 def test_sides_that_do_not_divide_are_cut_unevenly_and_an_empty_piece_is_not_saved(

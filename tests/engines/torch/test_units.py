@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from tests import processes
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import fsdp_communication
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DesyncError
 
 
@@ -40,7 +40,7 @@ def sharded() -> Blocks:
     return model
 
 
-def trained(place: Place, model: Blocks) -> list[Tensor]:
+def trained(place: ProcessInfo, model: Blocks) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         x = torch.full((2, 4), 1.0 + step + place.rank)
@@ -50,7 +50,7 @@ def trained(place: Place, model: Blocks) -> list[Tensor]:
     return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
-def alike(place: Place, group: Group) -> dict[str, Any]:
+def alike(place: ProcessInfo, group: Communicator) -> dict[str, Any]:
     plain = trained(place, sharded())
     desync = CollectiveComparison(place, 30.0, wanted=True)
     desync.start()
@@ -61,13 +61,13 @@ def alike(place: Place, group: Group) -> dict[str, Any]:
     told = {str(call.what) for call in desync._log.calls()}
     desync.check("the end")
     desync.close()
-    made = desync._log._made
+    made = desync._log._call_count
     trained(place, model)
     return {
         "moved": any(not torch.equal(one, other) for one, other in zip(begun, named, strict=True)),
         "same": all(torch.equal(one, other) for one, other in zip(plain, named, strict=True)),
         "told": told,
-        "after": desync._log._made - made,
+        "after": desync._log._call_count - made,
     }
 
 
@@ -84,7 +84,7 @@ def test_what_is_sent_is_what_fsdp_sends_and_is_told_by_the_name_of_the_unit() -
         assert rank["after"] == 0
 
 
-def crossed(place: Place, group: Group) -> str:
+def crossed(place: ProcessInfo, group: Communicator) -> str:
     desync = CollectiveComparison(place, 30.0, wanted=True)
     desync.start()
     torch.manual_seed(0)
@@ -108,10 +108,10 @@ def test_equal_units_in_another_order_are_told_though_line_and_shape_are_the_sam
         assert "rank 1 did all_gather_into_tensor(float32, [20]) at FSDP unit blocks.1" in told
 
 
-def direct(place: Place, group: Group) -> list[list[float]]:
+def direct(place: ProcessInfo, group: Communicator) -> list[list[float]]:
     own, told = torch.full((2,), 1.0 + place.rank), []
-    gather = fsdp_communication.Gather("a", lambda *call: told.append(call[0]))
-    scatter = fsdp_communication.Scatter("a", lambda *call: told.append(call[0]))
+    gather = fsdp_communication.LoggedAllGather("a", lambda *call: told.append(call[0]))
+    scatter = fsdp_communication.LoggedReduceScatter("a", lambda *call: told.append(call[0]))
     found = []
     for async_op in (False, True):
         everyone = gather.allocate([4], dtype=torch.float32, device=torch.device("cpu"))

@@ -14,7 +14,7 @@ from tests.engines.torch.test_engine import layout, started
 from tests.runs import configuration, parameters
 from tests.tasks import LinearTask, TransformerTask
 from unisono.engines.observers import Observer
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
 KINDS = ("parameters", "gradients", "optimizer state", "EMA")
 TRAIN = {"steps": 2, "precision": "fp64"}
@@ -33,7 +33,7 @@ class Whole(Observer):
         self.seen |= {kind: self.view.whole(kind) for kind in ("parameters", "optimizer state", "EMA")}
 
 
-def seen(place: Place, group: Group, strategy: str) -> dict[str, dict[str, np.ndarray]]:
+def seen(place: ProcessInfo, group: Communicator, strategy: str) -> dict[str, dict[str, np.ndarray]]:
     config = configuration(layout=layout(strategy, micro_batch=3), train=TRAIN, ema={"decay": 0.9})
     engine, steps = started(place, group, TransformerTask(), config)
     whole = Whole(engine.view)
@@ -55,7 +55,7 @@ def test_arrays_are_whole_on_rank_0_whatever_the_layout(strategy: str) -> None:
             np.testing.assert_allclose(first[kind][name], value, rtol=1e-9, atol=1e-14, err_msg=f"{kind} {name}")
 
 
-def given(place: Place, group: Group, strategy: str) -> bool:
+def given(place: ProcessInfo, group: Communicator, strategy: str) -> bool:
     """Whether an update from the gradients of a step makes of its parameters what the step made of them."""
     results, gradients = [], dict[str, np.ndarray]()
     for again in (False, True):
@@ -90,7 +90,7 @@ class Noisy(LinearTask):
 def test_a_look_at_the_outputs_leaves_no_trace_and_is_the_same_twice() -> None:
     engine, steps = processes.alone(started, Noisy(), configuration(train={"steps": 2}))
     before = engine.view.digests()
-    with engine.view.without_trace():
+    with engine.view.without_side_effects():
         once, again = (engine.view.outputs(steps[0][0], {}) for _ in range(2))
         assert engine.view.digests() != before, "else nothing could be left"
     assert engine.view.digests() == before

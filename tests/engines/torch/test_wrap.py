@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import processes
 from tests.tasks import LENGTH, VOCABULARY, LinearTask, Transformer, TransformerTask
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 
@@ -74,33 +74,33 @@ def identical(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> bool
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda members: nn.Sequential(*members)])
 def test_members_of_a_list_that_share_a_class_are_blocks(container: Callable[..., nn.Module]) -> None:
     members = [Block() for _ in range(3)]
-    assert identical(wrap.blocks(Holding(first=nn.Linear(4, 4), layers=container(members))), members)
+    assert identical(wrap.find_blocks(Holding(first=nn.Linear(4, 4), layers=container(members))), members)
 
 
 def test_a_model_that_is_a_sequence_itself_has_its_members_for_blocks() -> None:
     members = [Block() for _ in range(3)]
-    assert identical(wrap.blocks(nn.Sequential(*members)), members)
+    assert identical(wrap.find_blocks(nn.Sequential(*members)), members)
 
 
 def test_blocks_are_found_at_any_depth() -> None:
     members = [Block() for _ in range(2)]
-    assert identical(wrap.blocks(Holding(a=Holding(b=Holding(layers=nn.ModuleList(members))))), members)
+    assert identical(wrap.find_blocks(Holding(a=Holding(b=Holding(layers=nn.ModuleList(members))))), members)
 
 
 def test_only_outermost_lists_have_blocks() -> None:
     outer = [Holding(inner=nn.ModuleList([Block(), Block()])) for _ in range(2)]
-    assert identical(wrap.blocks(Holding(layers=nn.ModuleList(outer))), outer)
+    assert identical(wrap.find_blocks(Holding(layers=nn.ModuleList(outer))), outer)
 
 
 def test_lists_inside_a_list_of_one_are_looked_into() -> None:
     members = [Block(), Block()]
-    assert identical(wrap.blocks(Holding(layers=nn.ModuleList([Holding(inner=nn.ModuleList(members))]))), members)
+    assert identical(wrap.find_blocks(Holding(layers=nn.ModuleList([Holding(inner=nn.ModuleList(members))]))), members)
 
 
 def test_two_lists_give_their_blocks_in_order() -> None:
     encoder, decoder = [Block(), Block()], [Other(), Other(), Other()]
     model = Holding(encoder=nn.ModuleList(encoder), decoder=nn.ModuleList(decoder))
-    assert identical(wrap.blocks(model), [*encoder, *decoder])
+    assert identical(wrap.find_blocks(model), [*encoder, *decoder])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_two_lists_give_their_blocks_in_order() -> None:
     ids=["leaf", "attributes", "one", "two classes", "list of leaves", "sequence of leaves", "empty"],
 )
 def test_a_model_without_repeated_blocks_is_one_piece(model: nn.Module) -> None:
-    assert wrap.blocks(model) == []
+    assert wrap.find_blocks(model) == []
 
 
 def hugging_face(name: str) -> Any:
@@ -141,7 +141,7 @@ def test_blocks_of_a_language_model_are_its_layers(name: str) -> None:
     model = hugging_face(name)
     layers = model.model.layers if name == "llama" else model.transformer.h
     assert len(layers) == 3
-    assert identical(wrap.blocks(model), list(layers))
+    assert identical(wrap.find_blocks(model), list(layers))
 
 
 # width and buckets ----------------------------------------------------------------------------------------------------
@@ -149,17 +149,17 @@ def test_blocks_of_a_language_model_are_its_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_width_of_a_language_model_is_its_hidden_size(name: str) -> None:
-    assert wrap.width(hugging_face(name)) == 16
+    assert wrap.model_width(hugging_face(name)) == 16
 
 
 def test_the_width_is_that_of_most_elements_and_not_of_most_matrices() -> None:
     small = [nn.Linear(4, 100) for _ in range(3)]
-    assert wrap.width(nn.ModuleList([*small, nn.Linear(64, 64)])) == 64
-    assert wrap.width(nn.ModuleList([*small, nn.Linear(16, 16)])) == 4
+    assert wrap.model_width(nn.ModuleList([*small, nn.Linear(64, 64)])) == 64
+    assert wrap.model_width(nn.ModuleList([*small, nn.Linear(16, 16)])) == 4
 
 
 def test_a_model_without_matrices_has_a_width_of_one() -> None:
-    assert wrap.width(nn.Sequential(nn.LayerNorm(7), nn.Conv2d(8, 8, 3))) == 1
+    assert wrap.model_width(nn.Sequential(nn.LayerNorm(7), nn.Conv2d(8, 8, 3))) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_model_without_matrices_has_a_width_of_one() -> None:
 def test_buckets_grow_with_the_width_and_with_the_world_up_to_a_cap(
     width: int, world_size: int, megabytes: float
 ) -> None:
-    assert wrap.bucket_mb(width, world_size) == pytest.approx(megabytes, rel=1e-12)
+    assert wrap.ddp_bucket_mb(width, world_size) == pytest.approx(megabytes, rel=1e-12)
 
 
 # scaling --------------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_terms_and_counts_have_to_have_the_same_names(counted: list[str]) -> Non
 def test_a_term_that_is_no_scalar_is_refused_by_name_and_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
         stepped({"a": torch.ones(()), "b": torch.ones(shape)}, a=1.0, b=1.0)
-    assert f"sums over the rows, scalars; got shapes {{'b': {shape}}}" in str(refused.value)
+    assert f"scalar sums over the rows; got the shapes b {shape}" in str(refused.value)
 
 
 def test_a_step_that_nothing_wraps_is_its_own_inside() -> None:
@@ -315,7 +315,7 @@ def gathered(kind: str) -> dict[str, Any]:
     }
 
 
-def on_two(place: Place, group: Group) -> dict[str, Any]:
+def on_two(place: ProcessInfo, group: Communicator) -> dict[str, Any]:
     result: dict[str, Any] = {"fp32": gathered("fp32"), "bf16": gathered("bf16")}
     result["sum"] = gradient(linear_step(), 0, 1)
     result["own"] = gradient(linear_step(), place.rank)
@@ -399,7 +399,7 @@ def test_a_step_that_is_called_round_its_wrapper_has_its_own_gradient_only(both:
 
 def test_buckets_have_the_size_that_was_asked_for_or_that_of_the_formula(both: list[dict[str, Any]]) -> None:
     for result in both:
-        assert result["buckets"] == [int(wrap.bucket_mb(1, 2) * 2**20), 3 * 2**20]
+        assert result["buckets"] == [int(wrap.ddp_bucket_mb(1, 2) * 2**20), 3 * 2**20]
 
 
 # what FSDP cannot shard, and what it gathers together -----------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_fsdp_refuses_what_it_cannot_shard_by_name(parameter: torch.Tensor, mess
         wrap.wrap(wrap.StepModule(LinearTask(), model), layout("fsdp"), "fp32", CPU, 2, 60.0)
 
 
-def gathered_together(place: Place, group: Group) -> list[list[str]]:
+def gathered_together(place: ProcessInfo, group: Communicator) -> list[list[str]]:
     """The units of FSDP, where passes call all blocks and where they may leave some out."""
     result = []
     for leaving_out in (False, True):

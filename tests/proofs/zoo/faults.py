@@ -23,14 +23,14 @@ from tests.tasks import LinearTask, TransformerTask
 from unisono.data.loading import batch_builder
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan, Taken
+from unisono.data.order.plan import SampleIndices, StreamPlan
 from unisono.engines import rules
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics import cross_sample, gradients
-from unisono.engines.torch.numerics.cross_sample import CrossSample
+from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.ema import MovingAverage
-from unisono.engines.torch.numerics.metric_reduction import Reduction
+from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parallel.parallel import Parallel
@@ -84,6 +84,7 @@ class Fault:
         strategy: of the run.
         resumed: how often the run is interrupted and goes on.
         mark: FAIL, or ABSTAIN where no more can be said.
+        twin: the task of the clean run, where the fault is in the task itself.
     """
 
     made: Callable[[], AbstractContextManager[Any]]
@@ -92,11 +93,12 @@ class Fault:
     strategy: str = "ddp"
     resumed: int = 0
     mark: str = "FAIL"
+    twin: str = ""
 
     @property
     def clean(self) -> Fault:
         """The same run without the fault."""
-        return replace(self, made=nothing, named="", mark="PASS")
+        return replace(self, made=nothing, named="", mark="PASS", task=self.twin or self.task)
 
 
 FAULTS: dict[str, Fault] = {}
@@ -128,13 +130,13 @@ def wrapping(owner: Any, name: str, around: Callable[..., Any]) -> AbstractConte
 
 @fault("mean of means over ranks", "A mean of means")
 def mean_of_means() -> Iterator[None]:
-    def local(original: Any, self: Reduction, batches: Any) -> Any:
-        return original(Reduction(1, torch.device("cpu")), batches)
+    def local(original: Any, self: MetricReduction, batches: Any) -> Any:
+        return original(MetricReduction(1, torch.device("cpu")), batches)
 
     def scales(original: Any, counts: Any, factor: float, where: Any) -> Any:
         return {name: 1 / number for name, number in counts.items()}  # DDP then takes the mean of them
 
-    with wrapping(Reduction, "counts", local), wrapping(rules, "scales", scales):
+    with wrapping(MetricReduction, "counts", local), wrapping(rules, "loss_scales", scales):
         yield
 
 
@@ -241,7 +243,7 @@ def stale_optimizer() -> Iterator[None]:
             module.weight = nn.Parameter(gradients.local(parameter.detach()).clone())
         return original(config, copied)
 
-    with wrapping(optimizers, "build", build):
+    with wrapping(optimizers, "build_optimizer", build):
         yield
 
 
@@ -255,7 +257,7 @@ def clip_first() -> Iterator[None]:
             sums = original(self, batches, step)
         parts = self._parallel.gradients()
         norm = float(gradients.squared_norm(parts, torch.float64).sqrt())
-        gradients.clip(parts, norm, 0.05)
+        gradients.clip_gradients(parts, norm, 0.05)
         for part in parts:
             dist.all_reduce(part, dist.ReduceOp.AVG if part.is_cuda else dist.ReduceOp.SUM)
             part /= 2
@@ -270,17 +272,17 @@ def local_norm() -> Iterator[None]:
     def clip(original: Any, parts: Any, norm: float, largest: Any) -> None:
         original(parts, float(gradients.squared_norm(parts, torch.float64).sqrt()), largest)
 
-    with wrapping(gradients, "clip", clip):
+    with wrapping(gradients, "clip_gradients", clip):
         yield
 
 
 @fault("norm of one rank's shards", "The norm is that of a part of the gradient", strategy="fsdp")
 def norm_of_shards() -> Iterator[None]:
-    def reduce(original: Any, self: Reduction, sums: Any, counts: Any, *squares: Any) -> Any:
+    def reduce(original: Any, self: MetricReduction, sums: Any, counts: Any, *squares: Any) -> Any:
         result, *more = original(self, sums, counts, *squares)
         return replace(result, grad_norm=float(squares[0].sqrt())) if squares else result, *more
 
-    with wrapping(Reduction, "reduce", reduce):
+    with wrapping(MetricReduction, "reduce", reduce):
         yield
 
 
@@ -289,7 +291,7 @@ def norm_of_shards() -> Iterator[None]:
 
 @fault("schedule stepped × N", "The schedule is stepped once per process")
 def schedule_times_n() -> Iterator[None]:
-    with wrapping(schedules.Scalars, "__call__", lambda original, self, step: original(self, 2 * step)):
+    with wrapping(schedules.ScheduledScalars, "__call__", lambda original, self, step: original(self, 2 * step)):
         yield
 
 
@@ -299,7 +301,7 @@ def other_rate() -> Iterator[None]:
         values = original(self, step)
         return {**values, "lr": values["lr"] * (1.1 if dist.get_rank() else 1.0)}
 
-    with wrapping(schedules.Scalars, "__call__", scalars):
+    with wrapping(schedules.ScheduledScalars, "__call__", scalars):
         yield
 
 
@@ -319,15 +321,15 @@ def same_data() -> Iterator[None]:
 
 @fault("padded with duplicates", "Rows are repeated to fill the batch")
 def padded() -> Iterator[None]:
-    def repeated(original: Any, self: StreamPlan, step: int, rows: range) -> Taken:
+    def repeated(original: Any, self: StreamPlan, step: int, rows: range) -> SampleIndices:
         length = true(self, step)
         whole = original(self, step, range(length))
         again = np.arange(rows.start, rows.stop) % length
-        return Taken(np.arange(rows.start, rows.stop), whole.rows[again], whole.epochs[again])
+        return SampleIndices(np.arange(rows.start, rows.stop), whole.rows[again], whole.epochs[again])
 
     true = StreamPlan.rows
     full = mock.patch.object(StreamPlan, "rows", lambda self, step: self.global_batch)
-    with full, wrapping(StreamPlan, "taken", repeated):
+    with full, wrapping(StreamPlan, "samples", repeated):
         yield
 
 
@@ -363,7 +365,7 @@ def worker_generators() -> Iterator[None]:
     def of(original: Any, self: Any, seed: int) -> Any:
         return original(self, 0)
 
-    with wrapping(batch_builder._Contexts, "of", of):
+    with wrapping(batch_builder._ContextPool, "of", of):
         yield
 
 
@@ -381,7 +383,7 @@ def held_out_as_training() -> Iterator[None]:
     def init(original: Any, self: Any, training: bool) -> None:
         original(self, training=True)
 
-    with wrapping(batch_builder._Contexts, "__init__", init):
+    with wrapping(batch_builder._ContextPool, "__init__", init):
         yield
 
 
@@ -436,12 +438,12 @@ FAULTS["batch norm is local"] = Fault(nothing, "", task="batch norm", mark="ABST
 
 @fault("a metric of rank 0", "A metric is not summed over ranks")
 def metric_of_one_rank() -> Iterator[None]:
-    def reduce(original: Any, self: Reduction, sums: Any, *arguments: Any) -> Any:
+    def reduce(original: Any, self: MetricReduction, sums: Any, *arguments: Any) -> Any:
         own = {name: (pair[0] / pair[1]).item() for name, pair in sums._metrics.items()}
         result, *more = original(self, sums, *arguments)
         return replace(result, metrics=own), *more
 
-    with wrapping(Reduction, "reduce", reduce):
+    with wrapping(MetricReduction, "reduce", reduce):
         yield
 
 
@@ -519,13 +521,13 @@ def average_of_shards() -> Iterator[None]:
 
 @fault("local pairs only", "Pairs across processes are missing", task="pairs")
 def local_pairs() -> Iterator[None]:
-    def of_this_rank(original: Any, self: CrossSample, *arguments: Any) -> Any:
+    def of_this_rank(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
         return replace(original(self, *arguments), first=0)
 
     with (
         mock.patch.object(cross_sample, "gather_rows", lambda own, rows: list(own)),
         mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector),
-        wrapping(CrossSample, "_gather", of_this_rank),
+        wrapping(TorchCrossSampleLoss, "_gather", of_this_rank),
     ):
         yield
 
@@ -557,25 +559,25 @@ def gather_times_n() -> Iterator[None]:
         yield
 
 
-@fault("the whole of one rank's rows", "Pairs across processes are missing", task="whole")
+@fault("the whole of one rank's rows", "A statistic of the batch is taken of its parts", task="whole")
 def whole_of_a_rank() -> Iterator[None]:
-    def counted_everywhere(original: Any, self: CrossSample, *arguments: Any) -> Any:
+    def counted_everywhere(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
         return replace(original(self, *arguments), first=0)
 
     with (
         mock.patch.object(cross_sample, "gather_rows", lambda own, rows: list(own)),
-        wrapping(CrossSample, "_gather", counted_everywhere),
+        wrapping(TorchCrossSampleLoss, "_gather", counted_everywhere),
     ):
         yield
 
 
 @fault("gradient of the whole added up over ranks", "All gradients are scaled by N", task="whole")
 def whole_added_up() -> Iterator[None]:
-    def whole(original: Any, self: CrossSample, *arguments: Any) -> Any:
+    def whole(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
         vector = original(self, *arguments)
         return vector if vector is None else cross_sample.sum_vector(vector, 2, False)
 
-    with wrapping(CrossSample, "_whole", whole):
+    with wrapping(TorchCrossSampleLoss, "_whole", whole):
         yield
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tests import processes
+from tests.proofs.zoo import disguised, study  # noqa: F401 - their faults stand among the others
 from tests.proofs.zoo.faults import FAULTS, SETTINGS, TASKS, Fault, nothing
 from tests.runs import SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.proof import prove
-from unisono.proof.cases import Case, Proof
+from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
-from unisono.proof.recording.trace import Trace, folder_of
+from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 
-PROOF = Proof(global_batch=8, layouts=["ddp:2"])
+PROOF = ProofSettings(global_batch=8, layouts=["ddp:2"])
 BEGIN, END = "<!-- zoo: written by python -m tests.proofs.zoo.zoo -->\n", "<!-- end -->"
 
 
@@ -30,7 +31,7 @@ _RESUMED = ("whole", "resumed", "resumed twice")
 
 def name_of(fault: Fault) -> str:
     """Of the clean run of a fault."""
-    return " ".join(["clean", fault.task, fault.strategy, _RESUMED[fault.resumed]])
+    return " ".join(["clean", fault.twin or fault.task, fault.strategy, _RESUMED[fault.resumed]])
 
 
 REFERENCES = {f"single {task}": Fault(nothing, "", task) for task in TASKS}
@@ -55,13 +56,13 @@ def configured(case: Case) -> RunConfig:
     )
 
 
-def run(place: Place, group: Group, names: list[str], root: Path) -> None:
+def run(place: ProcessInfo, group: Communicator, names: list[str], root: Path) -> None:
     """Record runs, each with its fault."""
     for name in names:
         fault = RUNS[name]
         case = case_of(name, fault) if place.world_size > 1 else Case(name, 1, {"micro_batch": 2}, "fp64")
         with fault.made():
-            case_recorder.record(TASKS[fault.task](), configured(case), place, group, case, PROOF, root)
+            case_recorder.record_case(TASKS[fault.task](), configured(case), place, group, case, PROOF, root)
 
 
 def verdicts(root: Path) -> dict[str, Verdict]:
@@ -71,8 +72,8 @@ def verdicts(root: Path) -> dict[str, Verdict]:
     processes.run(run, 2, many, root, timeout=300)
     every = [Case(name, 1, {"micro_batch": 2}, "fp64") for name in REFERENCES]
     every += [case_of(name, RUNS[name]) for name in many]
-    traces = {case.name: Trace(folder_of(root, case.name)) for case in every}
-    found, _ = prove.judged(every, traces, adaptive=False)
+    traces = {case.name: Trace(trace_folder(root, case.name)) for case in every}
+    found, _ = prove.judge_cases(every, traces, adaptive=False)
     return {verdict.case: verdict for verdict in found}
 
 
@@ -105,9 +106,11 @@ def _at(first: Any) -> str:
 
 
 def main() -> None:
+    from tests.proofs.zoo import zoo  # processes look functions up by the name of their module
+
     page = Path(__file__).parents[3] / "docs" / "proof.md"
     with tempfile.TemporaryDirectory() as folder:
-        made = table(verdicts(Path(folder)))
+        made = table(zoo.verdicts(Path(folder)))
     print(made)
     if "--write" in sys.argv:
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)

@@ -12,13 +12,14 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
+from unisono.checkpoint.core import assets, commit, manifest
 from unisono.data.prepare import shards
 from unisono.data.prepare.preparation import Made, prepare
 from unisono.recipes.language import tokens
-from unisono.recipes.language.settings import Corpus, Embedded, FromConfig, LanguageConfig
+from unisono.recipes.language.settings import Corpus, EmbeddedDocuments, FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
 from unisono.recipes.language.texts import Texts
-from unisono.recipes.language.tokenizer import Tokenizer, trained
+from unisono.recipes.language.tokenizer import Tokenizer, train_tokenizer
 from unisono.recipes.language.tokens import TokenStore
 from unisono.runtime.files import cache_dir
 
@@ -47,6 +48,15 @@ def real(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"needs real data that is not part of the project: ../shared/data/{name}")
     return path
+
+
+def sign_assets(run: Path) -> None:
+    """Write the digests of a run's assets into its checkpoints, as if the run had been trained with what lies there."""
+    for checkpoint in commit.find_checkpoints(run / "checkpoints"):
+        content = json.loads((checkpoint / manifest.NAME).read_bytes())
+        del content["sha256"]
+        content["assets"] = assets.digests(run)
+        (checkpoint / manifest.NAME).write_bytes(manifest.encode(content))
 
 
 def sentences(count: int, seed: int = 3) -> list[str]:
@@ -159,23 +169,23 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
         def begin(self, folder: Path) -> Counting:
             Engine(models.WordLevel({str(n): n for n in range(sum(lengths))})).save(str(folder / "tokenizer.json"))
             (folder / "special_tokens.json").write_text(json.dumps({"first": None, "last": None}))
-            self.of = {**self.of, "tokenizer": Tokenizer.saved(folder).described}
+            self.of = {**self.of, "tokenizer": Tokenizer.saved(folder).describe}
             return self
 
         def make(self, first: int, last: int) -> Iterator[Made]:
             yield Made(np.arange(sum(lengths)), np.asarray(lengths, dtype=np.int64), self.records)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards, "_BLOCK", per_block or shards._BLOCK)
+        patched.setattr(shards, "_BATCH_UNITS", per_block or shards._BATCH_UNITS)
         prepare(Counting(), folder / "store")
     return TokenStore(folder / "store")
 
 
-def tokenised(config: Corpus | Embedded, given: Tokenizer | None = None) -> TokenStore:
+def tokenised(config: Corpus | EmbeddedDocuments, given: Tokenizer | None = None) -> TokenStore:
     """The tokens of the only corpus of these settings, by a tokenizer that is given or trained on it."""
     texts = Texts.of(config.files[""] if isinstance(config, Corpus) else None)
     cache = config.cache or cache_dir()
-    return tokens.ahead(texts, given or trained({"": texts}, config.vocab_size, cache), cache)
+    return tokens.load_tokens(texts, given or train_tokenizer({"": texts}, config.vocab_size, cache), cache)
 
 
 def store_in(language: Language) -> TokenStore:

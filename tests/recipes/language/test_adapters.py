@@ -18,7 +18,7 @@ from unisono.config.schema.run import Lora
 from unisono.engines.torch.lora import Adapter
 from unisono.launch import load
 from unisono.recipes.language.generate import generate
-from unisono.recipes.language.model import build
+from unisono.recipes.language.model import build_model
 from unisono.recipes.language.settings import FromConfig
 from unisono.runtime.errors import RunError
 from unisono.task import Context
@@ -105,7 +105,7 @@ def test_a_merged_model_says_what_the_adapted_one_did(
     architecture: str, settings: Any, targets: list[str], count: int
 ) -> None:
     torch.manual_seed(0)
-    model: Any = build(FromConfig(kind="config", architecture=architecture, settings=settings), 60)
+    model: Any = build_model(FromConfig(kind="config", architecture=architecture, settings=settings), 60)
     adapters = Adapter(Lora(kind="lora", rank=3, targets=targets), model, seed=1)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert len(trained) == 2 * count

@@ -14,7 +14,7 @@ import pytest
 
 from tests.recipes.language.corpora import DIFFICULT, overrides, real, sentences, write_jsonl
 from tests.recipes.language.test_documents import FORMATS, SEPARATOR
-from unisono.launch.task_objects import override_text
+from unisono.launch.task_objects import format_override
 
 
 def unisono(*arguments: str, code: int = 0, **environment: str) -> str:
@@ -32,7 +32,7 @@ def unisono(*arguments: str, code: int = 0, **environment: str) -> str:
 
 
 def train(settings: Mapping[str, Any], **environment: str) -> Path:
-    unisono("train", "language", *(f"{key}={override_text(value)}" for key, value in settings.items()), **environment)
+    unisono("train", "language", *(f"{key}={format_override(value)}" for key, value in settings.items()), **environment)
     return Path(settings["run.dir"]) / settings["run.name"]
 
 
@@ -97,7 +97,7 @@ def sources(cache: Path, run: Path) -> set[str]:
         elif path.suffix == ".txt":
             of_documents.append(path.parent.name)
     source = language.data()
-    plan = StreamPlan.of(Order(len(source), config.run.seed), 64, 40, None)
+    plan = StreamPlan.create(Order(len(source), config.run.seed), 64, 40, None)
     rows = np.concatenate([plan.batch(step) for step in range(plan.steps)])
     documents = source._chosen[np.searchsorted(source._last, rows, side="right")]
     return {of_documents[document] for document in documents}
@@ -129,7 +129,7 @@ def test_a_check_tells_the_facts_and_makes_no_run(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", [*sentences(20), "", None])
     (tmp_path / "corpus" / "notes.md").write_text("passed over")
     settings = overrides(tmp_path / "corpus", tmp_path / "runs")
-    told = unisono("check", "language", *(f"{key}={override_text(value)}" for key, value in settings.items()))
+    told = unisono("check", "language", *(f"{key}={format_override(value)}" for key, value in settings.items()))
     assert "documents: 20" in told
     assert "empty: 2" in told
     assert "ignored: ['notes.md']" in told
@@ -141,7 +141,7 @@ def test_a_broken_corpus_ends_the_command_with_one_sentence(tmp_path: Path) -> N
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
     settings = overrides(tmp_path / "corpus", tmp_path / "runs")
-    told = unisono("train", "language", *(f"{key}={override_text(value)}" for key, value in settings.items()), code=2)
+    told = unisono("train", "language", *(f"{key}={format_override(value)}" for key, value in settings.items()), code=2)
     assert "unisono: error: " in told
     assert "a.jsonl, line 2: 'text' holds half a character" in told
     assert "Traceback" not in told

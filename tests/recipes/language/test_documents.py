@@ -22,12 +22,12 @@ SEPARATOR = "<|next|>"
 
 
 def texts(*paths: Path, pattern: str = "*", split: str | None = None, **how: str) -> list[str]:
-    found = documents.find(paths, pattern, split)
-    return [text for file in found.files for text in documents.read(file, **how)]
+    found = documents.find_texts(paths, pattern, split)
+    return [text for file in found.files for text in documents.read_documents(file, **how)]
 
 
 def names(*paths: Path, pattern: str = "*") -> list[str]:
-    return [file.name for file in documents.find(paths, pattern).files]
+    return [file.name for file in documents.find_texts(paths, pattern).files]
 
 
 # formats ----------------------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_endings_are_known_in_capitals_too(tmp_path: Path) -> None:
 
 def test_what_is_passed_over_is_listed(tmp_path: Path) -> None:
     root = _tree(tmp_path / "root", "a.txt", "sub/README.md", "picture.png")
-    assert documents.find([root]).ignored == ("picture.png", "sub/README.md")
-    assert documents.find([root], "*.md").ignored == ("a.txt", "picture.png")
+    assert documents.find_texts([root]).ignored == ("picture.png", "sub/README.md")
+    assert documents.find_texts([root], "*.md").ignored == ("a.txt", "picture.png")
 
 
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
@@ -233,14 +233,14 @@ def test_documents_behind_a_url_are_those_of_the_files(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         FORMATS[name](tmp_path / name)
         fsspec.filesystem("memory").put(str(tmp_path / name), f"/documents/{name}", recursive=True)
-        found = documents.find([f"memory://documents/{name}"])
+        found = documents.find_texts([f"memory://documents/{name}"])
         assert [file.name for file in found.files] == names(tmp_path / name)
-        assert [text for file in found.files for text in documents.read(file)] == DIFFICULT
+        assert [text for file in found.files for text in documents.read_documents(file)] == DIFFICULT
 
 
 def test_the_same_file_twice_is_refused(tmp_path: Path) -> None:
     _tree(tmp_path, "x/a.txt")
-    with pytest.raises(DataError, match=r"data\.path: .*a\.txt is there twice"):
+    with pytest.raises(DataError, match=r"data\.path: .*a\.txt is named twice"):
         names(tmp_path, tmp_path / "x" / "a.txt")
 
 
@@ -296,7 +296,7 @@ def test_a_selection_is_saved_without_a_mapping_today(tmp_path: Path) -> None:
 def test_a_missing_shard_of_a_saved_data_set_is_named(tmp_path: Path) -> None:
     _saved_in_shards(tmp_path / "saved")
     (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
-    with pytest.raises(DataError, match=r"data-00001-of-00003\.arrow is missing, which its state\.json lists"):
+    with pytest.raises(DataError, match=r"data-00001-of-00003\.arrow is listed in state\.json but missing"):
         texts(tmp_path / "saved")
 
 
@@ -432,7 +432,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
-    found = documents.find([_tree(tmp_path / "root", "a.txt")])
+    found = documents.find_texts([_tree(tmp_path / "root", "a.txt")])
     (tmp_path / "root" / "a.txt").unlink()
     with pytest.raises(DataError, match=re.escape("a.txt cannot be read as text")):
-        list(documents.read(found.files[0]))
+        list(documents.read_documents(found.files[0]))

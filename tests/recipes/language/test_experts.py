@@ -168,7 +168,7 @@ def test_an_evaluation_has_the_loss_of_tokens_alone(data: Corpus) -> None:
 @pytest.mark.parametrize(
     ("architecture", "settings", "why"),
     [
-        ("llama", {}, "llama is no mixture of experts"),
+        ("llama", {}, "llama is not a mixture of experts"),
         (
             "deepseek_v3",
             {
@@ -247,20 +247,20 @@ def test_under_autocast_experts_are_multiplied_in_its_precision(data: Corpus, mo
         ({}, "cpu", "fp32", "grouped"),
         ({}, "cpu", "bf16", "grouped"),
         ({}, "cuda", "bf16", "grouped"),
-        ({}, "cpu", "fp64", r"loop \(grouped: torch has no fp64 kernel of a grouped product\)"),
-        ({}, "mps", "fp32", r"loop \(grouped: torch's grouped product is not known to work on mps\)"),
+        ({}, "cpu", "fp64", r"loop \(grouped: torch has no fp64 kernel for grouped matrix products\)"),
+        ({}, "mps", "fp32", r"loop \(grouped: torch's grouped matrix product is not known to work on mps\)"),
         ({"moe_intermediate_size": 20}, "cpu", "fp32", "grouped"),
         (
             {"moe_intermediate_size": 20},
             "cpu",
             "bf16",
-            r"loop \(grouped: in bf16 .* multiples of 8, and there are \[20\]\)",
+            r"loop \(grouped: in bf16 .* multiples of 8, but some are \[20\]\)",
         ),
         (
             {"moe_intermediate_size": 17},
             "cpu",
             "fp32",
-            r"loop \(grouped: in fp32 .* multiples of 4, and there are \[17, 34\]\)",
+            r"loop \(grouped: in fp32 .* multiples of 4, but some are \[17, 34\]\)",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_widths_that_are_said_not_to_fit_do_not(data: Corpus) -> None:
     language.kernels("cpu", "fp32")
     assert np.any(gradients(language, "fp32")["model.layers.0.mlp.experts.down_proj"])
     model = built(language)
-    experts.register()
+    experts.register_grouped()
     model.set_experts_implementation(experts.GROUPED)
     with pytest.raises(RuntimeError, match="16"):
         language.outputs(model, batch_of(language, 3), TRAINING)
@@ -297,7 +297,7 @@ def test_a_grouped_product_that_is_not_there_is_refused_with_reason_and_remedy(d
 @pytest.mark.parametrize("name", MIXTURES)
 def test_matrices_of_experts_decay_and_their_biases_do_not(data: Corpus, name: str) -> None:
     with torch.device("meta"):
-        model = models.untrained(config(name), 300)
+        model = models.build_untrained(config(name), 300)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     groups = parameter_groups(AdamW(kind="adamw", weight_decay=0.1), model)
     decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
@@ -341,7 +341,7 @@ def test_a_smaller_copy_has_experts_enough_for_a_token() -> None:
     model = FromConfig(kind="config", architecture="qwen3_moe", settings=settings)
     made = shrunk(model, 64, 0)
     assert made is not None
-    assert models.check(made, 64).num_experts == 10
+    assert models.check_model(made, 64).num_experts == 10
 
 
 def test_unknown_balances_are_refused() -> None:
@@ -350,6 +350,6 @@ def test_unknown_balances_are_refused() -> None:
 
 
 def test_choices_are_described_by_setting(data: Corpus) -> None:
-    assert kernels.Kernels("sdpa").described == {"attention": "sdpa"}
-    told = kernels.Kernels("sdpa", "loop", (("experts", "a reason"),)).described
+    assert kernels.Kernels("sdpa").describe == {"attention": "sdpa"}
+    told = kernels.Kernels("sdpa", "loop", (("experts", "a reason"),)).describe
     assert told == {"attention": "sdpa", "experts": "loop (a reason)"}

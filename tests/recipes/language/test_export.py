@@ -17,14 +17,14 @@ from tests.recipes.language import corpora
 from tests.recipes.language.corpora import GROUPED, overrides, sentences, write_jsonl
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
-from unisono.checkpoint.exchange.export import _plan_of_model, _write, adapter_of, newest
-from unisono.checkpoint.exchange.hf_shards import Sharded
+from unisono.checkpoint.exchange.export import _plan_model, _write, find_checkpoint, read_adapter_settings
+from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.cli import main
 from unisono.config.schema.export_verb import Export
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.sharded_tensors import load, model_tensors
-from unisono.recipes.language.model import build
+from unisono.recipes.language.model import build_model
 from unisono.recipes.language.settings import Pretrained
 from unisono.recipes.language.tokenizer import Tokenizer
 from unisono.task_config import read_run
@@ -114,7 +114,7 @@ def test_tensors_have_the_names_and_cuts_with_which_transformers_writes_them(tmp
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     model.save_pretrained(tmp_path / "theirs")
     config.save_pretrained(tmp_path / "assets")
-    plan = _plan_of_model(model, tmp_path, Export(shard_mb=0.05))
+    plan = _plan_model(model, tmp_path, Export(shard_mb=0.05))
     assert len(plan.files) > 1
     (tmp_path / "mine").mkdir()
     _write(plan, tmp_path / "mine", {file.name for file in plan.files})
@@ -127,7 +127,7 @@ def test_tensors_have_the_names_and_cuts_with_which_transformers_writes_them(tmp
 
 def test_a_tied_model_is_written_once_and_loads_tied(run: Path, tmp_path: Path) -> None:
     out = exported(run, tmp_path / "out")
-    assert not any(entry.name.startswith("lm_head") for entry in Sharded(out).entries)
+    assert not any(entry.name.startswith("lm_head") for entry in ShardedFiles(out).entries)
     again = of_transformers(out)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(logits(again), logits(own(run)))
@@ -142,7 +142,7 @@ def test_the_folder_has_all_that_transformers_wants(run: Path, tmp_path: Path) -
     assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert names >= {f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == {entry.name for entry in Sharded(out).entries}
+    assert index["weight_map"].keys() == {entry.name for entry in ShardedFiles(out).entries}
     config = json.loads((out / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     assert "use_cache" not in config or config["use_cache"]
@@ -183,7 +183,7 @@ def test_processes_write_the_same_bytes_as_one(folder: Path, run: Path, tmp_path
 
 def test_a_run_that_begins_from_an_export_has_its_tensors_bit_for_bit(folder: Path, run: Path, tmp_path: Path) -> None:
     out = exported(run, tmp_path / "out", "shard_mb=0.02")
-    model = build(Pretrained(kind="pretrained", path=out), 300)
+    model = build_model(Pretrained(kind="pretrained", path=out), 300)
     mine = dict(own(run).named_parameters())
     for name, value in model.named_parameters():
         assert torch.equal(value, mine.pop(name))
@@ -199,12 +199,12 @@ def test_an_export_imported_into_one_file_is_the_commit_bit_for_bit(run: Path, t
     out = exported(run, tmp_path / "out", "shard_mb=0.02")
     assert main.main(["import", str(out), f"out={tmp_path / 'one.safetensors'}"]) == 0
     found = load_file(tmp_path / "one.safetensors")
-    saved_as = commit.read(newest(run))
+    saved_as = commit.read_manifest(find_checkpoint(run))
     reader = ArrayReader(saved_as.path, saved_as.arrays)
     saved = {name.removeprefix("model/"): shape for name, shape in reader.shapes.items() if name.startswith("model/")}
     assert found.keys() == saved.keys()
     for name, shape in saved.items():
-        assert torch.equal(found[name], saved_tensors.read(reader, f"model/{name}", (0,) * len(shape), shape))
+        assert torch.equal(found[name], saved_tensors.read_tensor(reader, f"model/{name}", (0,) * len(shape), shape))
 
 
 # adapters -----------------------------------------------------------------------------------------------------------
@@ -229,9 +229,9 @@ def test_adapters_load_in_peft_and_give_the_same_logits_bit_for_bit(adapted: Pat
     plain = logits(base)
     theirs = logits(PeftModel.from_pretrained(base, out))
     mine: Any = of_transformers(config.model.path)
-    adapters = Adapter(adapter_of(adapted), mine, seed=5)
-    saved = commit.read(newest(adapted))
-    load(adapters.saved(model_tensors(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
+    adapters = Adapter(read_adapter_settings(adapted), mine, seed=5)
+    saved = commit.read_manifest(find_checkpoint(adapted))
+    load(adapters.select_saved(model_tensors(mine)), ArrayReader(saved.path, saved.arrays), kinds=("model/",))
     assert torch.equal(theirs, logits(mine))
     assert not torch.equal(theirs, plain)
 
@@ -249,8 +249,8 @@ def test_merged_adapters_are_one_model_of_transformers(adapted: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["step=7"], "has no checkpoint of step 7; there are those of steps 1 to 2"),
-        (["merge=true"], "has no adapters that could be merged"),
+        (["step=7"], "has no checkpoint of step 7; available steps: 1 to 2"),
+        (["merge=true"], "has no adapters to merge"),
         (["to=onnx"], "to: input should be 'hf' or 'safetensors', got 'onnx'"),
         (["stpe=1"], "unknown word 'stpe=1', did you mean 'step'?"),
         (["shard_mb=0"], "shard_mb: input should be greater than 0"),
@@ -270,9 +270,11 @@ def test_a_model_that_is_not_the_one_of_the_assets_is_refused(
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     config = json.loads((copy / "assets" / "config.json").read_text())
     (copy / "assets" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    corpora.sign_assets(copy)
     assert main.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
-    assert "the run's arrays are not those of LlamaForCausalLM" in capsys.readouterr().err
+    assert "the run's arrays do not match LlamaForCausalLM" in capsys.readouterr().err
     (copy / "assets" / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
+    corpora.sign_assets(copy)
     assert main.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
-    assert "has shape (48, 32) in the run, and (50, 32) in LlamaForCausalLM" in capsys.readouterr().err
+    assert "has shape (48, 32) in the run, but (50, 32) in LlamaForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import unisono
-from tests.recipes.language.corpora import overrides, write_jsonl
+from tests.recipes.language.corpora import overrides, sign_assets, write_jsonl
 from unisono.cli import main
 from unisono.recipes.language.generate import generate
 from unisono.runtime.errors import DataError, RunError
@@ -136,7 +136,7 @@ def test_a_run_of_another_task_is_refused(tmp_path: Path, capsys: pytest.Capture
 
     settings = {"layout.world_size": 1, "train.steps": 1, "run.dir": str(tmp_path), "observe.progress": False}
     folder = unisono.train(LinearTask(), settings).folder
-    _refused(folder, "'generate' is no verb of", capsys=capsys)
+    _refused(folder, "has no verb 'generate'", capsys=capsys)
 
 
 def test_a_run_without_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +155,7 @@ def test_numbers_that_mean_nothing_are_refused(
 def test_an_empty_prompt_is_refused_where_no_token_begins_a_document(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     (copy / "assets" / "special_tokens.json").write_text(json.dumps({"first": None, "last": None}))
+    sign_assets(copy)
     with pytest.raises(RunError, match="prompt"):
         written_by(copy, "")
     assert written_by(copy, "the quick", tokens=3).startswith("the quick")
@@ -164,5 +165,6 @@ def test_damaged_assets_are_named(run: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "special_tokens.json"):
         copy = Path(shutil.copytree(run, tmp_path / name))
         (copy / "assets" / name).write_text("{")
+        sign_assets(copy)
         with pytest.raises(DataError, match=name.replace(".", r"\.")):
             written_by(copy, "the")

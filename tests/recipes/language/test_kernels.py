@@ -55,7 +55,7 @@ def task(data: Corpus, name: str = "llama", attention: str = "auto", **settings:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if flash attention were installed."""
-    monkeypatch.setattr(kernels, "_installed_flash", lambda: "flash_attention_2")
+    monkeypatch.setattr(kernels, "_find_flash", lambda: "flash_attention_2")
 
 
 # the choice -------------------------------------------------------------------------------------------------------
@@ -69,9 +69,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "cuda", "fp32", "sdpa"),
         ("llama", "cuda", "bf16", "flash"),
         ("llama", "xpu", "bf16", "sdpa"),
-        ("gemma2", "cpu", "fp32", "eager (sdpa: gemma2 has no attention of this kind in transformers)"),
-        ("gemma2", "cuda", "fp32", "flex (sdpa: gemma2 has no attention of this kind in transformers)"),
-        ("gemma2", "cuda", "fp64", "eager (sdpa: gemma2 has no attention of this kind in transformers)"),
+        ("gemma2", "cpu", "fp32", "eager (sdpa: transformers has no attention of this kind for gemma2)"),
+        ("gemma2", "cuda", "fp32", "flex (sdpa: transformers has no attention of this kind for gemma2)"),
+        ("gemma2", "cuda", "fp64", "eager (sdpa: transformers has no attention of this kind for gemma2)"),
     ],
 )
 def test_auto_takes_what_device_precision_and_model_allow(
@@ -81,7 +81,7 @@ def test_auto_takes_what_device_precision_and_model_allow(
 
 
 def test_without_the_package_auto_takes_sdpa(data: Corpus) -> None:
-    assert not kernels._installed_flash(), "flash-attn is installed here: take this test to where it is not"
+    assert not kernels._find_flash(), "flash-attn is installed here: take this test to where it is not"
     assert task(data).kernels("cuda", "bf16") == {"attention": "sdpa"}
 
 
@@ -90,12 +90,19 @@ def test_without_the_package_auto_takes_sdpa(data: Corpus) -> None:
     [
         ("llama", "flex", "cpu", "fp32", {}, "no backward pass on a CPU; set model.attention=sdpa"),
         ("llama", "flex", "cuda", "fp64", {}, "no fp64 kernel"),
-        ("llama", "flex", "cuda", "bf16", {"attention_dropout": 0.1}, "this model drops 0.1 of them"),
-        ("llama", "flex", "cuda", "bf16", {"num_attention_heads": 8}, "at least 16 features, and this model's have 8"),
-        ("olmoe", "flex", "cuda", "bf16", {}, "olmoe has no attention of this kind"),
-        ("llama", "flash", "cpu", "bf16", {}, "needs a CUDA or ROCm device, and this run is on cpu"),
+        ("llama", "flex", "cuda", "bf16", {"attention_dropout": 0.1}, "but this model's is 0.1"),
+        ("llama", "flex", "cuda", "bf16", {"num_attention_heads": 8}, "at least 16 features, but this model's have 8"),
+        ("olmoe", "flex", "cuda", "bf16", {}, "transformers has no attention of this kind for olmoe"),
+        ("llama", "flash", "cpu", "bf16", {}, "needs a CUDA or ROCm device, but this run is on cpu"),
         ("llama", "flash", "cuda", "fp32", {}, r"only half precision \(train.precision=bf16\)"),
-        ("gemma2", "sdpa", "cpu", "fp32", {}, "gemma2 has no attention of this kind .*; set model.attention=eager"),
+        (
+            "gemma2",
+            "sdpa",
+            "cpu",
+            "fp32",
+            {},
+            "transformers has no attention of this kind for gemma2; set model.attention=eager",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_reason_and_remedy(
@@ -148,7 +155,7 @@ def _without(kernel: str) -> str:
     """Why a kernel cannot be tried here, empty if it can."""
     if not torch.cuda.is_available():
         return f"{kernel} attention has a backward pass on a GPU only, and there is none"
-    return "" if kernel == "flex" or kernels._installed_flash() else "the package flash-attn is not installed"
+    return "" if kernel == "flex" or kernels._find_flash() else "the package flash-attn is not installed"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -17,17 +17,17 @@ from tokenizers import Tokenizer as Engine
 from tests.data.numbers import content
 from tests.recipes.language.corpora import DIFFICULT, corpus, model, sentences, tokenised, write_jsonl
 from tests.runs import configuration
-from unisono.data.order.planning import plan_of, source_of, watched
-from unisono.data.prepare.partitions import Share, merge
+from unisono.data.order.planning import build_plan, build_source, checkable_sources
+from unisono.data.prepare.partitions import Partition, merge_partitions
 from unisono.data.prepare.preparation import prepare
 from unisono.data.prepare.reshard import reshard
 from unisono.recipes.language import tokenizer
-from unisono.recipes.language.library import LiveTexts, open_library, preparations
-from unisono.recipes.language.settings import Corpus, LanguageConfig, Prepared
+from unisono.recipes.language.library import OnTheFlyTexts, open_library, preparations
+from unisono.recipes.language.settings import Corpus, LanguageConfig, PreparedDocuments
 from unisono.recipes.language.task import Language
 from unisono.recipes.language.texts import Texts
-from unisono.recipes.language.tokenizer import Tokenizer, tokenizer_from
-from unisono.recipes.language.tokens import Ahead
+from unisono.recipes.language.tokenizer import Tokenizer, load_tokenizer
+from unisono.recipes.language.tokens import TokenisePreparation
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import generator
 from unisono.task import SampleContext
@@ -125,11 +125,11 @@ def test_on_the_fly_packed_rows_hold_the_same_documents_as_ahead(tmp_path: Path,
     for way in ("ahead", "on_the_fly"):
         task = language(corpus(tmp_path / "corpus", **common, tokenise=way, shuffle="none"))
         config = configuration(train={"steps": 12, "global_batch": 4}).model_copy(update={"data": task.data_config})
-        source = source_of(task, config)
-        plan = plan_of(task, source, config)
+        source = build_source(task, config)
+        plan = build_plan(task, source, config)
         lengths = [len(source[row]) if way == "ahead" else len(task.sample(source[row], CONTEXT)) for row in range(41)]
         assert max(lengths) > 100
-        taken = [plan.taken(step, range(4)) for step in range(3)]
+        taken = [plan.samples(step, range(4)) for step in range(3)]
         documents = {
             (step, slot): [
                 task.sample(source[int(row)], CONTEXT)[first : last + 1 if last >= 0 else None].tolist()
@@ -157,8 +157,8 @@ def test_on_the_fly_a_document_without_text_takes_no_place_in_a_packed_row(
         400,
     )  # fmt: skip
     config = configuration(train={"steps": 1, "global_batch": 1}).model_copy(update={"data": task.data_config})
-    source = source_of(task, config)
-    taken = plan_of(task, source, config).taken(0, range(1))
+    source = build_source(task, config)
+    taken = build_plan(task, source, config).samples(0, range(1))
     assert set(taken.rows.tolist()) <= {1, 2, 3, 4, 5, 6}
     made = [task.sample(source[int(row)], CONTEXT) for row in taken.rows]
     assert task.counts(task.collate([task.pack(made)]))["next_token"] == sum(len(sample) - 1 for sample in made) > 300
@@ -242,9 +242,9 @@ def test_several_corpora_on_the_fly_are_a_mapping_too(two: Corpus) -> None:
         ({"sources": {"": {"path": "y"}}}, r"data\.sources: a source needs a name"),
     ],
 )
-@pytest.mark.parametrize("kind", [Corpus, Prepared])
+@pytest.mark.parametrize("kind", [Corpus, PreparedDocuments])
 def test_one_way_to_say_where_documents_are(kind: Any, settings: dict[str, Any], told: str) -> None:
-    name = kind.__name__.lower()
+    name = kind.model_fields["kind"].annotation.__args__[0]
     with pytest.raises(ValueError, match=told.rstrip("$")):
         kind(kind=name, **settings)
 
@@ -267,21 +267,23 @@ def test_prepared_documents_are_trained_on_without_the_documents(tmp_path: Path)
     shutil.rmtree(tmp_path / "corpus")
     shutil.rmtree(tmp_path / "cache")
     moved = Path(shutil.move(out, tmp_path / "elsewhere"))
-    after = language(Prepared(kind="prepared", path=moved, held_out=0.2))
+    after = language(PreparedDocuments(kind="prepared", path=moved, held_out=0.2))
     after.check()
     assert samples(after) == made
     assert after.facts() == facts
     assert after.data().fingerprint == before.data().fingerprint  # type: ignore[union-attr]
     again = reshard(moved, 3, tmp_path / "three")
     assert len(again.manifest["shards"]) == 3
-    cut = language(Prepared(kind="prepared", path=tmp_path / "three", held_out=0.2))
+    cut = language(PreparedDocuments(kind="prepared", path=tmp_path / "three", held_out=0.2))
     assert samples(cut) == made
     assert cut.data().fingerprint == before.data().fingerprint  # type: ignore[union-attr]
 
 
 def test_several_prepared_corpora_are_mixed_like_the_documents(two: Corpus, tmp_path: Path) -> None:
     out = prepared(two, tmp_path / "out")
-    data = Prepared(kind="prepared", sources={name: {"path": out / name} for name in ("books", "code")}, held_out=0.2)
+    data = PreparedDocuments(
+        kind="prepared", sources={name: {"path": out / name} for name in ("books", "code")}, held_out=0.2
+    )
     before, after = language(two).data(), language(data).data()
     assert {name: source.fingerprint for name, source in after.items()} == {  # type: ignore[union-attr]
         name: source.fingerprint
@@ -297,7 +299,7 @@ def test_a_changed_byte_is_found_before_the_start_where_content_is_verified(tmp_
     changed = bytearray(path.read_bytes())
     changed[len(changed) // 2] ^= 1
     path.write_bytes(changed)
-    task = language(Prepared(kind="prepared", path=out, verify=verify))
+    task = language(PreparedDocuments(kind="prepared", path=out, verify=verify))
     if verify == "sizes":
         task.check()
     else:
@@ -311,11 +313,11 @@ def test_a_file_that_changes_under_a_run_is_named_where_the_run_reads_it(tmp_pat
     data: Any = corpus(tmp_path / "corpus", cache=tmp_path / "cache")
     if kind == "prepared":
         out = prepared(data, tmp_path / "out")
-        data, path = Prepared(kind="prepared", path=out), out / "shard-00000-of-00001.arrow"
+        data, path = PreparedDocuments(kind="prepared", path=out), out / "shard-00000-of-00001.arrow"
     elif kind == "on_the_fly":
         data = data.model_copy(update={"tokenise": "on_the_fly"})
     task = language(data, sequence=64)
-    sources = [*watched(source_of(task)), *watched(task.held_out())]  # type: ignore[arg-type]
+    sources = [*checkable_sources(build_source(task)), *checkable_sources(task.held_out())]  # type: ignore[arg-type]
     assert len(sources) == 2
     with path.open("ab") as file:
         file.write(b"{}\n")
@@ -334,7 +336,7 @@ def test_corpora_of_different_tokenizers_are_not_mixed(tmp_path: Path) -> None:
         write_jsonl(tmp_path / name / "a.jsonl", sentences(40, seed))
         folders[name] = {"path": prepared(corpus(tmp_path / name, cache=tmp_path / "cache"), tmp_path / f"out {name}")}
     with pytest.raises(DataError, match=r"'a' and 'b' were prepared with different tokenizers; prepare both with one"):
-        language(Prepared(kind="prepared", sources=folders)).data()
+        language(PreparedDocuments(kind="prepared", sources=folders)).data()
 
 
 def test_documents_of_another_tokenizer_than_the_pretrained_models_are_refused(
@@ -342,8 +344,8 @@ def test_documents_of_another_tokenizer_than_the_pretrained_models_are_refused(
 ) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", sentences(40, seed=9))
     out = prepared(corpus(tmp_path / "corpus", cache=tmp_path / "cache"), tmp_path / "out")
-    data = Prepared(kind="prepared", path=out)
-    with pytest.raises(DataError, match=r"was prepared with another tokenizer than that of .*data\.tokenizer="):
+    data = PreparedDocuments(kind="prepared", path=out)
+    with pytest.raises(DataError, match=r"was prepared with a different tokenizer than .*data\.tokenizer="):
         open_library(data, 16, given_tokenizer)
     same = prepared(corpus(tmp_path / "corpus", cache=tmp_path, tokenizer=given_tokenizer), tmp_path / "same")
     model_of = tmp_path / "model"
@@ -351,12 +353,12 @@ def test_documents_of_another_tokenizer_than_the_pretrained_models_are_refused(
     shutil.copy(given_tokenizer / "tokenizer.json", model_of)  # written differently, and the same
     written = json.loads((model_of / "tokenizer.json").read_text())
     (model_of / "tokenizer.json").write_text(json.dumps({**written, "truncation": None}, indent=3))
-    assert open_library(Prepared(kind="prepared", path=same), 16, model_of).tokenizer.size == 300
+    assert open_library(PreparedDocuments(kind="prepared", path=same), 16, model_of).tokenizer.size == 300
 
 
 def test_what_was_prepared_is_not_prepared_again(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data=prepared was prepared before; give the documents"):
-        preparations(Prepared(kind="prepared", path=tmp_path), None)
+    with pytest.raises(ConfigError, match="data=prepared is already prepared; give the documents"):
+        preparations(PreparedDocuments(kind="prepared", path=tmp_path), None)
 
 
 # the same tokens by any way ---------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ def test_odd_documents_come_back_and_shares_are_the_whole(
 ) -> None:
     folder = tmp_path_factory.mktemp("odd")
     write_jsonl(folder / "corpus" / "a.jsonl", texts)
-    preparation = Ahead(Texts.of(corpus(folder / "corpus").files[""]), _byte_level(folder))
+    preparation = TokenisePreparation(Texts.of(corpus(folder / "corpus").files[""]), _byte_level(folder))
     made = prepare(preparation, folder / "whole")
     assert made is not None
     engine = Engine.from_file(str(folder / "whole" / "tokenizer.json"))
@@ -384,8 +386,8 @@ def test_odd_documents_come_back_and_shares_are_the_whole(
     assert found == [text for text in texts if text]
     assert made.manifest["left_out"] == texts.count("")
     for number in range(1, count + 1):
-        prepare(preparation, folder / "shares", share=Share(number, count), workers=2)
-    merge(folder / "shares")
+        prepare(preparation, folder / "shares", share=Partition(number, count), workers=2)
+    merge_partitions(folder / "shares")
     assert content(folder / "shares") == content(folder / "whole")
 
 
@@ -393,7 +395,7 @@ def _byte_level(folder: Path) -> Tokenizer:
     """A byte-level tokenizer without merges."""
     engine = tokenizer._train([], 257)
     engine.save(str(folder / "tokenizer.json"))
-    return tokenizer_from(folder)
+    return load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(("workers", "kind"), [(2, "threads"), (4, "threads"), (2, "processes")])
@@ -412,7 +414,7 @@ def test_a_live_library_can_be_sent_to_another_process(two: Corpus) -> None:
 
     task = language(two.model_copy(update={"tokenise": "on_the_fly"}), 5000)
     source = task.data()["code"]  # type: ignore[index]
-    assert isinstance(task.library.corpora["code"], LiveTexts)
+    assert isinstance(task.library.corpora["code"], OnTheFlyTexts)
     assert pickle.loads(pickle.dumps(source))[3] == source[3]
     ahead = language(two).data()["code"]  # type: ignore[index]
     assert pickle.loads(pickle.dumps(ahead))[3].tolist() == ahead[3].tolist()

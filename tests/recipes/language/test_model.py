@@ -20,7 +20,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import Corpus, FromConfig, Pretrained
 from unisono.recipes.language.task import IGNORED
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 from unisono.task_config import load_config as load
@@ -109,7 +109,7 @@ def test_steps_of_training_lower_the_loss(data: Corpus, name: str) -> None:
     language = task(data, name)
     rows = len(language.data())
     config = configuration(train={"steps": 4, "global_batch": rows}, optim={"kind": "adamw", "lr": 3e-3})
-    done = trace(Place(), Alone(), language, config)
+    done = trace(ProcessInfo(), SingleProcess(), language, config)
     assert done.losses == sorted(done.losses, reverse=True)
     assert done.losses[-1] < done.losses[0] - 0.01
     assert all(np.any(gradient) for gradient in done.gradients.values())
@@ -121,7 +121,7 @@ def test_steps_of_training_lower_the_loss(data: Corpus, name: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_it_is_found_out_whether_the_head_is_all_there_is_between_hidden_states_and_logits(name: str) -> None:
     torch.manual_seed(0)
-    found = models.build(model(name), 300)
+    found = models.build_model(model(name), 300)
     assert models.head_is_linear(found) == ARCHITECTURES[name][2]
 
 
@@ -129,7 +129,7 @@ def test_it_is_found_out_whether_the_head_is_all_there_is_between_hidden_states_
 def test_a_soft_cap_is_noticed_in_a_new_model_whose_logits_are_near_zero(cap: float) -> None:
     torch.manual_seed(0)
     config = model("gemma2, soft cap")
-    found = models.build(
+    found = models.build_model(
         config.model_copy(update={"settings": {**config.settings, "final_logit_softcapping": cap}}), 300
     )
     assert found(input_ids=torch.arange(9)[None]).logits.abs().max() < 1
@@ -137,7 +137,7 @@ def test_a_soft_cap_is_noticed_in_a_new_model_whose_logits_are_near_zero(cap: fl
 
 
 def test_asking_a_model_leaves_it_as_it_was() -> None:
-    found = models.build(model("gpt2"), 300).train()
+    found = models.build_model(model("gpt2"), 300).train()
     before = {name: value.clone() for name, value in found.state_dict().items()}
     seed = torch.get_rng_state()
     models.head_is_linear(found)
@@ -155,7 +155,7 @@ def test_weights_are_a_function_of_torchs_generator() -> None:
 
 def _seeded(seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    return dict(models.build(model("llama"), 300).state_dict())
+    return dict(models.build_model(model("llama"), 300).state_dict())
 
 
 # settings that cannot be ------------------------------------------------------------------------------------------
@@ -166,13 +166,13 @@ def _config(architecture: str, **settings: Any) -> FromConfig:
 
 
 def test_an_unknown_architecture_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"model\.architecture=llamma is no causal .*, did you mean 'llama'\?"):
-        models.check(_config("llamma"), 300)
+    with pytest.raises(ConfigError, match=r"model\.architecture=llamma is not a causal .*, did you mean 'llama'\?"):
+        models.check_model(_config("llamma"), 300)
 
 
 def test_an_architecture_that_resembles_none_gets_examples() -> None:
-    with pytest.raises(ConfigError, match=r"model\.architecture=42 is no causal .*, e\.g\. llama, gpt2, qwen3"):
-        models.check(_config("42"), 300)
+    with pytest.raises(ConfigError, match=r"model\.architecture=42 is not a causal .*, e\.g\. llama, gpt2, qwen3"):
+        models.check_model(_config("42"), 300)
 
 
 @pytest.mark.parametrize(
@@ -181,37 +181,40 @@ def test_an_architecture_that_resembles_none_gets_examples() -> None:
 def test_an_unknown_setting_suggests_the_nearest(architecture: str, key: str, suggested: str) -> None:
     told = rf"unknown key 'model\.settings\.{key}' for {architecture}, did you mean 'model\.settings\.{suggested}'\?"
     with pytest.raises(ConfigError, match=told):
-        models.check(_config(architecture, **{key: 3}), 300)
+        models.check_model(_config(architecture, **{key: 3}), 300)
 
 
 def test_a_setting_goes_by_any_of_its_names() -> None:
-    assert models.check(_config("gpt2", hidden_size=48), 300).n_embd == 48
+    assert models.check_model(_config("gpt2", hidden_size=48), 300).n_embd == 48
 
 
 def test_a_setting_of_the_wrong_type_is_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.settings do not fit llama: .*hidden_size"):
-        models.check(_config("llama", hidden_size="wide"), 300)
+        models.check_model(_config("llama", hidden_size="wide"), 300)
 
 
 def test_settings_that_the_architecture_refuses_are_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"a gpt2 model cannot be made with these model\.settings: .*divisible"):
-        models.build(_config("gpt2", n_embd=30, n_head=4), 300)
+    with pytest.raises(ConfigError, match=r"a gpt2 model cannot be built with these model\.settings: .*divisible"):
+        models.build_model(_config("gpt2", n_embd=30, n_head=4), 300)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model has 299 token embeddings, but the tokenizer makes ids up to 299"):
-        models.check(_config("llama", vocab_size=299), 300)
+    with pytest.raises(ConfigError, match=r"the model has 299 token embeddings, but the tokenizer has ids up to 299"):
+        models.check_model(_config("llama", vocab_size=299), 300)
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_is_taken() -> None:
-    assert models.build(_config("llama", vocab_size=320, **GROUPED), 300).get_input_embeddings().num_embeddings == 320
+    assert (
+        models.build_model(_config("llama", vocab_size=320, **GROUPED), 300).get_input_embeddings().num_embeddings
+        == 320
+    )
 
 
 def test_an_encoder_that_looks_ahead_is_refused_with_the_remedy() -> None:
     settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    with pytest.raises(ConfigError, match=r"BertLMHeadModel lets tokens see those after them.*is_decoder=true"):
-        models.build(_config("bert", **settings), 300)
-    models.build(_config("bert", is_decoder=True, **settings), 300)
+    with pytest.raises(ConfigError, match=r"BertLMHeadModel lets tokens attend to later ones.*is_decoder=true"):
+        models.build_model(_config("bert", **settings), 300)
+    models.build_model(_config("bert", is_decoder=True, **settings), 300)
 
 
 # models from a directory ------------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ def test_an_encoder_that_looks_ahead_is_refused_with_the_remedy() -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     torch.manual_seed(5)
-    models.build(model("llama"), 300).save_pretrained(tmp_path / "saved")
+    models.build_model(model("llama"), 300).save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -231,7 +234,7 @@ def pretrained(path: Path) -> Pretrained:
 def test_a_directory_gives_its_own_weights_in_fp32(saved: Path) -> None:
     half = {name: value.bfloat16() for name, value in load_file(saved / "model.safetensors").items()}
     save_file(half, saved / "model.safetensors", metadata={"format": "pt"})
-    found = models.build(pretrained(saved), 300).state_dict()
+    found = models.build_model(pretrained(saved), 300).state_dict()
     assert found.keys() == half.keys()
     for name, value in found.items():
         assert value.dtype == torch.float32
@@ -240,21 +243,21 @@ def test_a_directory_gives_its_own_weights_in_fp32(saved: Path) -> None:
 
 def test_a_model_larger_than_a_file_is_read_from_its_shards(saved: Path) -> None:
     whole = load_file(saved / "model.safetensors")
-    models.build(pretrained(saved), 300).save_pretrained(saved.parent / "shards", max_shard_size="40KB")
+    models.build_model(pretrained(saved), 300).save_pretrained(saved.parent / "shards", max_shard_size="40KB")
     assert len(list((saved.parent / "shards").glob("*.safetensors"))) > 1
-    found = models.build(pretrained(saved.parent / "shards"), 300).state_dict()
+    found = models.build_model(pretrained(saved.parent / "shards"), 300).state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: .*nowhere is not a directory; .*config\.json and safetensors"):
-        models.check(pretrained(tmp_path / "nowhere"), 300)
+        models.check_model(pretrained(tmp_path / "nowhere"), 300)
 
 
 def test_a_directory_without_config_is_refused(saved: Path) -> None:
     (saved / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"model\.path: .* has no config\.json"):
-        models.check(pretrained(saved), 300)
+        models.check_model(pretrained(saved), 300)
 
 
 @pytest.mark.parametrize(
@@ -263,15 +266,15 @@ def test_a_directory_without_config_is_refused(saved: Path) -> None:
 def test_a_broken_config_is_named(saved: Path, content: str) -> None:
     (saved / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be read"):
-        models.check(pretrained(saved), 300)
+        models.check_model(pretrained(saved), 300)
 
 
 def test_a_directory_without_safetensors_is_refused_with_the_reason(saved: Path) -> None:
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     with pytest.raises(
-        ConfigError, match=r"has no \*\.safetensors; other formats are not read, since they can run code"
+        ConfigError, match=r"has no \*\.safetensors files; other formats are not read, since they can run code"
     ):
-        models.check(pretrained(saved), 300)
+        models.check_model(pretrained(saved), 300)
 
 
 def test_a_pickle_is_not_read_even_beside_safetensors(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +282,7 @@ def test_a_pickle_is_not_read_even_beside_safetensors(saved: Path, monkeypatch: 
     (saved / "model.safetensors").rename(saved / "adapter.safetensors")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpickled"))
     with pytest.raises(ConfigError, match=r"model\.path: the weights in .* cannot be read"):
-        models.build(pretrained(saved), 300)
+        models.build_model(pretrained(saved), 300)
 
 
 @pytest.mark.parametrize("length", [0, 1000])
@@ -287,20 +290,20 @@ def test_damaged_weights_are_a_config_error(saved: Path, length: int) -> None:
     content = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(content[:length])
     with pytest.raises(ConfigError, match=r"model\.path: the weights in .* cannot be read"):
-        models.build(pretrained(saved), 300)
+        models.build_model(pretrained(saved), 300)
 
 
 def test_weights_of_another_shape_are_refused(saved: Path) -> None:
     _with_weights(saved, **{"model.norm.weight": torch.ones(7)})
     with pytest.raises(ConfigError, match=r"model\.path: the weights in .* cannot be read"):
-        models.build(pretrained(saved), 300)
+        models.build_model(pretrained(saved), 300)
 
 
 def test_missing_weights_are_refused_instead_of_made_up(saved: Path) -> None:
     _with_weights(saved, **{"model.norm.weight": None, "model.layers.1.mlp.up_proj.weight": None})
     told = r"lacks 2 of the model's weights, first 'model\.layers\.1\.mlp\.up_proj\.weight'; they would be random"
     with pytest.raises(ConfigError, match=told):
-        models.build(pretrained(saved), 300)
+        models.build_model(pretrained(saved), 300)
 
 
 def _with_weights(saved: Path, **changed: torch.Tensor | None) -> None:
@@ -312,12 +315,12 @@ def _with_weights(saved: Path, **changed: torch.Tensor | None) -> None:
 def test_a_directory_of_another_kind_of_model_is_refused(saved: Path) -> None:
     (saved / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 300}))
     with pytest.raises(ConfigError, match=r"model\.path"):
-        models.build(pretrained(saved), 300)
+        models.build_model(pretrained(saved), 300)
 
 
 def test_a_tokenizer_larger_than_the_saved_model_is_refused(saved: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the model has 300 token embeddings, but the tokenizer makes ids up to 300"):
-        models.check(pretrained(saved), 301)
+    with pytest.raises(ConfigError, match=r"the model has 300 token embeddings, but the tokenizer has ids up to 300"):
+        models.check_model(pretrained(saved), 301)
 
 
 def test_a_saved_model_is_trained_with_the_tokenizer_beside_it(saved: Path, data: Corpus) -> None:
@@ -342,7 +345,7 @@ def recipe(name: str) -> RunConfig:
 def test_the_flops_of_a_batch_are_those_that_torch_counts(name: str) -> None:
     """Rows without padding, and plain attention: what the counter sees are the products of matrices."""
     rows, length, vocabulary = 2, 192, 1024
-    found = models.untrained(recipe(name).model, vocabulary)
+    found = models.build_untrained(recipe(name).model, vocabulary)
     ids = torch.randint(vocabulary, (rows, length))
     with FlopCounterMode(display=False) as counter:
         found(input_ids=ids, labels=ids).loss.backward()
@@ -353,29 +356,29 @@ def test_the_flops_of_a_batch_are_those_that_torch_counts(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "qwen3_tiny", "moe_tiny"])
 def test_flops_need_only_the_shapes(name: str) -> None:
     with torch.device("meta"):
-        shapes = models.untrained(recipe(name).model, 512)
-    assert models.flops_per_token(shapes) == models.flops_per_token(models.untrained(recipe(name).model, 512))
+        shapes = models.build_untrained(recipe(name).model, 512)
+    assert models.flops_per_token(shapes) == models.flops_per_token(models.build_untrained(recipe(name).model, 512))
 
 
 def test_the_models_of_the_recipe_are_as_tied_as_they_say() -> None:
     tied = {}
     for name in ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "moe_tiny"):
-        found = models.untrained(recipe(name).model, 512)
+        found = models.build_untrained(recipe(name).model, 512)
         tied[name] = found.get_output_embeddings().weight is found.get_input_embeddings().weight
     assert tied == {"llama_tiny": True, "gpt2_tiny": True, "qwen3_tiny": False, "moe_tiny": True}
 
 
 def test_a_tied_head_counts_once_and_an_embedding_not_at_all() -> None:
-    tied, untied = (models.untrained(model(f"qwen3, {kind}"), 300) for kind in ("tied", "untied"))
+    tied, untied = (models.build_untrained(model(f"qwen3, {kind}"), 300) for kind in ("tied", "untied"))
     assert models.flops_per_token(tied) == models.flops_per_token(untied)
 
 
 def test_no_model_is_made_while_threads_prepare_batches(data: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Making one changes torch's default dtype for all threads, and a run in fp64 would notice."""
-    made, untrained = [], models.untrained
-    monkeypatch.setattr(models, "untrained", lambda *a: made.append(threading.current_thread()) or untrained(*a))
+    made, untrained = [], models.build_untrained
+    monkeypatch.setattr(models, "build_untrained", lambda *a: made.append(threading.current_thread()) or untrained(*a))
     config = configuration(train={"steps": 2, "global_batch": 4}).model_copy(update={"data": data})
-    trace(Place(), Alone(), task(data), config)
+    trace(ProcessInfo(), SingleProcess(), task(data), config)
     assert len(made) == 2  # one for the shapes, one to train
     assert set(made) == {threading.main_thread()}
 
@@ -384,7 +387,7 @@ def test_the_work_of_a_batch_leaves_padding_out(data: Corpus) -> None:
     language = task(data, pad_to_multiple=64)
     rows = [np.arange(5), np.arange(17), np.arange(2)]
     work = language.work(language.collate(rows))
-    constant, per_length = models.flops_per_token(models.untrained(model("llama, tied"), 300))
+    constant, per_length = models.flops_per_token(models.build_untrained(model("llama, tied"), 300))
     assert work == {"tokens": 21.0, "flops": 21 * constant + per_length * (16 + 256 + 1)}
 
 

@@ -16,7 +16,7 @@ from tests.recipes.language.corpora import model as model_of
 from tests.recipes.language.kernels import Gradients, distance
 from unisono.config.schema.data import Packing
 from unisono.data.order.order import Order
-from unisono.data.order.packed_plan import PackedPlan, looked_up
+from unisono.data.order.packed_plan import PackedPlan, lookup_lengths
 from unisono.data.prepare import Windows
 from unisono.engines.torch.numerics import precision as precisions
 from unisono.recipes.language import kernels, packed
@@ -62,12 +62,13 @@ def steps(task: Language, number: int = 1, **how: Any) -> list[list[list[np.ndar
     source = task.data()
     settings = PACKED.model_copy(update=how)
     plan = PackedPlan(
-        Order(len(source), 0), looked_up(source.lengths), settings, capacity=task.capacity, global_batch=4, lanes=2,
+        Order(len(source), 0), lookup_lengths(source.lengths), settings, capacity=task.capacity, global_batch=4,
+        lanes=2,
         steps=number,
     )  # fmt: skip
     made = []
     for step in range(number):
-        taken = plan.taken(step, range(4))
+        taken = plan.samples(step, range(4))
         rows: list[list[np.ndarray]] = [[] for _ in range(4)]
         for slot, row, first, last in zip(taken.slots, taken.rows, taken.first, taken.last, strict=True):
             sample = task.sample(source[int(row)], SampleContext(np.random.default_rng(0), training=True))
@@ -144,14 +145,14 @@ def test_every_target_of_the_corpus_is_learnt_from_as_often_as_it_is_there(data:
     documents = task.data()
     assert len(documents) == 48
     one = PackedPlan(
-        Order(48, 0), looked_up(documents.lengths), PACKED.model_copy(update={"chunk": 24, "method": method}),
+        Order(48, 0), lookup_lengths(documents.lengths), PACKED.model_copy(update={"chunk": 24, "method": method}),
         capacity=CAPACITY, global_batch=2, lanes=2, steps=100,
     )  # fmt: skip
     ends = one.index(1)[:, 1]
     seen: list[tuple[int, int]] = []
     for lane in range(2):
         for step in range(int(ends[lane])):
-            taken = one.taken(step, range(lane, lane + 1))
+            taken = one.samples(step, range(lane, lane + 1))
             pieces = []
             for row, first, last in zip(taken.rows, taken.first, taken.last, strict=True):
                 sample = documents[int(row)]
@@ -234,14 +235,14 @@ def test_gradients_by_borders_are_those_of_the_documents_alone(
     """As with flash attention, which is not at hand: an attention that knows nothing but the borders it is given."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register("test_borders", packed.by_borders)
+    AttentionInterface.register("test_borders", packed.border_attention)
     task = language(data, name)
     batches = ways(task)
     expected = gradients(task, batches["alone"])
     task._kernels  # noqa: B018 - chosen now
     chosen = kernels.Kernels("flash", task._kernels.experts, task._kernels.why)
-    monkeypatch.setattr(kernels, "choose", lambda *_: chosen)
-    monkeypatch.setattr(kernels, "_installed_flash", lambda: "test_borders")
+    monkeypatch.setattr(kernels, "select_kernels", lambda *_: chosen)
+    monkeypatch.setattr(kernels, "_find_flash", lambda: "test_borders")
     found = {way: gradients(task, batches[way]) for way in ("packed", "mixed")}
     window = name == "mistral"  # whose attention would be told to look back four tokens only, and ours does not
     if not window:
@@ -251,7 +252,7 @@ def test_gradients_by_borders_are_those_of_the_documents_alone(
 
 def test_borders_are_where_documents_begin_in_all_rows() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    told = packed.borders(positions)
+    told = packed.flash_borders(positions)
     assert told["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10]
     assert told["cu_seq_lens_q"].dtype == torch.int32
     assert told["max_length_q"] == told["max_length_k"] == 4
@@ -292,7 +293,7 @@ def test_models_that_heed_positions_are_built(data: Corpus, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(DEAF))
 def test_models_that_only_take_positions_are_refused(data: Corpus, name: str) -> None:
     task(data, name).build()
-    with pytest.raises(ConfigError, match=r"in OPTForCausalLM a document sees those before it in its row, although it"):
+    with pytest.raises(ConfigError, match=r"in OPTForCausalLM a document attends to those before it in its row"):
         task(data.model_copy(update={"packing": PACKED}), name).build()
 
 
@@ -304,7 +305,7 @@ def _of(architecture: str, **settings: Any) -> FromConfig:
 def test_a_recurrent_model_is_refused_before_anything_starts(data: Corpus) -> None:
     model = _of("mamba", hidden_size=32, num_hidden_layers=2, state_size=4)
     given = {"model": model, "data": data.model_copy(update={"packing": PACKED})}
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM takes no position_ids.*Leave data\.packing=null"):
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM takes no position_ids.*Use data\.packing=null"):
         Language(LanguageConfig(sequence=16), **given).check()
     Language(LanguageConfig(sequence=16), model=model, data=data).check()
 
@@ -322,20 +323,20 @@ class Deaf(torch.nn.Module):
 
 
 def test_a_model_that_does_not_heed_positions_is_refused() -> None:
-    with pytest.raises(ConfigError, match="in Deaf a document sees those before it in its row"):
-        packed.check_apart(Deaf(), flash=False)
+    with pytest.raises(ConfigError, match="in Deaf a document attends to those before it in its row"):
+        packed.check_isolation(Deaf(), flash=False)
 
 
 def test_an_architecture_that_hands_no_borders_to_flash_attention_is_refused(data: Corpus) -> None:
     """Asked of the model itself: with its keywords held back on the way to attention, documents see each other."""
     model = language(data).build()
-    packed.check_apart(model, flash=True)
+    packed.check_isolation(model, flash=True)
     for layer in model.model.layers:
         forward = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, forward=forward, **kwargs: forward(
             *args, **{name: value for name, value in kwargs.items() if not name.startswith(("cu_", "max_length"))}
         )
-    with pytest.raises(ConfigError, match=r"with model\.attention=flash a document sees.*model.attention=sdpa"):
-        packed.check_apart(model, flash=True)
-    packed.check_apart(model, flash=False)
+    with pytest.raises(ConfigError, match=r"with model\.attention=flash a document attends.*model.attention=sdpa"):
+        packed.check_isolation(model, flash=True)
+    packed.check_isolation(model, flash=False)
     assert model.config._attn_implementation == "sdpa"

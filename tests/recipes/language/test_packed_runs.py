@@ -14,7 +14,7 @@ from unisono.launch import train
 from unisono.observe import events
 from unisono.recipes.language.settings import LanguageConfig
 from unisono.recipes.language.task import Language
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Source
 
@@ -30,7 +30,13 @@ class OnTheFly(Language):
 
 
 def part(
-    place: Place, group: Group, texts: Path, folder: Path, updates: int, known: bool = True, method: str = "online"
+    place: ProcessInfo,
+    group: Communicator,
+    texts: Path,
+    folder: Path,
+    updates: int,
+    known: bool = True,
+    method: str = "online",
 ) -> tuple[int, list[float]]:
     """Go on with the run in this folder for some updates: where it went on, and their losses."""
     data = corpus(texts, packing={"chunk": 6, "open_bins": 3, "method": method}, lanes=6)
@@ -92,7 +98,7 @@ def test_an_interrupted_run_goes_on_with_the_same_losses_on_another_number_of_pr
 
 
 def _losses(folder: Path) -> list[float]:
-    return [event["loss"] for event in events.steps(events.read(folder / "events.jsonl"))]
+    return [event["loss"] for event in events.step_events(events.read_events(folder / "events.jsonl"))]
 
 
 def _train(texts: Path, runs: Path, **more: Any) -> list[float]:

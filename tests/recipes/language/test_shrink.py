@@ -26,7 +26,7 @@ LLAMA = {
 
 
 def size(config: FromConfig) -> int:
-    return sum(parameter.numel() for parameter in models.untrained(config, VOCABULARY).parameters())
+    return sum(parameter.numel() for parameter in models.build_untrained(config, VOCABULARY).parameters())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_large_model_becomes_small_and_stays_of_its_kind(architecture: str, se
     assert after is not None
     assert size(before) > LIMIT
     assert size(after) < size(before) / 3
-    a, b = (models.check(config, VOCABULARY) for config in (before, after))
+    a, b = (models.check_model(config, VOCABULARY) for config in (before, after))
     for key in ("model_type", "vocab_size", "tie_word_embeddings", "head_dim", "hidden_act", "num_experts_per_tok"):
         assert getattr(a, key, None) == getattr(b, key, None), key
     assert b.num_hidden_layers >= 2
@@ -60,11 +60,11 @@ def test_a_small_model_stays_as_it_is() -> None:
 
 
 def test_a_model_from_a_directory_is_made_small_with_random_weights(tmp_path: Path) -> None:
-    models.untrained(large("llama", **LLAMA), VOCABULARY).save_pretrained(tmp_path)
+    models.build_untrained(large("llama", **LLAMA), VOCABULARY).save_pretrained(tmp_path)
     after = shrunk(Pretrained(kind="pretrained", path=tmp_path), VOCABULARY, LIMIT)
     assert isinstance(after, FromConfig)
     assert after.settings["num_hidden_layers"] == 2
-    assert models.untrained(after, VOCABULARY).config.tie_word_embeddings
+    assert models.build_untrained(after, VOCABULARY).config.tie_word_embeddings
 
 
 def test_what_cannot_be_made_smaller_stays_as_it_is() -> None:

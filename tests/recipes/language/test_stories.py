@@ -23,17 +23,17 @@ import unisono
 from tests import processes
 from tests.recipes.language.corpora import corpus, real, write_jsonl
 from tests.runs import configuration, trace, whole
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import Job
+from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
 from unisono.recipes.language.generate import generate
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import Language
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 
 STORIES, TARGETS = 5, 1804  # without the ends
 README = 1.2664
@@ -76,14 +76,14 @@ def all_at_once(language: Language, steps: int = 1, lr: float = 1e-4) -> RunConf
 
 def test_the_loss_is_the_one_that_its_makers_measured(pretrained: Path, stories: Path, without_ends: Path) -> None:
     language = task(pretrained, corpus(stories, tokenizer=without_ends, held_out=0.0))
-    done = trace(Place(), Alone(), language, all_at_once(language))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language))
     assert done.metrics[0]["tokens"] == TARGETS
     assert done.losses[0] == pytest.approx(README, abs=5e-5)
 
 
 def test_the_ends_of_the_stories_make_the_difference_to_its_own_tokenizer(pretrained: Path, stories: Path) -> None:
     language = task(pretrained, corpus(stories, held_out=0.0))
-    done = trace(Place(), Alone(), language, all_at_once(language))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language))
     assert done.metrics[0]["tokens"] == TARGETS + STORIES
     assert done.losses[0] == pytest.approx(1.3329, abs=5e-5)
     of_the_ends = (done.losses[0] * (TARGETS + STORIES) - README * TARGETS) / STORIES
@@ -92,7 +92,7 @@ def test_the_ends_of_the_stories_make_the_difference_to_its_own_tokenizer(pretra
 
 def test_held_out_stories_are_measured_like_any_others(pretrained: Path, stories: Path, without_ends: Path) -> None:
     language = task(pretrained, corpus(stories, tokenizer=without_ends, held_out=0.4))
-    done = trace(Place(), Alone(), language, all_at_once(language, lr=0.0))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language, lr=0.0))
     kept, held = language.data(), language.held_out()
     assert held is not None
     assert len(held) == 2
@@ -105,14 +105,14 @@ def test_the_text_file_can_be_read_as_it_is(pretrained: Path) -> None:
     """The line ends around the marker stay with the stories, and a sixth document is the last of them alone."""
     sample = pretrained / "tinystories_sample.txt"
     language = task(pretrained, corpus(sample, separator="<|endoftext|>", held_out=0.0))
-    done = trace(Place(), Alone(), language, all_at_once(language))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language))
     assert language.facts()["documents"] == STORIES + 1
     assert done.losses[0] == pytest.approx(1.4139, abs=5e-5)
 
 
 def test_training_goes_on_from_where_its_makers_stopped(pretrained: Path, stories: Path, without_ends: Path) -> None:
     language = task(pretrained, corpus(stories, tokenizer=without_ends, held_out=0.0))
-    done = trace(Place(), Alone(), language, all_at_once(language, steps=6))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language, steps=6))
     assert done.losses[0] == pytest.approx(README, abs=5e-5)
     assert done.losses == sorted(done.losses, reverse=True)
     assert README - 0.25 < done.losses[-1] < README - 0.15
@@ -121,7 +121,7 @@ def test_training_goes_on_from_where_its_makers_stopped(pretrained: Path, storie
 def test_it_trains_as_in_a_plain_loop(pretrained: Path, stories: Path, without_ends: Path) -> None:
     """Story by story through the library's own loss, and torch's own clipping and AdamW."""
     language = task(pretrained, corpus(stories, tokenizer=without_ends, held_out=0.0))
-    done = trace(Place(), Alone(), language, all_at_once(language, steps=3, lr=1e-3))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language, steps=3, lr=1e-3))
     found = AutoModelForCausalLM.from_pretrained(pretrained)
     optimizer = torch.optim.AdamW(found.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     losses, norms = [], []
@@ -139,19 +139,19 @@ def test_it_trains_as_in_a_plain_loop(pretrained: Path, stories: Path, without_e
 
 def test_the_model_learns_where_stories_end(pretrained: Path, stories: Path) -> None:
     language = task(pretrained, corpus(stories, held_out=0.0))
-    done = trace(Place(), Alone(), language, all_at_once(language, steps=4, lr=1e-3))
+    done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language, steps=4, lr=1e-3))
     assert done.losses[-1] < README - 0.1
 
 
 # several processes ------------------------------------------------------------------------------------------------
 
 
-def train(place: Place, group: Group, language: Language, config: RunConfig) -> dict[str, Any]:
+def train(place: ProcessInfo, group: Communicator, language: Language, config: RunConfig) -> dict[str, Any]:
     """Losses, whether the head is the embedding before and after, and both as saved and as used."""
-    plan = StreamPlan.of(Order(len(language.data()), 0), config.train.global_batch, config.train.steps, None)
-    split = Split.of(config.train.global_batch, place.world_size, config.layout.micro_batch)
+    plan = StreamPlan.create(Order(len(language.data()), 0), config.train.global_batch, config.train.steps, None)
+    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(language, language.data(), plan, split, place.rank)
-    engine = TorchEngine(Job(language, config, place, group, split))
+    engine = TorchEngine(EngineJob(language, config, place, group, split))
     scalars = {"lr": config.optim.lr}
     try:
         engine.setup(next(iter(loader.steps())), scalars)

@@ -20,7 +20,7 @@ from unisono.launch import train
 from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import IGNORED, Language
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, DataError, KernelError
 
 
@@ -68,7 +68,7 @@ def test_an_epoch_counts_every_target_of_the_training_documents_once(data: Corpu
     language = task(data)
     source = language.data()
     config = configuration(train={"epochs": 1.0, "global_batch": 7})
-    done = trace(Place(), Alone(), language, config)
+    done = trace(ProcessInfo(), SingleProcess(), language, config)
     assert sorted(row for rows in done.rows for row in rows) == list(range(len(source)))
     documents = language.library.split[""][0]
     assert sum(step["tokens"] for step in done.metrics) == (store_in(language).lengths[documents] - 1).sum()
@@ -77,7 +77,7 @@ def test_an_epoch_counts_every_target_of_the_training_documents_once(data: Corpu
 def test_accuracy_is_the_share_of_tokens_that_the_model_would_have_chosen(data: Corpus) -> None:
     language = task(data)
     config = configuration(train={"steps": 20, "global_batch": 16}, optim={"kind": "adamw", "lr": 1e-2})
-    done = trace(Place(), Alone(), language, config)
+    done = trace(ProcessInfo(), SingleProcess(), language, config)
     assert set(done.evaluation) == {"loss", "next_token", "accuracy"}
     assert done.evaluation["loss"] == done.evaluation["next_token"]
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_an_attention_that_is_not_there_is_refused_before_processes_start(data: 
 
 def test_a_pretrained_model_without_tokenizer_says_what_is_needed(tmp_path: Path, data: Corpus) -> None:
     language = Language(task(data).config, model=Pretrained(kind="pretrained", path=tmp_path), data=data)
-    with pytest.raises(DataError, match=r"no tokenizer at .*: a directory with tokenizer\.json"):
+    with pytest.raises(DataError, match=r"no tokenizer at .*: give a directory with tokenizer\.json"):
         language.check()
 
 

@@ -25,11 +25,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.recipes.language.corpora import DIFFICULT, corpus, real, sentences, store_of, tokenised, write_jsonl
 from unisono.data.holding_out import hold_out
 from unisono.data.prepare import Windows
-from unisono.data.prepare.shards import Shards, Writer, manifest_of
+from unisono.data.prepare.manifest import build_manifest
+from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.recipes.language import tokenizer, tokens
-from unisono.recipes.language.settings import Corpus, Embedded
+from unisono.recipes.language.settings import Corpus, EmbeddedDocuments
 from unisono.recipes.language.texts import Texts
-from unisono.recipes.language.tokenizer import trained
+from unisono.recipes.language.tokenizer import train_tokenizer
 from unisono.recipes.language.tokens import TokenStore
 from unisono.runtime.errors import DataError
 
@@ -64,10 +65,10 @@ def with_token(folder: Path, document: int, token: int, dtype: str) -> None:
     rows = [old[number].astype(np.int64) for number in range(len(old))]
     rows[document][1] = token
     (entry,) = old.manifest["shards"]
-    with Writer(folder / entry["file"], old.manifest["column"], dtype) as writer:
+    with ShardWriter(folder / entry["file"], old.manifest["column"], dtype) as writer:
         writer.add(np.concatenate(rows), np.array([len(row) for row in rows]))
         made = {**entry, **writer.close()}
-    manifest = manifest_of(old.manifest["column"], dtype, old.manifest["of"], [made])
+    manifest = build_manifest(old.manifest["column"], dtype, old.manifest["of"], [made])
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -91,7 +92,7 @@ def test_decoding_gives_the_documents_back(tmp_path: Path) -> None:
 
 
 def test_decoding_gives_the_documents_back_with_the_tokenizer_of_gpt2(tmp_path: Path) -> None:
-    given = tokenizer.tokenizer_from(real("tiny_models/gpt2_tokenizer"))
+    given = tokenizer.load_tokenizer(real("tiny_models/gpt2_tokenizer"))
     write_jsonl(tmp_path / "corpus" / "a.jsonl", DIFFICULT)
     store = tokenised(corpus(tmp_path / "corpus"), given)
     assert decoded(store) == DIFFICULT
@@ -129,7 +130,7 @@ def test_the_embedded_corpus_is_the_standard_library(monkeypatch: pytest.MonkeyP
     found = documents.standard_library()
     few = documents.sources.Found(tuple(file for file in found.files if file.name.startswith("json/")))
     monkeypatch.setattr(documents, "standard_library", lambda: few)
-    store = tokenised(Embedded(kind="embedded", vocab_size=300, cache=tmp_path))
+    store = tokenised(EmbeddedDocuments(kind="embedded", vocab_size=300, cache=tmp_path))
     assert decoded(store) == [Path(file.path).read_text(encoding="utf-8") for file in few.files]
 
 
@@ -142,20 +143,20 @@ def test_a_trained_tokenizer_has_the_size_that_was_asked_for(tmp_path: Path) -> 
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match="nothing could be made of the 1 records: 1 were left out as empty"):
+    with pytest.raises(DataError, match="the 1 records gave no rows: 1 were left out as empty"):
         tokenised(corpus(tmp_path))
 
 
 def test_text_of_which_the_tokenizer_makes_nothing_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["signs that it", "does not know"])
     Engine(models.BPE({"x": 0}, [])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"nothing could be made of the 2 records: 0 .* does the tokenizer know it\?"):
-        tokenised(corpus(tmp_path / "corpus"), tokenizer.tokenizer_from(tmp_path))
+    with pytest.raises(DataError, match=r"the 2 records gave no rows: 0 .* that the tokenizer knows\?"):
+        tokenised(corpus(tmp_path / "corpus"), tokenizer.load_tokenizer(tmp_path))
 
 
 def test_text_at_which_the_tokenizer_fails_is_refused_with_its_words(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["known", "unknown"])
-    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {"known": 0}))
+    given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {"known": 0}))
     with pytest.raises(DataError, match=r"tokenizer\.json cannot tokenise the documents: .*Missing \[UNK\]"):
         tokenised(corpus(tmp_path / "corpus"), given)
 
@@ -165,7 +166,7 @@ def test_text_at_which_the_tokenizer_fails_is_refused_with_its_words(tmp_path: P
 
 @pytest.mark.parametrize(("size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
 def test_ids_take_two_bytes_up_to_65536_tokens_and_four_above(tmp_path: Path, size: int, dtype: str) -> None:
-    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {f"w{i}": i for i in range(size)}))
+    given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {f"w{i}": i for i in range(size)}))
     assert given.size == size
     write_jsonl(tmp_path / "corpus" / "a.jsonl", [f"w{size - 1} w0 w{size - 1}", "w1 w65535"])
     store = tokenised(corpus(tmp_path / "corpus"), given)
@@ -177,7 +178,7 @@ def test_ids_take_two_bytes_up_to_65536_tokens_and_four_above(tmp_path: Path, si
 
 
 def test_ids_with_gaps_count_by_the_largest(tmp_path: Path) -> None:
-    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {"a": 0, "b": 70_000}))
+    given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {"a": 0, "b": 70_000}))
     assert given.size == 70_001
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b a", "b"])
     store = tokenised(corpus(tmp_path / "corpus"), given)
@@ -192,7 +193,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_not_obeyed(tmp_path: Pat
     engine.enable_padding(length=5)
     engine.save(str(folder / "tokenizer.json"))
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b a b a b a", "b"])
-    store = tokenised(corpus(tmp_path / "corpus"), tokenizer.tokenizer_from(folder))
+    store = tokenised(corpus(tmp_path / "corpus"), tokenizer.load_tokenizer(folder))
     assert store.lengths.tolist() == [7, 1]
 
 
@@ -216,27 +217,27 @@ WORDS = {"<s>": 0, "</s>": 1, "<|endoftext|>": 2, "a": 3}
 def test_the_special_tokens_are_found(tmp_path: Path, beside: dict[str, Any], first: int, last: int) -> None:
     folder = word_level(tmp_path / "tokenizer", WORDS, **beside)
     for path in (folder, folder / "tokenizer.json"):
-        given = tokenizer.tokenizer_from(path)
+        given = tokenizer.load_tokenizer(path)
         assert (given.first, given.last, given.size) == (first, last, 4)
 
 
 def test_a_tokenizer_without_special_tokens_leaves_documents_bare(tmp_path: Path) -> None:
-    given = tokenizer.tokenizer_from(word_level(tmp_path / "tokenizer", {"a": 0, "b": 1}))
+    given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {"a": 0, "b": 1}))
     assert (given.first, given.last) == (None, None)
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b", "b a"])
     assert tokenised(corpus(tmp_path / "corpus"), given).lengths.tolist() == [2, 2]
 
 
 def test_a_missing_tokenizer_is_refused_with_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer at .*: a directory with tokenizer\.json, or that file"):
-        tokenizer.tokenizer_from(tmp_path)
+    with pytest.raises(DataError, match=r"no tokenizer at .*: give a directory with tokenizer\.json, or that file"):
+        tokenizer.load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[1]"])
 def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read as a tokenizer"):
-        tokenizer.tokenizer_from(tmp_path)
+        tokenizer.load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(("content", "told"), [("{", "cannot be read as JSON"), ("[1]", "is a JSON list, not")])
@@ -244,7 +245,7 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: str, told: 
     folder = word_level(tmp_path / "tokenizer", WORDS)
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=rf"tokenizer_config\.json {told}"):
-        tokenizer.tokenizer_from(folder)
+        tokenizer.load_tokenizer(folder)
 
 
 # the cache --------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_another_tokenizer_is_another_entry(small: Corpus, tmp_path: Path) -> No
         word_level(tmp_path / "3", {**words, "b": 2}, **ends),
     ]
     (_folder(small) / "a.jsonl").write_text('{"text": "a a"}\n' * 4)
-    given = [kind and tokenizer.tokenizer_from(kind) for kind in kinds]
+    given = [kind and tokenizer.load_tokenizer(kind) for kind in kinds]
     assert len({tokenised(small, one).folder for one in given}) == 4
 
 
@@ -318,7 +319,7 @@ def test_a_tokenizer_of_the_same_content_elsewhere_is_the_same(small: Corpus, tm
     here = word_level(tmp_path / "1", {"a": 0, "b": 1, "c": 2}, eos_token="a")
     (_folder(small) / "a.jsonl").write_text('{"text": "a b"}\n' * 4)
     there = Path(shutil.copytree(here, tmp_path / "moved"))
-    assert len({tokenised(small, tokenizer.tokenizer_from(path)).folder for path in (here, there)}) == 1
+    assert len({tokenised(small, tokenizer.load_tokenizer(path)).folder for path in (here, there)}) == 1
 
 
 def test_the_cache_is_where_the_config_or_the_environment_says(
@@ -332,9 +333,7 @@ def test_the_cache_is_where_the_config_or_the_environment_says(
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(small: Corpus, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        DataError, match=r"the cache .*file cannot be used \(.*\); choose another one by data\.cache or"
-    ):
+    with pytest.raises(DataError, match=r"the cache .*file cannot be used \(.*\); set data\.cache or \$UNISONO_CACHE"):
         tokenised(small.model_copy(update={"cache": tmp_path / "file"}))
 
 
@@ -355,7 +354,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_finished(
     small: Corpus, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     assert small.cache is not None
-    trained({"": Texts.of(small.files[""])}, small.vocab_size, small.cache)
+    train_tokenizer({"": Texts.of(small.files[""])}, small.vocab_size, small.cache)
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise Interruption
@@ -388,10 +387,10 @@ def test_a_process_that_dies_while_preparing_keeps_nobody_waiting(small: Corpus)
 
 
 def _prepare_together(config: Corpus, ready: Any, results: Any) -> None:
-    make, train = tokens.Ahead.make, tokenizer._train
+    make, train = tokens.TokenisePreparation.make, tokenizer._train
     made: list[str] = []
 
-    def slowly(self: tokens.Ahead, first: int, last: int) -> Any:
+    def slowly(self: tokens.TokenisePreparation, first: int, last: int) -> Any:
         made.append("shard")
         time.sleep(0.5)
         return make(self, first, last)
@@ -401,7 +400,7 @@ def _prepare_together(config: Corpus, ready: Any, results: Any) -> None:
         time.sleep(0.5)
         return train(*arguments)
 
-    tokens.Ahead.make, tokenizer._train = slowly, train_slowly  # type: ignore[method-assign]
+    tokens.TokenisePreparation.make, tokenizer._train = slowly, train_slowly  # type: ignore[method-assign]
     ready.wait(60)
     store = tokenised(config)
     results.put((made, str(store.folder), store.manifest["content"]))
@@ -435,9 +434,7 @@ def test_a_tokenizer_that_was_exchanged_is_refused(small: Corpus, tmp_path: Path
     folder = tokenised(small).folder
     other = word_level(tmp_path / "other", {"a": 0, "b": 1})
     shutil.copy(other / "tokenizer.json", folder / "tokenizer.json")
-    with pytest.raises(
-        DataError, match=f"{folder}: its tokenizer is not the one that its documents were tokenised with"
-    ):
+    with pytest.raises(DataError, match=f"{folder}: its documents were tokenised with a different tokenizer"):
         TokenStore(folder)
     (folder / "special_tokens.json").unlink()
     with pytest.raises(DataError, match=r"its tokenizer \(tokenizer\.json, special_tokens\.json\) cannot be read"):
@@ -447,7 +444,7 @@ def test_a_tokenizer_that_was_exchanged_is_refused(small: Corpus, tmp_path: Path
 def test_a_tokenizer_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
     Engine(models.BPE({"x": 0}, [], dropout=0.5)).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"draws random numbers \(model\.dropout=0\.5\).*; set its dropout to null"):
-        tokenizer.tokenizer_from(tmp_path)
+        tokenizer.load_tokenizer(tmp_path)
 
 
 def test_an_entry_that_lost_its_manifest_is_made_again(small: Corpus) -> None:
@@ -552,7 +549,9 @@ def test_a_token_outside_of_the_vocabulary_is_told_by_its_file_and_row(small: Co
     with_token(folder, 13, token, dtype)
     store = TokenStore(folder)
     assert store.tokenizer.size == 300
-    told = rf"{folder}/shard-\S+\.arrow, row 13 \(from 0\): token {token} is none .* 0 to 299; prepare"
+    told = (
+        rf"{folder}/shard-\S+\.arrow, row 13 \(from 0\): token {token} is not in the tokenizer, whose ids are 0 to 299"
+    )
     with pytest.raises(DataError, match=told):
         store.unigram  # noqa: B018
     rows = Windows(store, np.arange(len(store)), None, overlap=1)

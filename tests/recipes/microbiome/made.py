@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unisono.recipes.microbiome.settings import Masking, MicrobiomeConfig, Model, Simulated, Target, Weights
+from unisono.recipes.microbiome.settings import (
+    LossWeights,
+    Masking,
+    MicrobiomeConfig,
+    ModelSettings,
+    Simulated,
+    TargetSettings,
+)
 from unisono.recipes.microbiome.task import Microbiome
 
 ALL = {"nucleotides": 0.5, "counts": 2.0, "distance": 1.0, "faith_pd": 0.25, "target": 1.5}
@@ -29,8 +36,10 @@ def task(
 ) -> Microbiome:
     """The task with a tiny model without dropout; further settings are those of the data."""
     config = MicrobiomeConfig(
-        weights=Weights(**(weights or ALL)),
+        weights=LossWeights(**(weights or ALL)),
         masking=Masking(**{"sequences": 4, **(masking or {})}),
-        target=Target(**(target or {})),
+        target=TargetSettings(**(target or {})),
     )
-    return Microbiome(config, model=Model(**{**TINY, "dropout": 0.0, **(model or {})}), data=data(cache, **settings))
+    return Microbiome(
+        config, model=ModelSettings(**{**TINY, "dropout": 0.0, **(model or {})}), data=data(cache, **settings)
+    )

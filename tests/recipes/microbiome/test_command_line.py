@@ -19,7 +19,8 @@ def test_made_up_communities_are_trained_on_by_two_processes(tmp_path: Path) -> 
     done = subprocess.run(
         [
             sys.executable, "-m", "unisono", "train", "microbiome", *SMALL, f"data.cache={tmp_path / 'cache'}",
-            "task=pretrain", "layout.world_size=2", "train.steps=2", "train.global_batch=6", f"run.dir={tmp_path}", "run.name=run",
+            "task=pretrain", "layout.world_size=2", "train.steps=2", "train.global_batch=6", f"run.dir={tmp_path}",
+            "run.name=run",
             "checkpoint.every=null", "eval.every=null",
         ],
         capture_output=True, text=True, timeout=300, check=False,
@@ -36,11 +37,11 @@ def test_made_up_communities_are_trained_on_by_two_processes(tmp_path: Path) -> 
     [
         (["task=target"], "task.weights.target needs a column of the metadata: set data.target"),
         (["task=pretrain", "model.encoder=taxon"], "model.encoder=transformer"),
-        (["model.features=30", "model.heads=4"], "model.features=30 cannot be shared out among model.heads=4"),
+        (["model.features=30", "model.heads=4"], "model.features=30 is not divisible by model.heads=4"),
         (["task.weights.distance=0"], "task.weights are all 0"),
         (["task.weights.distanc=1"], "did you mean 'task.weights.distance'"),
-        (["model.freeze=true"], "name the run they come from, model.from_run"),
-        (["task.target.quantiles=[0.9,0.1]"], "the lowest first"),
+        (["model.freeze=true"], "set model.from_run to the run that trained them"),
+        (["task.target.quantiles=[0.9,0.1]"], "distinct and ascending"),
         (["data=study"], "data.table"),
     ],
 )

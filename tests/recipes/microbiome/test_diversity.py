@@ -12,13 +12,13 @@ from scipy.sparse import csr_array
 from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, NEWICK, SAMPLES, TAXA
 from unisono.recipes.microbiome.study import diversity
-from unisono.recipes.microbiome.study.table import Table
+from unisono.recipes.microbiome.study.table import CountTable
 from unisono.recipes.microbiome.study.tree import Tree
 from unisono.runtime.errors import ConfigError, DataError
 
 
-def table(counts: np.ndarray = COUNTS, taxa: str = TAXA) -> Table:
-    return Table(list(SAMPLES[: len(counts)]), list(taxa), csr_array(counts.astype(np.int64)))
+def table(counts: np.ndarray = COUNTS, taxa: str = TAXA) -> CountTable:
+    return CountTable(list(SAMPLES[: len(counts)]), list(taxa), csr_array(counts.astype(np.int64)))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ DEFINED = {
 @pytest.mark.parametrize("metric", DEFINED)
 def test_distances_are_as_defined(tmp_path: Path, tree: Tree, metric) -> None:
     defined = DEFINED[metric](COUNTS)
-    found = diversity.pairwise(metric, table(), tree, tmp_path)
+    found = diversity.pairwise_distances(metric, table(), tree, tmp_path)
     assert found.dtype == np.float64
     assert np.abs(found - defined).max() < 1e-12
     assert np.array_equal(found, found.T)
@@ -59,7 +59,7 @@ def test_a_tree_with_more_taxa_changes_nothing(tmp_path: Path, tree: Tree) -> No
     counts = COUNTS[[0, 5, 7]].copy()
     counts[:, 3:] = 0  # only A, B and C, below one branch of the root
     for metric in ("unweighted_unifrac", "weighted_normalized_unifrac"):
-        found = diversity.pairwise(metric, table(counts[:, :3], "ABC"), tree, tmp_path)
+        found = diversity.pairwise_distances(metric, table(counts[:, :3], "ABC"), tree, tmp_path)
         assert np.abs(found - DEFINED[metric](counts)).max() < 1e-12
     assert (
         np.abs(diversity.faith_pd(table(counts[:, :3], "ABC"), tree, tmp_path) - studies.faith_pd(counts)).max() < 1e-12
@@ -68,17 +68,19 @@ def test_a_tree_with_more_taxa_changes_nothing(tmp_path: Path, tree: Tree) -> No
 
 def test_depth_is_nothing_to_bray_curtis(tmp_path: Path) -> None:
     deeper = COUNTS * np.array([[1], [2], [3], [40], [5], [6], [7], [8]])
-    one, other = (diversity.pairwise("bray_curtis", table(counts), None, tmp_path) for counts in (COUNTS, deeper))
+    one, other = (
+        diversity.pairwise_distances("bray_curtis", table(counts), None, tmp_path) for counts in (COUNTS, deeper)
+    )
     assert np.abs(one - other).max() < 1e-12
 
 
 def test_what_is_computed_is_kept_until_something_changes(tmp_path: Path, tree: Tree, monkeypatch) -> None:
     made = []
-    compute = diversity._pairwise
-    monkeypatch.setattr(diversity, "_pairwise", lambda *given: made.append(given[0]) or compute(*given))
+    compute = diversity._compute_distances
+    monkeypatch.setattr(diversity, "_compute_distances", lambda *given: made.append(given[0]) or compute(*given))
 
     def distances(metric="unweighted_unifrac", counts=COUNTS, of: Tree = tree) -> np.ndarray:
-        return diversity.pairwise(metric, table(counts), of, tmp_path)
+        return diversity.pairwise_distances(metric, table(counts), of, tmp_path)
 
     first = distances()
     assert np.array_equal(distances(), first)
@@ -97,7 +99,7 @@ def test_what_is_computed_is_kept_until_something_changes(tmp_path: Path, tree: 
 
 @pytest.mark.parametrize("damage", [b"", b"junk", "short", "nan"])
 def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path, tree: Tree, damage) -> None:
-    first = diversity.pairwise("jaccard", table(), None, tmp_path)
+    first = diversity.pairwise_distances("jaccard", table(), None, tmp_path)
     (entry,) = (tmp_path / "microbiome").glob("*/array.npy")
     if damage == "short":
         np.save(entry, first[:3, :3])
@@ -105,21 +107,19 @@ def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path, tree: Tr
         np.save(entry, np.full_like(first, np.nan))
     else:
         entry.write_bytes(damage)
-    assert np.array_equal(diversity.pairwise("jaccard", table(), None, tmp_path), first)
+    assert np.array_equal(diversity.pairwise_distances("jaccard", table(), None, tmp_path), first)
     assert np.array_equal(np.load(entry), first)
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"the cache .*file cannot be used .*data\.cache or \$UNISONO_CACHE"):
-        diversity.pairwise("jaccard", table(), None, tmp_path / "file")
+        diversity.pairwise_distances("jaccard", table(), None, tmp_path / "file")
 
 
 def test_what_needs_a_tree_says_so(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.metric=weighted_unifrac needs .* data\.tree, or read ready distances"
-    ):
-        diversity.pairwise("weighted_unifrac", table(), None, tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.metric=weighted_unifrac needs .* data\.tree, or provide distances"):
+        diversity.pairwise_distances("weighted_unifrac", table(), None, tmp_path)
     with pytest.raises(ConfigError, match=r"faith_pd needs the tree of the taxa: set data\.tree"):
         diversity.faith_pd(table(), None, tmp_path)
 
@@ -127,18 +127,18 @@ def test_what_needs_a_tree_says_so(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_tried(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
     with pytest.raises(
-        DataError, match=r"jaccard of 8 samples and 6 taxa needs about .* GB .*read it by data\.distances"
+        DataError, match=r"jaccard of 8 samples and 6 taxa needs about .* GB .*provide it with data\.distances"
     ):
-        diversity.pairwise("jaccard", table(), None, tmp_path)
+        diversity.pairwise_distances("jaccard", table(), None, tmp_path)
 
 
 def test_a_table_is_rarefied_once_by_the_names_of_its_samples() -> None:
-    one = diversity.rarefied_once(table(), 8)
+    one = diversity.rarefy_once(table(), 8)
     assert one.depths.tolist() == [8] * 8
     assert (one.counts.toarray() <= COUNTS).all()
     assert one.counts.nnz == (one.counts.toarray() > 0).sum()
     order = np.array([5, 2, 7, 0])
-    other = diversity.rarefied_once(table().of(order, np.arange(6)), 8)
+    other = diversity.rarefy_once(table().of(order, np.arange(6)), 8)
     assert np.array_equal(other.counts.toarray(), one.counts.toarray()[order])
-    assert diversity.rarefied_once(table(), 9).digest != one.digest
+    assert diversity.rarefy_once(table(), 9).digest != one.digest
     assert table().counts.toarray().tolist() == COUNTS.tolist()

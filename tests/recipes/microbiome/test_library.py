@@ -13,7 +13,7 @@ from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, DNA, METADATA, NEWICK, SAMPLES, TAXA, changed, study, write_matrix
 from unisono import Subset
 from unisono.recipes.microbiome.settings import Study
-from unisono.recipes.microbiome.study.library import Library, Sample, open_library
+from unisono.recipes.microbiome.study.library import Library, SampleRecord, open_library
 from unisono.runtime.errors import ConfigError, DataError
 
 TRUE = studies.unweighted(COUNTS)
@@ -35,7 +35,7 @@ def test_records_hold_what_the_table_has(tmp_path: Path) -> None:
     seen = {}
     for rows in (library.training(), library.held_out()):
         for record in (rows[n] for n in range(len(rows))):
-            assert isinstance(record, Sample)
+            assert isinstance(record, SampleRecord)
             assert record.name == library.samples[record.number]
             assert record.taxa.dtype == record.counts.dtype == np.int64
             whole = np.zeros(len(TAXA), dtype=np.int64)
@@ -155,10 +155,10 @@ def test_distances_are_of_all_reads_or_of_those_drawn_once(tmp_path: Path) -> No
     whole = open_library(study(tmp_path, rarefy=8))
     assert np.abs(whole.distances() - TRUE).max() < 1e-12
     drawn = open_library(study(tmp_path, rarefy=8, distances_of="rarefied"))
-    from unisono.recipes.microbiome.study.diversity import rarefied_once
-    from unisono.recipes.microbiome.study.table import Table
+    from unisono.recipes.microbiome.study.diversity import rarefy_once
+    from unisono.recipes.microbiome.study.table import CountTable
 
-    counts = rarefied_once(Table(drawn.samples, drawn.taxa, drawn.counts), 8).counts.toarray()
+    counts = rarefy_once(CountTable(drawn.samples, drawn.taxa, drawn.counts), 8).counts.toarray()
     assert np.abs(drawn.distances() - studies.unweighted(counts)).max() < 1e-12
     assert np.abs(drawn.distances() - TRUE).max() > 0.01
     assert np.abs(drawn.faith_pd() - studies.faith_pd(counts)).max() < 1e-12
@@ -166,9 +166,9 @@ def test_distances_are_of_all_reads_or_of_those_drawn_once(tmp_path: Path) -> No
 
 def test_faith_pd_is_no_distance(tmp_path: Path) -> None:
     library = open_library(study(tmp_path, metric="faith_pd"))
-    with pytest.raises(ConfigError, match="is of one sample, not of two"):
+    with pytest.raises(ConfigError, match="is not a distance between samples"):
         library.distances()
-    with pytest.raises(ConfigError, match=r"data\.metric=faith_pd is none; give .* by data\.target"):
+    with pytest.raises(ConfigError, match=r"data\.metric=faith_pd is not one; give .* data\.target"):
         open_library(study(tmp_path, metric="faith_pd", distances=tmp_path / "d.npy"))
 
 
@@ -189,21 +189,19 @@ def test_without_sequences_everything_works_that_needs_none(tmp_path: Path) -> N
     library.check()
     assert library.sequences is None
     assert library.training()[0].target is not None
-    with pytest.raises(DataError, match=r"ids of 6 of 6 taxa \('A', 'B', 'C', …\) are not .* give them by data\.fasta"):
+    with pytest.raises(DataError, match=r"ids of 6 of 6 taxa \('A', 'B', 'C', …\) are not .* set data\.fasta"):
         library.dna()
 
 
 def test_some_ids_that_are_no_sequences_are_told_or_left_out(tmp_path: Path) -> None:
     taxa = [*DNA[:4], "E", "F"]
     mixed = study(tmp_path, taxa=taxa, tree=None)
-    with pytest.raises(DataError, match=r"2 of 6 taxa \('E', 'F'\).* or leave these taxa out by .*\[not_dna\]"):
+    with pytest.raises(DataError, match=r"2 of 6 taxa \('E', 'F'\).* or skip these taxa with .*\[not_dna\]"):
         open_library(mixed).dna()
     library = open_library(mixed.model_copy(update={"leave_out": ["not_dna"]}))
     assert library.taxa == library.dna() == taxa[:4]
     assert library.counts.toarray().tolist() == COUNTS[:, :4].tolist()
-    with pytest.raises(
-        DataError, match="all 6 taxa have ids that are no sequences, so that leaving them out leaves none"
-    ):
+    with pytest.raises(DataError, match="all 6 taxa have ids that are not sequences, so none would be left"):
         open_library(study(tmp_path, leave_out=["not_dna"]))
 
 
@@ -310,7 +308,7 @@ def test_distances_that_lack_samples_are_told_or_left_out(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"none of the 8 samples .* is in .*d\.tsv .* there 'x0'"):
         open_library(study(tmp_path, distances=path, leave_out=["no_distances"]))
     np.save(tmp_path / "d.npy", TRUE[:5, :5])
-    with pytest.raises(DataError, match=r"has 5 rows and no ids, and .* has 8 samples"):
+    with pytest.raises(DataError, match=r"has 5 rows and no ids, but .* has 8 samples"):
         open_library(study(tmp_path, distances=tmp_path / "d.npy"))
 
 
@@ -325,7 +323,7 @@ def test_distances_that_lack_samples_are_told_or_left_out(tmp_path: Path) -> Non
         ({"target": "age", "metadata": METADATA | {"age": ["3"] * 8}}, DataError, "there is nothing to predict"),
         ({"target": "state", "metadata": changed("state", 0, " ill")}, DataError, r"column 'state': white space"),
         ({"target": "state", "group": "state", "held_out": 0.5}, DataError, r"1 of 2 classes .* held out with all"),
-        ({"fold": 9}, ConfigError, r"data\.fold=9: 8 groups, 2 of which .* make 4 parts"),
+        ({"fold": 9}, ConfigError, r"data\.fold=9: 8 groups, 2 of them held out at a time, make 4 folds"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_the_files_are_refused(tmp_path: Path, given: dict, error: type, told: str) -> None:
@@ -337,15 +335,15 @@ def test_settings_that_do_not_fit_the_files_are_refused(tmp_path: Path, given: d
 
 def test_training_samples_of_one_target_only_are_refused(tmp_path: Path) -> None:
     ages = METADATA | {"age": ["1", "2", "5", "5", "5", "5", "5", "5"]}
-    with pytest.raises(DataError, match=r"data\.target=age is the same in all samples to train on; choose others"):
+    with pytest.raises(DataError, match=r"data\.target=age is the same in all training samples; choose others"):
         open_library(study(tmp_path, target="age", group="subject", held_out_groups=["u1"], metadata=ages))
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"held_out_groups": ["a"]}, r"names values of a column: set data\.group"),
-        ({"held_out_groups": ["a"], "group": "g", "fold": 1}, r"data\.fold chooses among parts"),
+        ({"held_out_groups": ["a"]}, r"needs the column that it refers to: set data\.group"),
+        ({"held_out_groups": ["a"], "group": "g", "fold": 1}, r"data\.fold has no effect with data\.held_out_groups"),
         ({"distances_of": "rarefied"}, r"needs data\.rarefy"),
         ({"classes": ["a", "a"]}, "names a class twice"),
         ({"leave_out": ["bad"]}, "Input should be 'empty'"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.recipes.microbiome import losses
-from unisono.recipes.microbiome.settings import Target
+from unisono.recipes.microbiome.settings import TargetSettings
 
 
 def naive(everyone: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def test_pairs_are_those_of_the_whole_matrix_whoever_has_which_rows(sizes: list[
     first = 0
     for size in sizes:
         rows = slice(first, first + size)
-        made, _ = losses.pairs(whole[rows], whole, truth[rows], first)
+        made, _ = losses.pair_loss(whole[rows], whole, truth[rows], first)
         total, first = total + made, first + size
     total.backward()
     assert total.item() / len(whole) == pytest.approx(expected.item(), rel=1e-14)
@@ -49,7 +49,7 @@ def test_moments_are_those_of_all_pairs() -> None:
     whole, truth = embeddings()
     made = naive(whole).detach()
     off = ~torch.eye(7, dtype=torch.bool)
-    _, named = losses.pairs(whole, whole, truth, 0)
+    _, named = losses.pair_loss(whole, whole, truth, 0)
     x, y = made[off], truth[off]
     expected = {
         "predicted": x, "true": y, "predicted²": x * x, "true²": y * y, "product": x * y, "error": (x - y).abs()
@@ -62,7 +62,7 @@ def test_moments_are_those_of_all_pairs() -> None:
 
 def test_a_row_alone_has_no_pairs() -> None:
     whole, truth = embeddings()
-    total, named = losses.pairs(whole[:1], whole[:1], truth[:1, :1], 0)
+    total, named = losses.pair_loss(whole[:1], whole[:1], truth[:1, :1], 0)
     assert (total.item(), {float(value) for value, _ in named.values()}) == (0.0, {0.0})
     total.backward()
     assert whole.grad is not None
@@ -71,8 +71,12 @@ def test_a_row_alone_has_no_pairs() -> None:
 
 def test_gradients_of_distances_are_the_derivatives() -> None:
     whole = embeddings()[0][:4]
-    assert torch.autograd.gradcheck(losses.distances, (whole[:2].detach().requires_grad_(), whole[2:].detach()))
-    assert torch.autograd.gradcheck(losses.distances, (whole[:2].detach(), whole[2:].detach().requires_grad_()))
+    assert torch.autograd.gradcheck(
+        losses.embedding_distances, (whole[:2].detach().requires_grad_(), whole[2:].detach())
+    )
+    assert torch.autograd.gradcheck(
+        losses.embedding_distances, (whole[:2].detach(), whole[2:].detach().requires_grad_())
+    )
 
 
 def test_no_tensor_of_all_differences_is_made() -> None:
@@ -89,24 +93,24 @@ def test_no_tensor_of_all_differences_is_made() -> None:
 
     whole = torch.randn(rows, features, requires_grad=True)
     with Watch():
-        losses.pairs(whole, whole, torch.zeros(rows, rows), 0)[0].backward()
+        losses.pair_loss(whole, whole, torch.zeros(rows, rows), 0)[0].backward()
     assert rows * rows <= largest < 2 * rows * rows
 
 
 def test_half_precision_comes_wide() -> None:
     half = embeddings()[0].detach().to(torch.bfloat16)
-    assert losses.distances(half, half).dtype == torch.float32
+    assert losses.embedding_distances(half, half).dtype == torch.float32
 
 
 def test_counts_are_shares_of_the_largest() -> None:
     shares = torch.tensor([[0.5, 0.25, 0.9], [0.1, 0.2, 0.3]])
-    made = losses.counts(shares, torch.tensor([[10.0, 5.0, 0.0], [0.0, 0.0, 0.0]]))
+    made = losses.count_loss(shares, torch.tensor([[10.0, 5.0, 0.0], [0.0, 0.0, 0.0]]))
     assert made.tolist() == pytest.approx([0.25 + 0.0625, 0.0])
 
 
 @pytest.mark.parametrize("kind", ["mse", "mae", "huber", "quantile"])
 def test_regressions_count_what_is_known(kind: str) -> None:
-    config = Target(loss=kind, huber=0.5, quantiles=[0.2, 0.5])
+    config = TargetSettings(loss=kind, huber=0.5, quantiles=[0.2, 0.5])
     made = np.array([[0.3, 0.1], [1.0, 2.0], [-2.0, 0.4]])
     truth = np.array([0.5, np.nan, 1.0])
     error = truth - made[:, 0]
@@ -123,7 +127,7 @@ def test_regressions_count_what_is_known(kind: str) -> None:
         ),
     }[kind]
     given = torch.from_numpy(made if kind == "quantile" else made[:, :1]).requires_grad_()
-    total = losses.target(given, torch.from_numpy(truth), config)
+    total = losses.target_loss(given, torch.from_numpy(truth), config)
     assert total.item() == pytest.approx(np.nansum(each), rel=1e-12)
     total.backward()
     assert given.grad is not None
@@ -133,6 +137,6 @@ def test_regressions_count_what_is_known(kind: str) -> None:
 
 def test_classes_count_what_is_known() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [5.0, 5.0, 5.0], [0.0, 0.0, 1.0]])
-    total = losses.target(logits, torch.tensor([0, -1, 1]), Target())
+    total = losses.target_loss(logits, torch.tensor([0, -1, 1]), TargetSettings())
     expected = -logits.log_softmax(-1)[[0, 2], [0, 1]].sum()
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)

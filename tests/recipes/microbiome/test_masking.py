@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unisono.recipes.microbiome import nucleotides
-from unisono.recipes.microbiome.masking import hidden
+from unisono.recipes.microbiome.masking import choose_masked
 from unisono.recipes.microbiome.settings import Masking
 
 
@@ -21,7 +21,7 @@ def sequences(count: int = 40) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["random", "spans"])
 def test_of_each_sequence_its_share_of_known_nucleotides_is_hidden(kind: str) -> None:
     tokens = sequences()
-    masked = hidden(tokens, Masking(kind=kind, share=0.2), np.random.default_rng(1))
+    masked = choose_masked(tokens, Masking(kind=kind, share=0.2), np.random.default_rng(1))
     known = np.isin(tokens, nucleotides.BASES)
     assert not (masked & ~known).any()
     expected = np.rint(0.2 * known.sum(1))
@@ -32,20 +32,20 @@ def test_of_each_sequence_its_share_of_known_nucleotides_is_hidden(kind: str) ->
 def test_at_least_one_is_hidden_where_one_is_known() -> None:
     tokens = nucleotides.encode(["AC", "NA", "NN"])
     for kind in ("random", "spans"):
-        assert hidden(tokens, Masking(kind=kind), np.random.default_rng(0)).sum(1).tolist() == [1, 1, 0]
+        assert choose_masked(tokens, Masking(kind=kind), np.random.default_rng(0)).sum(1).tolist() == [1, 1, 0]
 
 
 def test_the_generator_alone_decides() -> None:
     tokens = sequences()
     for kind in ("random", "spans"):
-        masks = [hidden(tokens, Masking(kind=kind), np.random.default_rng(seed)) for seed in (1, 1, 2)]
+        masks = [choose_masked(tokens, Masking(kind=kind), np.random.default_rng(seed)) for seed in (1, 1, 2)]
         assert (masks[0] == masks[1]).all()
         assert (masks[0] != masks[2]).any()
 
 
 def test_single_nucleotides_are_hidden_evenly() -> None:
     tokens = nucleotides.encode(["ACGTACGTAC"] * 4000)
-    often = hidden(tokens, Masking(share=0.3), np.random.default_rng(1)).mean(0)
+    often = choose_masked(tokens, Masking(share=0.3), np.random.default_rng(1)).mean(0)
     assert often[0] == 0
     assert np.allclose(often[1:], 0.3, atol=0.03)
 
@@ -54,7 +54,7 @@ def test_spans_are_runs() -> None:
     tokens = nucleotides.encode(["ACGT" * 25] * 200)
     lengths = {}
     for kind in ("random", "spans"):
-        masked = hidden(tokens, Masking(kind=kind), np.random.default_rng(1))
+        masked = choose_masked(tokens, Masking(kind=kind), np.random.default_rng(1))
         edges = np.diff(np.pad(masked.astype(int), ((0, 0), (1, 1))), axis=1)
         lengths[kind] = masked.sum() / (edges == 1).sum()
     assert lengths["random"] < 1.3

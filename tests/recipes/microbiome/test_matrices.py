@@ -11,7 +11,7 @@ import pytest
 from skbio import DistanceMatrix
 
 from tests.recipes.microbiome.studies import COUNTS, SAMPLES, unweighted, write_matrix
-from unisono.recipes.microbiome.study.matrices import Matrix, aligned
+from unisono.recipes.microbiome.study.matrices import Matrix, align_matrix
 from unisono.runtime.errors import ConfigError, DataError
 
 TRUE = unweighted(COUNTS)
@@ -55,11 +55,11 @@ def test_samples_are_found_by_their_ids_and_else_by_their_rows(tmp_path: Path) -
     order = [3, 0, 7, 1, 2, 6, 5, 4]
     write_matrix(tmp_path / "d.tsv", [SAMPLES[n] for n in order], TRUE[np.ix_(order, order)])
     wanted = [6, 2, 0]
-    found = aligned(matrix(tmp_path / "d.tsv"), [SAMPLES[n] for n in wanted], np.array(wanted))
+    found = align_matrix(matrix(tmp_path / "d.tsv"), [SAMPLES[n] for n in wanted], np.array(wanted))
     assert np.array_equal(found, TRUE[np.ix_(wanted, wanted)])
     assert not np.array_equal(found, TRUE[np.ix_([0, 1, 2], [0, 1, 2])])
     np.save(tmp_path / "d.npy", TRUE)
-    assert np.array_equal(aligned(matrix(tmp_path / "d.npy"), ["x", "y", "z"], np.array(wanted)), found)
+    assert np.array_equal(align_matrix(matrix(tmp_path / "d.npy"), ["x", "y", "z"], np.array(wanted)), found)
 
 
 def test_an_array_is_chosen_by_the_metric_or_by_name(tmp_path: Path) -> None:
@@ -68,7 +68,9 @@ def test_an_array_is_chosen_by_the_metric_or_by_name(tmp_path: Path) -> None:
     assert np.array_equal(matrix(path).values, TRUE)
     assert np.array_equal(matrix(path, metric="weighted_normalized_unifrac").values, TRUE / 2)
     assert np.array_equal(matrix(path, "mine").values, TRUE / 4)
-    with pytest.raises(ConfigError, match=r"has 'unweighted', 'weighted_normalized', 'mine', and data\.metric=jaccard"):
+    with pytest.raises(
+        ConfigError, match=r"has 'unweighted', 'weighted_normalized', 'mine', but none for data\.metric=jaccard"
+    ):
         _ = matrix(path, metric="jaccard").values
     with pytest.raises(ConfigError, match=r"data\.distances_key=none: "):
         _ = matrix(path, "none").values
@@ -78,7 +80,7 @@ def test_the_only_array_is_taken_unless_it_is_called_like_another_metric(tmp_pat
     np.savez(tmp_path / "d.npz", whatever=TRUE)
     assert np.array_equal(matrix(tmp_path / "d.npz", metric="jaccard").values, TRUE)
     np.savez(tmp_path / "d.npz", unweighted=TRUE)
-    with pytest.raises(ConfigError, match=r"has 'unweighted', and data\.metric=jaccard"):
+    with pytest.raises(ConfigError, match=r"has 'unweighted', but none for data\.metric=jaccard"):
         _ = matrix(tmp_path / "d.npz", metric="jaccard").values
 
 
@@ -91,16 +93,16 @@ def wrong(place: tuple[int, int], value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        (TRUE[:5], r"is of shape \(5, 8\); a matrix of distances is square"),
-        (HALF[:-1], r"is of shape \(27,\)"),
-        (TRUE[None], r"is of shape \(1, 8, 8\)"),
+        (TRUE[:5], r"has shape \(5, 8\); a distance matrix is square"),
+        (HALF[:-1], r"has shape \(27,\)"),
+        (TRUE[None], r"has shape \(1, 8, 8\)"),
         (wrong((1, 2), np.nan), r"1 of 64 values are not finite \('nan between s2 and s3'\)"),
         (wrong((1, 2), np.inf), r"not finite \('inf between s2 and s3'\)"),
         (wrong((1, 2), -0.1), r"below 0 \('-0\.1 between s2 and s3'\)"),
         (wrong((3, 3), 0.2), r"of a sample to itself and not 0 \('0\.2 between s4 and s4'\)"),
-        (wrong((1, 2), TRUE[1, 2] + 0.01), r"2 of 64 values are not what the other half .*between s2 and s3', '0"),
-        (TRUE * 1.5, r"above 1, which no unweighted_unifrac is"),
-        (np.array([["a"] * 8] * 8), "holds <U1, but distances are numbers"),
+        (wrong((1, 2), TRUE[1, 2] + 0.01), r"2 of 64 values are different in the other half .*between s2 and s3', '0"),
+        (TRUE * 1.5, r"above 1, the maximum of unweighted_unifrac"),
+        (np.array([["a"] * 8] * 8), "has dtype <U1, but distances must be numbers"),
     ],
 )
 def test_what_is_no_matrix_of_distances_is_refused(tmp_path: Path, values: np.ndarray, told: str) -> None:
@@ -127,9 +129,9 @@ def test_what_fp32_leaves_between_both_halves_is_made_even(tmp_path: Path) -> No
         ("d.tsv", "", "is empty"),
         ("d.tsv", "\ts1\ts2\ns1\t0\n", "line 2: 1 distances, but the header has 2 ids"),
         ("d.tsv", "\ts1\ts2\ns1\t0\tx\n", "line 2: could not convert string to float: .*x"),
-        ("d.tsv", "\ts1\ts2\ns2\t0\t1\ns1\t1\t0\n", "row 1 is of 's2', and column 1 of 's1'"),
-        ("d.tsv", "\ts1\ts1\ns1\t0\t1\ns1\t1\t0\n", r"ids more than once: 1 of 2 ids \('s1'\)"),
-        ("d.tsv", "\ts1\ts2\ns1\t0\t1\n", r"is of shape \(1, 2\)"),
+        ("d.tsv", "\ts1\ts2\ns2\t0\t1\ns1\t1\t0\n", "row 1 is 's2', but column 1 is 's1'"),
+        ("d.tsv", "\ts1\ts1\ns1\t0\t1\ns1\t1\t0\n", r"duplicate ids: 1 of 2 ids \('s1'\)"),
+        ("d.tsv", "\ts1\ts2\ns1\t0\t1\n", r"has shape \(1, 2\)"),
         ("d.npy", "junk", "cannot be read"),
         ("d.npz", "junk", "cannot be read"),
         ("d.h5", "junk", "cannot be read"),
@@ -152,12 +154,12 @@ def test_ids_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         _ = matrix(tmp_path / "d.npy").values
     (tmp_path / "d.mat").write_text("x")
-    with pytest.raises(ConfigError, match=r"read from \.npy, \.npz, \.h5, \.hdf5, \.tsv, \.txt, \.qza"):
+    with pytest.raises(ConfigError, match=r"unsupported format; use \.npy, \.npz, \.h5, \.hdf5, \.tsv, \.txt, \.qza"):
         _ = matrix(tmp_path / "d.mat").values
     np.savez(tmp_path / "d.npz", ids=np.array(SAMPLES[:5]), unweighted=TRUE)
-    with pytest.raises(DataError, match="has 5 ids and 8 rows"):
+    with pytest.raises(DataError, match="has 5 ids but 8 rows"):
         _ = matrix(tmp_path / "d.npz").values
     with zipfile.ZipFile(tmp_path / "d.qza", "w") as archive:
         archive.writestr("1234/data/feature-table.biom", "x")
-    with pytest.raises(DataError, match="no DistanceMatrix of QIIME 2"):
+    with pytest.raises(DataError, match="is not a QIIME 2 DistanceMatrix"):
         _ = matrix(tmp_path / "d.qza").values

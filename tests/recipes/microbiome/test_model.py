@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from unisono.recipes.microbiome.model import Network, SequenceEncoder, Shape
-from unisono.recipes.microbiome.settings import Model
+from unisono.recipes.microbiome.model import ModelShape, Network, SequenceEncoder
+from unisono.recipes.microbiome.settings import ModelSettings
 
 TAXA, LENGTH, LONGEST = 23, 13, 9
 ALL = frozenset({"nucleotides", "counts", "distance", "faith_pd", "target"})
@@ -30,9 +30,9 @@ def table(length: int = LENGTH) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def small(**settings: Any) -> Model:
+def small(**settings: Any) -> ModelSettings:
     layers = {"sequence_layers": 2, "taxon_layers": 2, "sample_layers": 2}
-    return Model(**{"features": 16, "heads": 2, **layers, "dropout": 0.0, "chunk": 4, **settings})
+    return ModelSettings(**{"features": 16, "heads": 2, **layers, "dropout": 0.0, "chunk": 4, **settings})
 
 
 def model(wanted: frozenset[str] = ALL, tokens: Tensor | None = None, **settings: Any) -> Network:
@@ -41,7 +41,7 @@ def model(wanted: frozenset[str] = ALL, tokens: Tensor | None = None, **settings
     if config.encoder == "taxon":
         wanted -= {"nucleotides"}
     tokens = table() if tokens is None else tokens
-    shape = Shape(TAXA, LONGEST, tokens.shape[1], 3 if "target" in wanted else 0)
+    shape = ModelShape(TAXA, LONGEST, tokens.shape[1], 3 if "target" in wanted else 0)
     return Network(config, wanted, shape, tokens).double()
 
 
@@ -242,7 +242,7 @@ def test_frozen_bodies_neither_learn_nor_drop() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"features": 10, "heads": 4}, "cannot be shared out"),
+        ({"features": 10, "heads": 4}, "is not divisible by"),
         ({"kernel": 4}, "use 5"),
         ({"freeze": True}, "model.from_run"),
         ({"colour": 1}, "Extra inputs"),
@@ -250,4 +250,4 @@ def test_frozen_bodies_neither_learn_nor_drop() -> None:
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        Model(**settings)
+        ModelSettings(**settings)

@@ -13,7 +13,7 @@ import torch
 from tests.recipes.microbiome.made import ALL, task
 from tests.runs import ADAMW, configuration, trace
 from unisono.recipes.microbiome.task import Microbiome
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, GlobalBatch, SampleContext
 
@@ -161,7 +161,7 @@ def test_half_precision_trains_all_losses(cache: Path) -> None:
     done = {}
     for precision in ("fp32", "bf16"):
         config = configuration(train={"steps": 2, "global_batch": 6, "precision": precision}, optim=ADAMW)
-        done[precision] = trace(Place(), Alone(), task(cache), config)
+        done[precision] = trace(ProcessInfo(), SingleProcess(), task(cache), config)
     assert np.isfinite(done["bf16"].losses).all()
     assert done["bf16"].losses[0] != done["fp32"].losses[0]
     assert done["bf16"].losses == pytest.approx(done["fp32"].losses, rel=0.03)

@@ -16,9 +16,9 @@ import unisono
 from tests.recipes.microbiome.made import TINY, data, task
 from unisono.cli import main
 from unisono.recipes.microbiome import plots, scoring
-from unisono.recipes.microbiome.predict import Predicted, Predictor, predict_samples, scores
+from unisono.recipes.microbiome.predict import Predictions, Predictor, predict_samples, scores
 from unisono.recipes.microbiome.study.library import open_library
-from unisono.recipes.microbiome.study.simulate import simulated
+from unisono.recipes.microbiome.study.simulate import simulate_study
 from unisono.runtime.errors import ConfigError, DataError, RunError
 
 
@@ -46,7 +46,7 @@ def run(folder: Path) -> Path:
     return trained(folder, "run")
 
 
-def predicted(folder: Path, overrides: tuple[str, ...] = (), rows: Any = "held_out", **how: Any) -> Predicted:
+def predicted(folder: Path, overrides: tuple[str, ...] = (), rows: Any = "held_out", **how: Any) -> Predictions:
     return predict_samples(Predictor(unisono.open_run(folder, overrides), **how), rows)
 
 
@@ -115,7 +115,7 @@ def test_predictions_do_not_depend_on_the_micro_batch(run: Path) -> None:
 
 
 def test_samples_of_another_table_are_predicted(run: Path, folder: Path) -> None:
-    study = simulated(data(folder / "cache"))
+    study = simulate_study(data(folder / "cache"))
     table = biom.load_table(str(study.table))
     ids = list(table.ids())[:4]
     fewer = folder / "fewer.biom"
@@ -131,7 +131,7 @@ def test_samples_of_another_table_are_predicted(run: Path, folder: Path) -> None
 
 def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> None:
     run = trained(folder, "taxa", **{"model.encoder": "taxon", "task.weights.nucleotides": 0.0, "data.rarefy": None})
-    study = simulated(data(folder / "cache"))
+    study = simulate_study(data(folder / "cache"))
     table = biom.load_table(str(study.table))
     turned = folder / "turned.biom"
     turned.write_text(table.sort_order(list(table.ids("observation"))[::-1], axis="observation").to_json("test"))
@@ -143,7 +143,7 @@ def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> No
     named = folder / "named.biom"
     table.update_ids({one: f"x{number}" for number, one in enumerate(table.ids("observation"))}, axis="observation")
     named.write_text(table.to_json("test"))
-    with pytest.raises(DataError, match="knows none of these 24"):
+    with pytest.raises(DataError, match="none of these 24"):
         predicted(run, (*changes, f"data.table={named}"))
 
 
@@ -216,33 +216,33 @@ def test_runs_that_do_not_fit_are_refused(
 def test_a_forest_learns_from_training_samples_alone(folder: Path, column: str) -> None:
     library = open_library(data(folder / "cache", target=column))
     held = library.held_out().rows
-    seen = scoring.shares(library)
-    made = scoring.forest(library, seen, held, seed=1, trees=20)
+    seen = scoring.read_shares(library)
+    made = scoring.predict_with_forest(library, seen, held, seed=1, trees=20)
     assert made.shape == ((len(held),) if column == "share" else (len(held), 2))
     assert library.target is not None
     before = library.target.values.copy()
     library.target.values[held] = library.target.values[held][::-1]
-    assert (scoring.forest(library, seen, held, seed=1, trees=20) == made).all()
+    assert (scoring.predict_with_forest(library, seen, held, seed=1, trees=20) == made).all()
     training = library.training().rows
     library.target.values[training] = library.target.values[training][::-1]
-    assert (scoring.forest(library, seen, held, seed=1, trees=20) != made).any()
+    assert (scoring.predict_with_forest(library, seen, held, seed=1, trees=20) != made).any()
     library.target.values[:] = before
 
 
 def test_a_forest_sees_as_many_reads_of_each_sample_as_the_model(folder: Path) -> None:
     """With all reads, a rare taxon is there in deep samples, and in no shallow one."""
     library = open_library(data(folder / "cache", target="share", rarefy=100))
-    assert len(set(scoring.depths(library)[:, 0])) > 1
-    reads = 100 * scoring.shares(library)
+    assert len(set(scoring.read_depths(library)[:, 0])) > 1
+    reads = 100 * scoring.read_shares(library)
     assert np.allclose(reads, reads.round()) and np.allclose(reads.sum(1), 100)
-    whole = scoring.shares(open_library(data(folder / "cache", target="share", rarefy=None)))
-    assert np.allclose(whole, library.counts.toarray() / scoring.depths(library))
+    whole = scoring.read_shares(open_library(data(folder / "cache", target="share", rarefy=None)))
+    assert np.allclose(whole, library.counts.toarray() / scoring.read_depths(library))
     assert (reads > 0).sum() < (whole > 0).sum()
 
 
 def test_scores_are_their_definitions() -> None:
     true, made = np.array([1.0, 2.0, 4.0]), np.array([1.5, 2.0, 3.0])
-    told = scoring.regression("x", made, true, 2.0)
+    told = scoring.score_regression("x", made, true, 2.0)
     assert told == pytest.approx(
         {
             "x/mae": 0.5,
@@ -253,7 +253,7 @@ def test_scores_are_their_definitions() -> None:
         }
     )
     chances = np.array([[0.9, 0.1], [0.4, 0.6], [0.6, 0.4], [0.2, 0.8]])
-    told = scoring.classification("x", chances, np.array([0, 0, 1, 1]), np.array([1, 1, 0]))
+    told = scoring.score_classification("x", chances, np.array([0, 0, 1, 1]), np.array([1, 1, 0]))
     assert told == pytest.approx(
         {"x/accuracy": 0.5, "x/accuracy of the most frequent": 0.5, "x/balanced accuracy": 0.5, "x/auc": 0.75}
     )
@@ -294,7 +294,7 @@ def test_the_gradient_is_what_a_taxon_changes(run: Path) -> None:
         for factor in (1 - 1e-5, 1 + 1e-5):
             moved = vectors.clone()
             moved[0, place] *= factor
-            embedding = loaded.model.body.of_vectors(moved, batch["counts"], batch["taxa"] >= 0)["embedding"]
+            embedding = loaded.model.body.pool_vectors(moved, batch["counts"], batch["taxa"] >= 0)["embedding"]
             ends.append(float(loaded.model.target(embedding)))
     assert found["gradient"][taxon] == pytest.approx((ends[1] - ends[0]) / 2e-5, rel=1e-6)
     assert abs(found["gradient"][taxon]) > 1e-6

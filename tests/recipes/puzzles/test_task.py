@@ -15,7 +15,7 @@ from tests.runs import Trace, configuration, distance, trace
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.base import fields_of, named
 from unisono.recipes.puzzles.task import Puzzles
-from unisono.runtime.communicator import Alone, Place
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
 
 TOLERANCE = 1e-12
@@ -64,7 +64,7 @@ def quick_to_halt(made: Puzzles) -> Puzzles:
     return made
 
 
-def traces_of(place: Place, group: Any, layouts: list[dict[str, Any]]) -> list[Trace]:
+def traces_of(place: ProcessInfo, group: Any, layouts: list[dict[str, Any]]) -> list[Trace]:
     made = quick_to_halt(task(weights={"q_continue": 0.5, "consistency": 0.1}))
     return [trace(place, group, made, run_config(**layout)) for layout in layouts]
 
@@ -72,7 +72,7 @@ def traces_of(place: Place, group: Any, layouts: list[dict[str, Any]]) -> list[T
 def test_every_layout_computes_what_one_process_computes() -> None:
     alone = [{"micro_batch": 12}, {"micro_batch": 3}, {"micro_batch": 12, "activation_checkpointing": 1}]
     together = [{"strategy": "ddp", "world_size": 2, "micro_batch": 3}, {"strategy": "fsdp", "world_size": 2}]
-    reference, *others = traces_of(Place(), Alone(), alone)
+    reference, *others = traces_of(ProcessInfo(), SingleProcess(), alone)
     assert len(set(reference.losses)) == 8 and all(norm > 1e-3 for norm in reference.norms)
     assert 0 < reference.metrics[3]["examples_learnt"] < 4  # some rows have halted, and some have not
     assert all(np.any(gradient) for gradient in reference.gradients.values())

@@ -1,8 +1,8 @@
-"""Pieces of arrays in safetensors files, hashed while they are written, and their way back by any other cut.
+"""Writes pieces of arrays to safetensors files, hashing them meanwhile, and reads them back in any other partition.
 
 The format is an eight-byte length, a header in JSON and raw bytes. It is written here and not by the safetensors
-library because that takes a whole file's tensors at once and hashes nothing; what it reads is what stands in the files.
-Large pieces are cut along their first axis, so that several processes can verify them and nobody has to read one whole
+library because that takes a whole file's tensors at once and hashes nothing; it can read these files.
+Large pieces are cut along their first axis, so that several processes can verify them and none has to read a whole one
 for a part of it.
 """
 
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
-from unisono.engines.state import Shard
+from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Json
 from unisono.runtime.errors import CheckpointError
 
-LARGEST = 64 << 20  # bytes of a piece, unless one index of its first axis has more
-_AS_PAIRS = ("complex128",)  # safetensors has no such dtype; they are written as pairs of real numbers
+MAX_PIECE_BYTES = 64 << 20  # bytes of a piece, unless one index of its first axis has more
+_PAIR_DTYPES = ("complex128",)  # safetensors has no such dtype; they are written as pairs of real numbers
 _CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the cache of a core
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -38,42 +38,42 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write(file: Path, shards: Sequence[Shard], note: dict[str, str] | None = None) -> dict[str, Any]:
-    """Write pieces into one new file and have it on the disk.
+def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] | None = None) -> dict[str, Any]:
+    """Write pieces into one new file and flush it to disk.
 
-    Hashing goes on beside writing, in threads: it lets go of the interpreter, and the content is in memory anyway.
+    Hashing runs in threads while writing: it releases the GIL, and the content is in memory anyway.
 
     Args:
-        file: must not be there.
+        file: must not exist.
         shards: of any framework, on any device.
-        note: what the header says besides.
+        note: additional entries of the header.
 
     Returns:
-        What the manifest says: `arrays`, and under `file` its size, its SHA-256 and those of its header.
+        The manifest entries: `arrays`, and under `file` its size, its SHA-256 and those of its header.
 
     Raises:
         OSError: if it cannot be written.
         CheckpointError: for a dtype that safetensors does not have.
     """
-    described, entries = _laid_out(file.name, shards)
+    described, entries = _plan_file(file.name, shards)
     header = _header(entries, note or {})
     whole = hashlib.sha256(header)
     position = len(header)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _put(descriptor, memoryview(header))
+        _write_all(descriptor, memoryview(header))
         with ThreadPoolExecutor(1) as by_piece, ThreadPoolExecutor(1) as by_file:
             waiting: deque[tuple[dict[str, Any], Future[str], Future[None]]] = deque()
             for piece, data in entries:
-                content = _bytes(data)
+                content = _as_bytes(data)
                 piece["at"], piece["bytes"] = position, content.nbytes
                 waiting.append((piece, by_piece.submit(_sha256, content), by_file.submit(whole.update, content.data)))
-                _put(descriptor, content.data)
+                _write_all(descriptor, content.data)
                 position += content.nbytes
                 while len(waiting) > 4:  # what comes from a device is held no longer than it has to be
-                    _settle(waiting.popleft())
+                    _finish_piece(waiting.popleft())
             while waiting:
-                _settle(waiting.popleft())
+                _finish_piece(waiting.popleft())
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -81,15 +81,15 @@ def write(file: Path, shards: Sequence[Shard], note: dict[str, str] | None = Non
     return {"arrays": described, "file": {"size": position, "sha256": whole.hexdigest(), "header": about}}
 
 
-def size(shards: Sequence[Shard]) -> int:
-    """Bytes that pieces take, without their header."""
-    return sum(host_arrays.bytes_of(shard.data) for shard in shards)
+def total_bytes(shards: Sequence[ArrayShard]) -> int:
+    """Bytes that pieces occupy, without the header."""
+    return sum(host_arrays.nbytes(shard.data) for shard in shards)
 
 
 class ArrayReader:
-    """The arrays of a checkpoint, by the piece; see `unisono.engines.state.Reader`. What is read is verified.
+    """Reads and verifies the arrays of a checkpoint piece by piece; see `unisono.engines.state.StateReader`.
 
-    It may be asked by several threads at a time: reading and hashing let go of the interpreter.
+    Safe to use from several threads: reading and hashing release the GIL.
 
     Args:
         folder: of the checkpoint.
@@ -108,31 +108,32 @@ class ArrayReader:
         return {name: tuple(array["shape"]) for name, array in self._arrays.items()}
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-        """A piece of an array, put together from the saved pieces that overlap it.
+        """A piece of an array, assembled from the saved pieces that overlap it.
 
         Raises:
-            CheckpointError: if the saved pieces do not cover it, or one of them is not what was written.
+            CheckpointError: if the saved pieces do not cover it, or one of them is damaged.
         """
+        self._check_covered(name, offset, shape)  # before memory is asked for: a manifest may claim any shape
         result = np.empty(shape, dtype=self.dtype(name))
         self.fill(name, offset, result)
         return result
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """In which an array was saved."""
-        return host_arrays.dtype(self._arrays[name]["dtype"])
+        return host_arrays.parse_dtype(self._arrays[name]["dtype"])
 
     def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
         """Read a piece of an array into contiguous memory of its shape and its dtype.
 
         Raises:
-            CheckpointError: as `read`. What the memory holds then is nobody's.
+            CheckpointError: as for `read`; the memory's content is undefined if a piece is damaged.
         """
         assert into.dtype == self.dtype(name)
         assert into.flags.c_contiguous
         shape = tuple(into.shape)
-        values = _storable(into)
-        missing = math.prod(shape)
-        for piece, first, last in self._overlaps(name, offset, shape):
+        self._check_covered(name, offset, shape)
+        values = _as_storable(into)
+        for piece, first, last in self._find_overlaps(name, offset, shape):
             there: tuple[Any, ...] = tuple(
                 slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True)
             )
@@ -143,27 +144,31 @@ class ArrayReader:
             rows = known and shared[1:] == piece["shape"][1:]  # they lie together, and have no hash of their own
             if (rows or shared == piece["shape"]) and target.flags.c_contiguous:
                 before = (first[0] - piece["offset"][0]) * math.prod(piece["shape"][1:]) if shape else 0
-                self._fetch(name, piece, target, before * into.itemsize)
+                self._read_piece(name, piece, target, before * into.itemsize)
             else:
                 saved = np.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
-                self._fetch(name, piece, saved)
+                self._read_piece(name, piece, saved)
                 values[(*here, ...)] = saved[(*there, ...)]
-            missing -= math.prod(shared)
-        if missing:
-            raise CheckpointError(f"{self._folder}: {missing} elements of '{name}' {shape} at {offset} are in no file")
 
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
+        return not self._count_missing(name, offset, shape)
+
+    def _check_covered(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if missing := self._count_missing(name, offset, shape):
+            raise CheckpointError(f"{self._folder}: no file holds {missing} elements of '{name}' {shape} at {offset}")
+
+    def _count_missing(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
         found = (
             math.prod(b - a for a, b in zip(first, last, strict=True))
-            for _, first, last in self._overlaps(name, offset, shape)
+            for _, first, last in self._find_overlaps(name, offset, shape)
         )
-        return sum(found) == math.prod(shape)
+        return math.prod(shape) - sum(found)
 
-    def _overlaps(
+    def _find_overlaps(
         self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Iterator[tuple[dict[str, Any], list[int], list[int]]]:
-        """The saved pieces that overlap a piece, each with the first and the end of what they share."""
+        """The saved pieces that overlap a piece, each with the start and end of the overlap."""
         for piece in self._arrays[name]["pieces"]:
             first = [max(a, b) for a, b in zip(offset, piece["offset"], strict=True)]
             last = [
@@ -172,16 +177,16 @@ class ArrayReader:
             if all(a < b for a, b in zip(first, last, strict=True)):
                 yield piece, first, last
 
-    def _fetch(self, name: str, piece: dict[str, Any], into: Array, before: int = 0) -> None:
-        """Read a piece into memory that is contiguous, and verify it there; of a known one, what is asked for.
+    def _read_piece(self, name: str, piece: dict[str, Any], into: Array, before: int = 0) -> None:
+        """Read a piece into contiguous memory and verify it there; of a verified piece, only the requested part.
 
         Args:
             name: of the array.
             piece: of the manifest.
-            into: its content, or so many bytes of it as it has.
-            before: bytes of the piece that are left out.
+            into: receives the content, or as many bytes of it as fit.
+            before: bytes of the piece to skip.
         """
-        content = _bytes(into)
+        content = _as_bytes(into)
         file = self._folder / piece["file"]
         known = (piece["file"], piece["entry"]) in self._verified
         if content.nbytes + before > piece["bytes"] or (content.nbytes != piece["bytes"] and not known):
@@ -195,7 +200,7 @@ class ArrayReader:
 
 
 def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
-    """Fill memory from a file and hash it on the way; None if the file ends before."""
+    """Fill memory from a file and hash it meanwhile; None if the file is too short."""
     sha256 = hashlib.sha256()
     with file.open("rb", buffering=0) as opened:
         opened.seek(at)
@@ -210,8 +215,8 @@ def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) ->
     return sha256.hexdigest()
 
 
-def hash_of(file: Path, at: int, length: int) -> str | None:
-    """The hash of a stretch of a file; None if the file ends before."""
+def hash_range(file: Path, at: int, length: int) -> str | None:
+    """The hash of a range of a file; None if the file is too short."""
     sha256 = hashlib.sha256()
     buffer = memoryview(bytearray(min(_CHUNK, length)))
     with file.open("rb", buffering=0) as opened:
@@ -225,30 +230,30 @@ def hash_of(file: Path, at: int, length: int) -> str | None:
     return sha256.hexdigest()
 
 
-def _laid_out(file: str, shards: Sequence[Shard]) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
-    """What the manifest will say of the arrays, and the pieces in the order of the file."""
+def _plan_file(file: str, shards: Sequence[ArrayShard]) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+    """The manifest entries of the arrays, and the pieces in file order."""
     described: dict[str, Any] = {}
     entries: list[tuple[dict[str, Any], Any]] = []
     for shard in shards:
-        dtype = host_arrays.name_of(shard.data)
-        if dtype not in _NAMES and dtype not in _AS_PAIRS:
-            raise CheckpointError(f"'{shard.name}' is of {dtype}, which no safetensors file can hold")
+        dtype = host_arrays.dtype_name(shard.data)
+        if dtype not in _NAMES and dtype not in _PAIR_DTYPES:
+            raise CheckpointError(f"'{shard.name}' has dtype {dtype}, which safetensors files do not support")
         array = {"shape": list(shard.shape), "dtype": dtype, "pieces": []}
         described.setdefault(shard.name, array)
-        for offset, data in _cut(shard) if math.prod(shard.data.shape) else ():  # what is empty is in no file
+        for offset, data in _split_shard(shard) if math.prod(shard.data.shape) else ():  # what is empty is in no file
             entry = f"{shard.name}@{','.join(map(str, offset))}"
             piece = {"file": file, "entry": entry, "offset": offset, "shape": list(data.shape)}
             described[shard.name]["pieces"].append(piece)
             entries.append((piece, data))
     # The widest first, so that every piece begins at a multiple of its own width.
-    return described, sorted(entries, key=lambda entry: -_width(host_arrays.name_of(entry[1])))
+    return described, sorted(entries, key=lambda entry: -_bytes_per_element(host_arrays.dtype_name(entry[1])))
 
 
-def _cut(shard: Shard) -> Iterator[tuple[list[int], Any]]:
+def _split_shard(shard: ArrayShard) -> Iterator[tuple[list[int], Any]]:
     """A piece, or several along its first axis if it is large, with their offsets."""
     data = shard.data
     rows = data.shape[0] if data.shape else 1
-    at_once = max(1, LARGEST * rows // max(1, host_arrays.bytes_of(data)))
+    at_once = max(1, MAX_PIECE_BYTES * rows // max(1, host_arrays.nbytes(data)))
     if at_once >= rows:
         yield list(shard.offset), data
         return
@@ -260,8 +265,8 @@ def _header(entries: Sequence[tuple[dict[str, Any], Any]], note: dict[str, str])
     header: dict[str, Json] = {"__metadata__": note} if note else {}
     position = 0
     for piece, data in entries:
-        name, shape, end = host_arrays.name_of(data), list(data.shape), position + host_arrays.bytes_of(data)
-        if name in _AS_PAIRS:
+        name, shape, end = host_arrays.dtype_name(data), list(data.shape), position + host_arrays.nbytes(data)
+        if name in _PAIR_DTYPES:
             name, shape = "float64", [*shape, 2]
         assert piece["entry"] not in header, f"{piece['entry']} is there twice"
         header[piece["entry"]] = {"dtype": _NAMES[name], "shape": shape, "data_offsets": [position, end]}
@@ -271,18 +276,18 @@ def _header(entries: Sequence[tuple[dict[str, Any], Any]], note: dict[str, str])
     return len(text).to_bytes(8, "little") + text
 
 
-def _width(dtype: str) -> int:
+def _bytes_per_element(dtype: str) -> int:
     """Bytes of a number as it is stored."""
-    return host_arrays.dtype("float64" if dtype in _AS_PAIRS else dtype).itemsize
+    return host_arrays.parse_dtype("float64" if dtype in _PAIR_DTYPES else dtype).itemsize
 
 
-def _storable(data: Array) -> Array:
-    """The same memory; complex numbers that safetensors has no dtype for as pairs."""
-    return data[..., None].view(np.float64) if data.dtype.name in _AS_PAIRS else data
+def _as_storable(data: Array) -> Array:
+    """A view of the same memory; complex numbers without a safetensors dtype become pairs."""
+    return data[..., None].view(np.float64) if data.dtype.name in _PAIR_DTYPES else data
 
 
-def _bytes(data: Any) -> NDArray[np.uint8]:
-    """An array's content; that of a contiguous one in the memory of this host is no copy."""
+def _as_bytes(data: Any) -> NDArray[np.uint8]:
+    """An array's content as bytes; no copy if it is contiguous in host memory."""
     return np.ascontiguousarray(host_arrays.to_numpy(data)).reshape(-1).view(np.uint8)
 
 
@@ -290,13 +295,13 @@ def _sha256(content: NDArray[np.uint8]) -> str:
     return hashlib.sha256(content.data).hexdigest()
 
 
-def _settle(hashed: tuple[dict[str, Any], Future[str], Future[None]]) -> None:
+def _finish_piece(hashed: tuple[dict[str, Any], Future[str], Future[None]]) -> None:
     piece, of_piece, of_file = hashed
     piece["sha256"] = of_piece.result()
     of_file.result()
 
 
-def _put(descriptor: int, content: memoryview) -> None:
-    """Write all of it; the kernel may take less at a time."""
+def _write_all(descriptor: int, content: memoryview) -> None:
+    """Write all of it; the kernel may accept less per call."""
     while len(content):
         content = content[os.write(descriptor, content) :]

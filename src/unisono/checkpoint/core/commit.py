@@ -1,15 +1,16 @@
-"""The protocol on disk: a checkpoint is whole or absent, and never overwritten.
+"""The commit protocol on disk: a checkpoint is complete or absent, and never overwritten.
 
-Every rank writes its pieces into one temporary folder, hashes them meanwhile and has them on the disk. When all agree
-that they have, rank 0 writes the manifest last, flushes everything and renames the folder; only then may older
-checkpoints go. A folder without a manifest, or whose name is temporary, is not a checkpoint, so on a store that cannot
-rename, the manifest alone is the commit (`in_order`). A manifest holds JSON, and nothing on the way back is unpickled.
+Every rank writes its pieces into one temporary folder, hashes them meanwhile and flushes them to disk. When all agree
+that this is done, rank 0 writes the manifest last, flushes everything and renames the folder; only then may older
+checkpoints be removed. A folder without a manifest or with a temporary name is not a checkpoint, so on a store without
+rename, the manifest alone is the commit (`files_in_order`). A manifest holds JSON, and reading never unpickles
+anything.
 
 runs/<name>/checkpoints/
   step-00001000/
     rank-00000.safetensors …   pieces of arrays
     manifest.json              see `unisono.checkpoint.core.manifest`
-  damaged-step-00001000/       what could no longer be read when the run came to this step again
+  damaged-step-00001000/       was unreadable when the run reached this step again
 """
 
 from __future__ import annotations
@@ -26,35 +27,45 @@ from pathlib import Path
 
 import numpy as np
 
-from unisono.checkpoint.core import arrays, manifest, verify
-from unisono.checkpoint.core.manifest import Checkpoint, read
-from unisono.checkpoint.core.retention import Known, Retention
+from unisono.checkpoint.core import arrays, assets, manifest, verify
+from unisono.checkpoint.core.manifest import Checkpoint, read_manifest
+from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
 from unisono.engines import host_arrays
-from unisono.engines.state import Shard
-from unisono.runtime.communicator import Alone, Group, Json
+from unisono.engines.state import ArrayShard
+from unisono.runtime.communicator import Communicator, Json, SingleProcess
 from unisono.runtime.errors import CheckpointError, FormatError, NonFiniteError, SaveError, UnisonoError
-from unisono.runtime.files import remove_folder, sync
+from unisono.runtime.files import fsync_path, remove_folder
 
-__all__ = ["Checkpoint", "aside", "find", "in_order", "name_of", "open_", "read", "save", "sweep"]
+__all__ = [
+    "Checkpoint",
+    "files_in_order",
+    "find_checkpoints",
+    "folder_name",
+    "free_aside_path",
+    "open_checkpoint",
+    "read_manifest",
+    "remove_leftovers",
+    "save_checkpoint",
+]
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".writing-"
-# What a file system says that is away for a while, or over a quota. A full disk is none of these: it was told how much
-# would come before the first step.
-_PASSING = {
+# Errors of a file system that is temporarily away or over quota. A full disk is not among them: the space needed
+# was checked before the first step.
+_TRANSIENT_ERRORS = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EDQUOT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN,
     errno.ECONNRESET, errno.EHOSTDOWN,
 }  # fmt: skip
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     step: int,
-    shards: Sequence[Shard],
+    shards: Sequence[ArrayShard],
     state: dict[str, Json],
-    group: Group,
+    group: Communicator,
     keep: int | Retention,
     *,
     about: Mapping[str, Json] | None = None,
@@ -68,76 +79,77 @@ def save(
     Args:
         folder: `checkpoints` of the run.
         step: updates made.
-        shards: this rank's pieces; those of all ranks make the state whole.
+        shards: this rank's pieces; together, all ranks hold the whole state.
         state: JSON, the same on every rank.
         group: all ranks.
-        keep: how many of the newest checkpoints remain, or which.
-        about: what made it, JSON; of rank 0.
-        metric: of an evaluation of this state; of rank 0.
+        keep: how many of the newest checkpoints to keep, or a `Retention`.
+        about: provenance of the run, JSON; used on rank 0.
+        metric: from an evaluation of this state; used on rank 0.
         parent: name of the checkpoint before; None takes the newest of an earlier step.
-        holds: `everything`, or `model` if no run can go on from it.
-        allowed: called on rank 0 before anything is touched and just before the rename; raises where the run belongs to
+        holds: `everything`, or `model` if no run can resume from it.
+        allowed: called on rank 0 before anything is written and just before the rename; raises if the run belongs to
             another start by now.
 
     Raises:
         SaveError: on every rank if one of them could not write; older checkpoints stay as they were.
         NonFiniteError: on every rank if one of them has a parameter or a moment that is not finite.
     """
-    final = folder / name_of(step)
-    # A name of its own: a start that wakes up, after another has taken over, writes into no folder of that one.
+    final = folder / folder_name(step)
+    # A unique name: a stale process that wakes up after another took over cannot write into that one's folder.
     temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     retention = keep if isinstance(keep, Retention) else Retention(keep)
-    faults = _agree(group, "look at its part of the state", lambda: not_finite(shards))
+    faults = _run_on_all_ranks(group, "check its part of the state", lambda: find_not_finite(shards))
     if any(faults):
-        told = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(faults) if names)
+        places = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(faults) if names)
         raise NonFiniteError(
-            f"the state after step {step} holds numbers that are not finite ({told}). It is not saved; older "
-            "checkpoints are untouched."
+            f"the state after step {step} is not finite ({places}). It was not saved; older checkpoints are untouched."
         )
 
     def begin() -> Json:
         if group.rank == 0:
             if allowed is not None:
                 allowed()
-            _make(folder)
-            sweep(folder)
+            _make_folder(folder)
+            remove_leftovers(folder)
             _refuse_to_overwrite(final)
             temporary.mkdir()
-        return [arrays.size(shards), temporary.name]
+        return [arrays.total_bytes(shards), temporary.name]
 
     try:
-        begun = _agree(group, "make a folder for the checkpoint", begin)
+        begun = _run_on_all_ranks(group, "create a folder for the checkpoint", begin)
         total, temporary = sum(size for size, _ in begun), folder / begun[0][1]
 
         def pieces() -> Json:
-            with _explaining_a_full_disk(folder, total):
+            with _explain_full_disk(folder, total):
                 return _write_pieces(temporary, shards, group.rank, step)
 
-        written = _agree(group, "write its part of the checkpoint", pieces)
+        written = _run_on_all_ranks(group, "write its part of the checkpoint", pieces)
 
         def finish() -> None:
             if group.rank != 0:
                 return
             content = {
-                "format": manifest.FORMAT, "step": step, "parent": parent or _before(folder, step), "holds": holds,
-                "metric": dict(metric) if metric else None, "about": dict(about or {}), "state": state,
-                **manifest.merge(written),
+                "format": manifest.FORMAT, "step": step, "parent": parent or _previous_name(folder, step),
+                "holds": holds,
+                "metric": dict(metric) if metric else None, "about": dict(about or {}),
+                "assets": assets.digests(folder.parent), "state": state,
+                **manifest.merge_manifests(written),
             }  # fmt: skip
-            with _explaining_a_full_disk(folder, total):
-                _write(temporary / manifest.NAME, manifest.dumps(content))
-                sync(temporary)
+            with _explain_full_disk(folder, total):
+                _write_file(temporary / manifest.NAME, manifest.encode(content))
+                fsync_path(temporary)
             if allowed is not None:
                 allowed()
             if final.exists():
-                final.rename(aside(final))
+                final.rename(free_aside_path(final))
             temporary.rename(final)
             try:
-                sync(folder)
+                fsync_path(folder)
             except OSError:  # its name may not outlive a loss of power
                 final.rename(temporary)
                 raise
 
-        _agree(group, "finish the checkpoint", finish)
+        _run_on_all_ranks(group, "finish the checkpoint", finish)
     except SaveError:
         if group.rank == 0:  # all ranks know, so nobody writes there any more
             with suppress(OSError):
@@ -148,61 +160,61 @@ def save(
     return final
 
 
-def find(folder: Path) -> list[Path]:
-    """Finished checkpoints in a folder, the oldest first."""
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / manifest.NAME).is_file()]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=_parse_step)
 
 
-def open_(path: Path, group: Group | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, group: Communicator | None = None) -> Checkpoint:
     """Read a checkpoint's manifest and verify every byte of its files.
 
     Args:
         path: its folder.
-        group: all ranks, which then each verify a share of the bytes, and agree; collective. None: this process
+        group: all ranks, which then verify a share of the bytes each and agree; collective. None: this process
             verifies all of them.
 
     Raises:
-        CheckpointError: naming the file that is missing, damaged or of another checkpoint, and an array in it; with a
-            group on every rank, whoever found it.
+        CheckpointError: naming the file that is missing, damaged or from another checkpoint, and an array in it; with a
+            group on every rank, whichever found it.
     """
     if group is None:
-        return verify.content(read(path), Alone())
+        return verify.verify_content(read_manifest(path), SingleProcess())
     checkpoint, fault, other = None, None, False
     try:
-        checkpoint = read(path)
+        checkpoint = read_manifest(path)
     except CheckpointError as error:
         fault, other = str(error), isinstance(error, FormatError)
     mine = [fault, checkpoint.sha256 if checkpoint else None, other]
     everyone = group.gather(mine, "all ranks to read the manifest")
-    for rank, (told, _, of_another_version) in enumerate(everyone):
-        if told:
-            told = told if rank == 0 else f"rank {rank}: {told}"
-            raise FormatError(told) if of_another_version else CheckpointError(told)
+    for rank, (fault, _, of_another_version) in enumerate(everyone):
+        if fault:
+            fault = fault if rank == 0 else f"rank {rank}: {fault}"
+            raise FormatError(fault) if of_another_version else CheckpointError(fault)
     if any(digest != everyone[0][1] for _, digest, _ in everyone):
-        raise CheckpointError(f"{path}: the ranks read different manifests there; is it a shared folder?")
+        raise CheckpointError(f"{path}: ranks read different manifests; is this a shared folder?")
     assert checkpoint is not None
-    return verify.content(checkpoint, group)
+    return verify.verify_content(checkpoint, group)
 
 
-def in_order(checkpoint: Checkpoint) -> list[str]:
-    """The files of a checkpoint in the order in which they have to appear: whatever has a manifest is finished."""
+def files_in_order(checkpoint: Checkpoint) -> list[str]:
+    """The files of a checkpoint in the order in which they must appear: a folder with a manifest is finished."""
     return [*checkpoint.files, manifest.NAME]
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     """The folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
-def not_finite(shards: Sequence[Shard]) -> list[str]:
-    """The arrays that must be finite and are not, with the number of elements at fault; the first few of them."""
+def find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
+    """The first few arrays that must be finite and are not, with the number of bad elements."""
     found = []
     for shard in shards:
         if not shard.finite:
             continue
         values = host_arrays.to_numpy(shard.data)
-        if host_arrays.is_foreign(values.dtype):  # no reduction is written for these
+        if host_arrays.is_ml_dtype(values.dtype):  # no reduction is written for these
             values = values.astype(np.float32)
         if values.dtype.kind == "c":
             values = values[..., None].view(values.real.dtype)
@@ -213,40 +225,40 @@ def not_finite(shards: Sequence[Shard]) -> list[str]:
     return [*found[:4], f"and {len(found) - 4} more"] if len(found) > 4 else found
 
 
-def _write_pieces(folder: Path, shards: Sequence[Shard], rank: int, step: int) -> Json:
-    """This rank's file, and what the manifest says of it."""
+def _write_pieces(folder: Path, shards: Sequence[ArrayShard], rank: int, step: int) -> Json:
+    """Write this rank's file; returns its manifest entries."""
     if not shards:
         return {"files": {}, "arrays": {}}
     file = folder / f"rank-{rank:05d}.safetensors"
-    # The step makes the headers of two checkpoints differ even where nothing else does.
+    # The step makes the headers of two checkpoints differ even if nothing else does.
     note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(rank)}
-    written = arrays.write(file, shards, note)
+    written = arrays.write_shards(file, shards, note)
     return {"files": {file.name: written["file"]}, "arrays": written["arrays"]}
 
 
-def _agree(group: Group, what: str, act: Callable[[], Json]) -> list[Json]:
-    """Let every rank act, and let all of them fail if one of them did."""
+def _run_on_all_ranks(group: Communicator, what: str, act: Callable[[], Json]) -> list[Json]:
+    """Run a function on every rank; all ranks fail if one does."""
     result, fault, passing = None, None, False
     try:
         result = act()
     except OSError as error:
-        passing = error.errno in _PASSING
+        passing = error.errno in _TRANSIENT_ERRORS
         fault = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # of any kind: the others must not wait for this rank
         fault = str(error) if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
         log.exception("a checkpoint could not be written")
     outcomes = group.gather([result, fault, passing], f"all ranks to {what}")
     faults = [f"rank {rank} could not {what}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]
     if faults:
         failed = SaveError("; ".join(faults) + ". Older checkpoints are untouched.")
-        failed.passing = all(passing for _, why, passing in outcomes if why)
+        failed.transient = all(passing for _, why, passing in outcomes if why)
         raise failed
     return [outcome for outcome, _, _ in outcomes]
 
 
 @contextmanager
-def _explaining_a_full_disk(folder: Path, needed: int) -> Iterator[None]:
-    """Say what all ranks need and what was free before, where the system says `No space left`."""
+def _explain_full_disk(folder: Path, needed: int) -> Iterator[None]:
+    """Extend `No space left` errors by what all ranks need and what was free before."""
     free = shutil.disk_usage(folder).free
     try:
         yield
@@ -255,75 +267,75 @@ def _explaining_a_full_disk(folder: Path, needed: int) -> Iterator[None]:
             raise
         why = "no space left" if error.errno == errno.ENOSPC else "the disk quota is used up"
         late = "; it was used up meanwhile" if free > needed and error.errno == errno.ENOSPC else ""
-        text = f"{why}: needs {_for_people(needed)}, {_for_people(free)} free at {folder}{late}"
+        text = f"{why}: needs {_format_size(needed)}, {_format_size(free)} free at {folder}{late}"
         raise OSError(error.errno, text) from error
 
 
-def _for_people(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
-def _make(folder: Path) -> None:
-    """A folder whose name is on the disk, too."""
+def _make_folder(folder: Path) -> None:
+    """Create a folder and flush its directory entry to disk."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        sync(folder.parent)
+        fsync_path(folder.parent)
 
 
 def _refuse_to_overwrite(final: Path) -> None:
-    """Refuse a step that has a checkpoint which can be read. One that cannot makes room later, and is kept aside."""
+    """Refuse a step that has a readable checkpoint. An unreadable one is renamed later and kept."""
     if not (final / manifest.NAME).is_file():
         return
     try:
-        open_(final)
+        open_checkpoint(final)
     except CheckpointError as error:
-        log.warning("%s; it will be kept as %s", error, aside(final).name)
+        log.warning("%s; it will be kept as %s", error, free_aside_path(final).name)
         return
     raise SaveError(
-        f"{final} is there and whole, and a checkpoint is never overwritten. Move it away, or resume from it"
+        f"{final} already exists and is intact, and a checkpoint is never overwritten. Move it away, or resume from it"
     )
 
 
-def aside(final: Path) -> Path:
-    """A name that is free for a checkpoint that is damaged, or may be; none is lost."""
+def free_aside_path(final: Path) -> Path:
+    """A free name for a damaged checkpoint, so that none is lost."""
     names = (f"damaged-{final.name}" + (f"-{number}" if number else "") for number in itertools.count())
     return next(path for name in names if not (path := final.with_name(name)).exists())
 
 
-def _before(folder: Path, step: int) -> str | None:
-    earlier = [path.name for path in find(folder) if _step_of(path) < step]
+def _previous_name(folder: Path, step: int) -> str | None:
+    earlier = [path.name for path in find_checkpoints(folder) if _parse_step(path) < step]
     return earlier[-1] if earlier else None
 
 
 def _remove_older(folder: Path, made: int, retention: Retention) -> None:
-    """Let go of what need not remain. The checkpoint is finished: what fails here is told, and harms nothing.
+    """Remove checkpoints that need not be kept. The new one is finished: failures here are logged and harmless.
 
-    What cannot be read is neither counted nor removed: it must not take the place of one that can.
+    Unreadable ones are neither counted nor removed: they must not take the place of readable ones.
     """
     known: dict[int, Path] = {}
     metrics = []
-    for path in find(folder):
+    for path in find_checkpoints(folder):
         try:
-            checkpoint = read(path)
+            checkpoint = read_manifest(path)
         except CheckpointError as error:
             log.warning("%s", error)
             continue
-        known[_step_of(path)] = path
-        metrics.append(Known(_step_of(path), checkpoint.metric))
-    for step in retention.going(made, metrics):
+        known[_parse_step(path)] = path
+        metrics.append(FinishedCheckpoint(_parse_step(path), checkpoint.metric))
+    for step in retention.find_removable(made, metrics):
         old = known[step]
-        try:  # goes as it came, by one rename: a half of it must not be found
+        try:  # removed as it was created, by one rename: a partial checkpoint must never be found
             remove_folder(old.rename(folder / f"{_TEMPORARY}{old.name}"))
         except OSError as error:
             log.warning("%s could not be removed: %s", old, error)
 
 
-def _step_of(path: Path) -> int:
+def _parse_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def sweep(folder: Path) -> None:
-    """Remove what an interrupted save left behind. What cannot be removed is reported, and stops nothing."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove what an interrupted save left behind. What cannot be removed is logged."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         try:
             remove_folder(path)
@@ -331,6 +343,6 @@ def sweep(folder: Path) -> None:
             log.warning("%s was left by an interrupted save and cannot be removed: %s", path, error)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    sync(path)
+    fsync_path(path)

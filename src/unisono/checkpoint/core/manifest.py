@@ -1,6 +1,6 @@
-"""What a checkpoint says of itself: one JSON file, written last and known by its own hash.
+"""A checkpoint's manifest: one JSON file, written last and verified by its own hash.
 
-A manifest holds no byte that anything executes. It is read only if it is, byte for byte, what was written: JSON has
+Nothing in a manifest is ever executed. It is accepted only if it is, byte for byte, what was written: JSON has
 several spellings of the same value, and a flipped bit may turn one into another.
 """
 
@@ -8,19 +8,60 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.engines import host_arrays
+from unisono.runtime import safe_paths
 from unisono.runtime.communicator import Json
-from unisono.runtime.errors import CheckpointError, FormatError
+from unisono.runtime.errors import CheckpointError, FormatError, SaveError
+from unisono.runtime.shapes import HashedFile, Integer, misfit
+from unisono.runtime.text import one_line
 
 FORMAT = 2
 NAME = "manifest.json"
-_PLAIN = re.compile(r"(?!\.)[^/\\\0]+")  # a file of the folder itself
+LARGEST = 256 << 20  # bytes of a manifest: about a million pieces
+_FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")  # a file of the folder itself
+
+
+class _File(HashedFile):
+    header: HashedFile
+
+
+class _Piece(TypedDict):
+    file: str
+    entry: str
+    at: Integer
+    bytes: Integer
+    sha256: str
+    shape: list[Integer]
+    offset: list[Integer]
+
+
+class _Array(TypedDict):
+    shape: list[Integer]
+    dtype: str
+    pieces: list[_Piece]
+
+
+class _Content(TypedDict):
+    format: Integer
+    step: Integer
+    parent: str | None
+    holds: str
+    metric: dict[str, Any] | None
+    about: dict[str, Any]
+    state: dict[str, Any]
+    sha256: str
+    files: dict[str, _File]
+    arrays: dict[str, _Array]
 
 
 @dataclass(frozen=True)
@@ -30,15 +71,16 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: updates made.
-        state: what the trainer keeps besides arrays.
+        state: what the trainer saves besides arrays.
         arrays: per array name its shape, dtype and pieces, as in the manifest.
         files: per file name its size in bytes, its SHA-256, and size and SHA-256 of its header.
-        parent: name of the checkpoint that the run made, or came from, before this one; None if there was none.
-        holds: `everything`, from which a run can go on, or `model`.
-        metric: what an evaluation of this very state came to; None if there was none.
+        parent: name of the previous checkpoint, made by the run or resumed from; None if there was none.
+        holds: `everything`, from which a run can resume, or `model`.
+        metric: results of an evaluation of exactly this state; None if there was none.
+        assets: SHA-256 of every file that the task had left with the run; None where the manifest has none.
         about: configuration, code, data, layout and versions of the run that made it.
-        sha256: of all this, as it stands in the manifest.
-        verified: pieces, by file and entry, whose content this process has found to be what was written.
+        sha256: of all of the above, as stored in the manifest.
+        verified: pieces, by file and entry, whose content this process has verified.
     """
 
     path: Path
@@ -50,60 +92,70 @@ class Checkpoint:
     holds: str = "everything"
     metric: Mapping[str, float] | None = None
     about: Mapping[str, Json] = field(default_factory=dict)
+    assets: Mapping[str, str] | None = None
     sha256: str = ""
     verified: frozenset[tuple[str, str]] = frozenset()
 
     def reader(self) -> ArrayReader:
-        """Its arrays. What this process has verified is not hashed again."""
+        """A reader of its arrays. What this process has verified is not hashed again."""
         return ArrayReader(self.path, self.arrays, self.verified)
 
 
-def dumps(content: Mapping[str, Json]) -> bytes:
-    """A manifest as it stands in its file; its hash comes last."""
-    return json.dumps({**content, "sha256": digest(content)}, indent=1).encode()
+def encode(content: Mapping[str, Json]) -> bytes:
+    """The file content of a manifest; its hash comes last."""
+    written = json.dumps({**content, "sha256": digest(content)}, indent=1).encode()
+    if len(written) > LARGEST:
+        raise SaveError(f"the manifest of a checkpoint would have {len(written)} bytes; at most {LARGEST} are allowed")
+    return written
 
 
 def digest(content: Mapping[str, Json]) -> str:
-    """The hash of a manifest's content, the same after a way through a file."""
+    """The hash of a manifest's content, unchanged by a round trip through a file."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read(path: Path) -> Checkpoint:
-    """What a checkpoint's manifest says, verified by its own hash; the other files are not looked at.
+def read_manifest(path: Path) -> Checkpoint:
+    """Read a checkpoint's manifest, verified by its own hash; the other files are not read.
 
     Raises:
         CheckpointError: if the manifest is missing, damaged or of another format.
     """
     file = path / NAME
     try:
-        written = file.read_bytes()
-        content = json.loads(written.decode())
+        written = safe_paths.read_bytes(path, NAME, LARGEST)
+        content = safe_paths.parse_json(written)
+        if not isinstance(content, dict) or "format" not in content:
+            raise CheckpointError(f"{file} is not the manifest of a checkpoint. {deletion_advice(path)}")
         if content["format"] != FORMAT:
             raise FormatError(f"{path} has checkpoint format {content['format']}; this version reads {FORMAT}")
+        if (wrong := misfit(content, _Content)) is not None:
+            raise CheckpointError(
+                f"{file} is not a manifest that can be used: {one_line(wrong)}. {deletion_advice(path)}"
+            )
         sha256 = content.pop("sha256")
-        if sha256 != digest(content) or written != dumps(content):
-            raise CheckpointError(f"{file} is damaged: its content is not what was written. {advice(path)}")
+        if sha256 != digest(content) or written != encode(content):
+            raise CheckpointError(f"{file} is damaged: its content is not what was written. {deletion_advice(path)}")
         result = Checkpoint(
             path, content["step"], content["state"], content["arrays"], content["files"], content["parent"],
-            content["holds"], content["metric"], content["about"], sha256,
+            content["holds"], content["metric"], content["about"], content.get("assets"), sha256,
         )  # fmt: skip
         named = re.fullmatch(r"step-(\d+)", path.name)
         if named and int(named[1]) != result.step:
-            raise CheckpointError(f"{file} is of step {result.step}, not of its folder's. {advice(path)}")
+            raise CheckpointError(f"{file} belongs to step {result.step}, unlike its folder. {deletion_advice(path)}")
         _check(result)
         return result
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{file} cannot be read: {error}. {advice(path)}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}. {deletion_advice(path)}") from error
 
 
-def advice(path: Path) -> str:
-    """The end of a sentence about a damaged checkpoint."""
-    return f"Delete {path} to go on from an older checkpoint."
+def deletion_advice(path: Path) -> str:
+    """The advice at the end of a message about a damaged checkpoint."""
+    return f"Delete {path} to resume from an older checkpoint."
 
 
-def merge(written: list[Json]) -> dict[str, Any]:
+def merge_manifests(written: list[Json]) -> dict[str, Any]:
     """`files` and `arrays` of all ranks together."""
     files: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -114,26 +166,49 @@ def merge(written: list[Json]) -> dict[str, Any]:
     return {"arrays": arrays, "files": files}
 
 
+def _fits(piece: Mapping[str, Any], whole: list[int], item: int) -> bool:
+    """Whether a piece lies in its array, and has as many bytes as that takes."""
+    shape, offset = piece["shape"], piece["offset"]
+    return (
+        len(shape) == len(offset) == len(whole)
+        and all(first + count <= length for first, count, length in zip(offset, shape, whole, strict=True))
+        and piece["bytes"] == math.prod(shape) * item
+    )
+
+
 def _check(checkpoint: Checkpoint) -> None:
-    """Refuse a manifest that leads out of its folder, or whose pieces leave bytes of a file that nobody would verify.
+    """Refuse a manifest that points outside its folder, or whose pieces leave bytes of a file unverified.
 
     The hash guards against damage, not against malice: a manifest may come from anywhere.
     """
+    if checkpoint.assets is not None and not all(isinstance(each, str) for each in dict(checkpoint.assets).values()):
+        raise CheckpointError(f"{checkpoint.path}: its digests of assets make no sense")
     ends = {name: [(0, file["header"]["size"])] for name, file in checkpoint.files.items()}
     for name, array in checkpoint.arrays.items():
+        try:
+            item = host_arrays.parse_dtype(array["dtype"]).itemsize
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path}: '{one_line(name)}' is of dtype '{one_line(array['dtype'])}', which is not known"
+            ) from error
         for piece in array["pieces"]:
             if piece["file"] not in ends:
-                raise CheckpointError(f"{checkpoint.path}: a piece of '{name}' is in {piece['file']!r}, no file of it")
+                raise CheckpointError(
+                    f"{checkpoint.path}: '{one_line(name)}' has a piece in '{one_line(piece['file'])}', which it does "
+                    "not list"
+                )
             if min([piece["at"], *piece["shape"], *piece["offset"]]) < 0:
-                raise CheckpointError(f"{checkpoint.path}: a piece of '{name}' has a negative place")
+                raise CheckpointError(f"{checkpoint.path}: a piece of '{one_line(name)}' has a negative offset or size")
+            if not _fits(piece, array["shape"], item):
+                raise CheckpointError(f"{checkpoint.path}: a piece of '{one_line(name)}' lies outside of the array")
             ends[piece["file"]].append((piece["at"], piece["at"] + piece["bytes"]))
     for name, spans in ends.items():
-        if not _PLAIN.fullmatch(name):
-            raise CheckpointError(f"{checkpoint.path}: {name!r} cannot be the name of a file of it")
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{checkpoint.path}: '{one_line(name)}' is not a valid file name")
         reached = 0
         for begin, end in sorted(spans):
             if begin != reached:
-                raise CheckpointError(f"{checkpoint.path}: bytes {reached} to {begin} of {name} belong to nothing")
+                raise CheckpointError(f"{checkpoint.path}: bytes {reached} to {begin} of {name} belong to no array")
             reached = end
         if reached != checkpoint.files[name]["size"]:
-            raise CheckpointError(f"{checkpoint.path}: bytes from {reached} of {name} on belong to nothing")
+            raise CheckpointError(f"{checkpoint.path}: bytes of {name} from {reached} on belong to no array")

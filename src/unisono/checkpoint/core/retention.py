@@ -1,4 +1,4 @@
-"""Which checkpoints remain: the newest, every n-th step, and the best by a metric."""
+"""Which checkpoints to keep: the newest, every n-th step, and the best by a metric."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from unisono.runtime.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
-class Known:
-    """A finished checkpoint, as far as it matters here."""
+class FinishedCheckpoint:
+    """Step and metrics of a finished checkpoint."""
 
     step: int
     metric: Mapping[str, float] | None = None
@@ -20,12 +20,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Retention:
-    """What remains.
+    """Which checkpoints to keep.
 
     Attributes:
-        newest: how many of the newest.
-        every: those of steps that it divides, too.
-        best: name of a metric whose best checkpoint remains, too.
+        newest: number of newest checkpoints.
+        every: also those whose step is a multiple of it.
+        best: name of a metric whose best checkpoint is kept as well.
         largest: whether the largest value is the best one.
     """
 
@@ -36,16 +36,16 @@ class Retention:
 
     @classmethod
     def of(cls, settings: Settings) -> Retention:
-        """As `checkpoint` of a configuration says."""
+        """From the `checkpoint` group of a configuration."""
         best = settings.keep_best
         name, largest = (best.metric, best.mode == "max") if best else (None, False)
         return cls(settings.keep, settings.keep_every, name, largest)
 
-    def going(self, made: int, known: Iterable[Known]) -> list[int]:
-        """Steps of the checkpoints that may go, now that the one of step `made` is finished; never that one.
+    def find_removable(self, made: int, known: Iterable[FinishedCheckpoint]) -> list[int]:
+        """Steps of the checkpoints to remove, now that the one of step `made` is finished; never that one.
 
-        Later ones stay: they are of a course that the run has left, because it went on from an older checkpoint than
-        the newest, and somebody may want to know why.
+        Later ones stay: they belong to a course that the run has left by resuming from an older checkpoint than
+        the newest, and may be needed to find out why.
 
         >>> Retention(2, every=10).going(40, [Known(step) for step in (10, 20, 25, 30, 35, 40, 50)])
         [25]
@@ -59,13 +59,13 @@ class Retention:
             remain.add((max if self.largest else min)(judged)[1])
         return [c.step for c in before if c.step not in remain]
 
-    def _value(self, checkpoint: Known) -> float | None:
+    def _value(self, checkpoint: FinishedCheckpoint) -> float | None:
         value = (checkpoint.metric or {}).get(self.best) if self.best else None
         return value if value is not None and math.isfinite(value) else None
 
 
-def check(settings: Settings, metrics: Iterable[str]) -> None:
-    """Refuse a best checkpoint by a metric that evaluations do not have.
+def check_metric(settings: Settings, metrics: Iterable[str]) -> None:
+    """Refuse `keep_best` by a metric that evaluations do not have.
 
     Raises:
         ConfigError: naming those they have.
@@ -73,6 +73,6 @@ def check(settings: Settings, metrics: Iterable[str]) -> None:
     best, names = settings.keep_best, list(metrics)
     if best is not None and best.metric not in names:
         raise ConfigError(
-            f"checkpoint.keep_best.metric={best.metric}: no evaluation of this task has it; "
+            f"checkpoint.keep_best.metric={best.metric}: this task's evaluations have no such metric; "
             f"{nearest(best.metric, names)}"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint.exchange import hf_config
-from unisono.checkpoint.exchange.hf_shards import Entry
+from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.config.schema.run import Lora
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
@@ -38,45 +38,45 @@ class Output:
         made: makes of the whole array this tensor and others by name; None where it is the array itself.
     """
 
-    entry: Entry
+    entry: TensorEntry
     source: str
-    made: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    convert: Callable[[Tensor], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportFormat:
     """An export: its tensors, and the other files.
 
     Attributes:
-        told: what it is, for people.
+        description: what it is, for people.
         outputs: its tensors, those of one array one after the other.
         stem: what the names of its files begin with.
         indexed: whether even a single file has an index.
         finish: writes the other files into a folder.
     """
 
-    told: str
+    description: str
     outputs: tuple[Output, ...]
     stem: str
     indexed: bool
     finish: Callable[[Path], None]
 
 
-def plain(arrays: Mapping[str, Entry]) -> Form:
+def safetensors_format(arrays: Mapping[str, TensorEntry]) -> ExportFormat:
     """Every array as it is, under its own name.
 
     Args:
         arrays: by their names in the model; each has the name of the array in the commit.
     """
-    outputs = tuple(Output(Entry(name, array.dtype, array.shape), array.name) for name, array in arrays.items())
-    return Form("safetensors", outputs, "model", True, lambda folder: None)
+    outputs = tuple(Output(TensorEntry(name, array.dtype, array.shape), array.name) for name, array in arrays.items())
+    return ExportFormat("safetensors", outputs, "model", True, lambda folder: None)
 
 
-def transformers(arrays: Mapping[str, Entry], assets: Path) -> Form:
+def transformers_format(arrays: Mapping[str, TensorEntry], assets: Path) -> ExportFormat:
     """A folder that `from_pretrained` takes: names, ties and cuts as in files that transformers itself has written.
 
     Args:
-        arrays: as for `plain`.
+        arrays: as for `safetensors_format`.
         assets: of the run, with the model's `config.json`.
 
     Raises:
@@ -99,7 +99,8 @@ def transformers(arrays: Mapping[str, Entry], assets: Path) -> Form:
         first = firsts.setdefault(id(parameters[key]), key) if key in parameters else key
         if key not in tied and not any(pattern.search(key) for pattern in ignored):
             state[key] = (first, value)
-    _check(arrays, dict(state.values()), model, name)
+    extra = _optional_heads(arrays, model)
+    _check({key: array for key, array in arrays.items() if key not in extra}, dict(state.values()), model, name)
     outputs = []
     for key, (first, _) in state.items():
         array = arrays[first]
@@ -108,27 +109,28 @@ def transformers(arrays: Mapping[str, Entry], assets: Path) -> Form:
         alone = len(made) == 1 and next(iter(made.values())) is meta
         convert = None if alone else (lambda tensor, key=key: revert_weight_conversion(model, {key: tensor}))
         for written, part in made.items():
-            outputs.append(Output(Entry(written, array.dtype, tuple(part.shape)), array.name, convert))
+            outputs.append(Output(TensorEntry(written, array.dtype, tuple(part.shape)), array.name, convert))
     whole = {key: torch.empty(arrays[first].shape, device="meta") for key, (first, _) in state.items()}
     expected = {key: tuple(value.shape) for key, value in revert_weight_conversion(model, whole).items()}
     if expected != {output.entry.name: output.entry.shape for output in outputs}:
         raise RunError(
-            f"transformers writes tensors of {name} that are made of several of the model's; this is not exported. "
-            "Write the arrays under their own names: to=safetensors"
+            f"transformers combines several of the model's tensors into one for {name}, which is not supported. "
+            "Export the arrays under their own names: to=safetensors"
         )
+    outputs += [Output(TensorEntry(key, array.dtype, array.shape), array.name) for key, array in extra.items()]
 
     def finish(folder: Path) -> None:
         _write_config(model, assets, folder, _dtype(outputs))
         _write_tokenizer(assets, folder)
 
-    return Form(f"{name} of transformers", tuple(outputs), "model", False, finish)
+    return ExportFormat(f"{name} of transformers", tuple(outputs), "model", False, finish)
 
 
-def peft(arrays: Mapping[str, Entry], assets: Path, adapter: Lora, base: str | None) -> Form:
+def peft_format(arrays: Mapping[str, TensorEntry], assets: Path, adapter: Lora, base: str | None) -> ExportFormat:
     """A folder that `PeftModel.from_pretrained` takes: the adapters alone.
 
     Args:
-        arrays: as for `plain`.
+        arrays: as for `safetensors_format`.
         assets: of the run.
         adapter: the run's group `adapter`.
         base: folder of the pretrained model, where there is one.
@@ -144,13 +146,14 @@ def peft(arrays: Mapping[str, Entry], assets: Path, adapter: Lora, base: str | N
     others = [name for name, match in matched.items() if match is None]
     if others:
         raise CheckpointError(
-            f"besides adapters the run has kept {len(others)} buffers of the model, first '{others[0]}', for which "
-            "PEFT's format has no place: export the merged model (merge=true), or arrays as they are (to=safetensors)"
+            f"besides adapters the run saved {len(others)} buffers of the model, first '{others[0]}', for which "
+            "PEFT's format has no place: export the merged model (merge=true), or plain arrays (to=safetensors)"
         )
     layers = sorted({match[1] for match in matched.values() if match})
     outputs = tuple(
         Output(
-            Entry(f"base_model.model.{match[1]}.{match[2]}.weight", arrays[name].dtype, arrays[name].shape), array.name
+            TensorEntry(f"base_model.model.{match[1]}.{match[2]}.weight", arrays[name].dtype, arrays[name].shape),
+            array.name,
         )
         for name, array in arrays.items()
         if (match := matched[name])
@@ -170,7 +173,7 @@ def peft(arrays: Mapping[str, Entry], assets: Path, adapter: Lora, base: str | N
         ).save_pretrained(folder)
         _write_tokenizer(assets, folder)
 
-    return Form(f"adapters of {len(layers)} layers, for PEFT", outputs, "adapter_model", False, finish)
+    return ExportFormat(f"adapters of {len(layers)} layers, for PEFT", outputs, "adapter_model", False, finish)
 
 
 def _skeleton(assets: Path) -> Any:
@@ -179,7 +182,7 @@ def _skeleton(assets: Path) -> Any:
 
     if not (assets / "config.json").is_file():
         raise RunError(
-            f"{assets.parent}: its task has no Hugging Face form, since it left no config.json of a transformers model "
+            f"{assets.parent}: the task has no Hugging Face format: it saved no config.json of a transformers model "
             "among the assets. to=safetensors writes the arrays under their own names, for torch or any other reader"
         )
     try:
@@ -191,27 +194,41 @@ def _skeleton(assets: Path) -> Any:
             return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way
         raise RunError(
-            f"{assets / 'config.json'} describes no model that transformers can make: {error}. to=safetensors writes "
-            "the arrays under their own names"
+            f"{assets / 'config.json'} does not describe a model that transformers can build: {error}. to=safetensors "
+            "writes the arrays under their own names"
         ) from error
 
 
-def _check(arrays: Mapping[str, Entry], model: Mapping[str, Tensor], made: Any, name: str) -> None:
+def _optional_heads(arrays: Mapping[str, TensorEntry], model: Any) -> dict[str, TensorEntry]:
+    """Arrays that the class reads only if it is asked to, such as a text head that generation does without.
+
+    transformers writes them under their own names, and declares that it is no fault to find them.
+    """
+    declared = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    known = model.state_dict()
+    return {
+        key: array
+        for key, array in arrays.items()
+        if key not in known and any(pattern.search(key) for pattern in declared)
+    }
+
+
+def _check(arrays: Mapping[str, TensorEntry], model: Mapping[str, Tensor], made: Any, name: str) -> None:
     """Refuse arrays that are not those of the model."""
     optional = {key for key, _ in made.named_buffers()}  # such as statistics that files leave out
     missing = [key for key in model if key not in arrays]
     unexpected = [key for key in arrays if key not in model and key not in optional]
     if missing or unexpected:
         raise CheckpointError(
-            f"the run's arrays are not those of {name}, which its assets describe: missing {missing[:4] or 'nothing'}, "
+            f"the run's arrays do not match {name}, which its assets describe: missing {missing[:4] or 'nothing'}, "
             f"unexpected {unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all). to=safetensors "
             "writes them under their own names"
         )
     for key, value in model.items():
         if arrays[key].shape != tuple(value.shape):
             raise CheckpointError(
-                f"'{key}' has shape {arrays[key].shape} in the run, and {tuple(value.shape)} in {name}, which its "
-                "assets describe. to=safetensors writes it as it is"
+                f"'{key}' has shape {arrays[key].shape} in the run, but {tuple(value.shape)} in {name}, which its "
+                "assets describe. to=safetensors writes it unchanged"
             )
 
 

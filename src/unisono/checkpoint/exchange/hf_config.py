@@ -1,6 +1,6 @@
 """Settings of the Hugging Face kind (`config.json`, `tokenizer_config.json`), read as data: what names code is dropped.
 
-`auto_map` names Python files of the model's author, and `attn_implementation` may name a repository of compiled kernels;
+`auto_map` names Python files by the model's author, and `attn_implementation` may name a repository of compiled code;
 transformers would import the one after a question that a pipe can answer, and fetch the other without one. So a file is
 read here, both are dropped and named, and the library is given what is left: it never sees the folder itself.
 """
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 LARGEST = 4 << 20  # bytes of such a file
 # What leads to code of others, or to files and classes that the settings choose instead of the caller.
-_CODE = frozenset({
+_CODE_KEYS = frozenset({
     "auto_map", "custom_pipelines", "custom_generate", "attn_implementation", "experts_implementation",
-    "configuration_files", "transformers_weights", "_auto_class", "_attn_implementation", "_attn_implementation_internal",
-    "_experts_implementation", "_experts_implementation_internal", "_commit_hash",
+    "configuration_files", "transformers_weights", "_auto_class", "_attn_implementation",
+    "_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal", "_commit_hash",
 })  # fmt: skip
-_HARMLESS = frozenset({"eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", None})
+_HARMLESS_KEYS = frozenset({"eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", None})
 
 
 def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         raise CheckpointError(f"{folder / name} holds a JSON {type(values).__name__}, not an object with settings")
     kept, dropped = without_code(values)
     if dropped:
-        _tell(str(folder / name), tuple(dropped))
+        _warn_dropped(str(folder / name), tuple(dropped))
     return kept
 
 
@@ -67,12 +67,12 @@ def read_config(folder: Path) -> Any:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointError(
-            f"{folder / CONFIG}: model_type='{one_line(kind)}' is no architecture of the installed transformers"
+            f"{folder / CONFIG}: the installed transformers has no architecture model_type='{one_line(kind)}'"
         )
     made = CONFIG_MAPPING[kind]
     hidden = [name for name in values if callable(getattr(made, name, None))]  # a value in place of a method
     if hidden:
-        raise CheckpointError(f"{folder / CONFIG}: '{one_line(hidden[0])}' is no setting of {kind}")
+        raise CheckpointError(f"{folder / CONFIG}: {kind} has no setting '{one_line(hidden[0])}'")
     with tempfile.TemporaryDirectory(prefix="unisono-config-") as clean:
         (Path(clean) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
         config = AutoConfig.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
@@ -117,8 +117,8 @@ def without_code(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kept: dict[str, Any] = {}
     dropped: list[str] = []
     for name, value in values.items():
-        if name in _CODE:
-            if not (isinstance(value, str | None) and value in _HARMLESS) and name != "_commit_hash":
+        if name in _CODE_KEYS:
+            if not (isinstance(value, str | None) and value in _HARMLESS_KEYS) and name != "_commit_hash":
                 dropped.append(one_line(name))
         elif isinstance(value, dict):
             kept[name], inner = without_code(value)
@@ -129,6 +129,6 @@ def without_code(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 @cache
-def _tell(path: str, dropped: tuple[str, ...]) -> None:
+def _warn_dropped(path: str, dropped: tuple[str, ...]) -> None:
     """Say it once for each file."""
     log.warning("%s: dropped %s, which names code of its author; such code is never run", path, ", ".join(dropped))

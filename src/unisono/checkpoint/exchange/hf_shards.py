@@ -33,7 +33,7 @@ LARGEST_INDEX = 256 << 20  # bytes; that of a model with a million tensors is sm
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file: its name in it, its dtype and its shape."""
 
     name: str
@@ -47,11 +47,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class File:
+class TensorFile:
     """A file to be written, and what it is to hold."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     @property
     def size(self) -> int:
@@ -59,13 +59,13 @@ class File:
         return sum(entry.size for entry in self.entries)
 
 
-def planned(entries: Sequence[Entry], limit: float, stem: str = "model") -> list[File]:
+def plan_files(entries: Sequence[TensorEntry], limit: float, stem: str = "model") -> list[TensorFile]:
     """Cut tensors, in their order, into files of at most `limit` bytes; a tensor that is larger has one for itself.
 
     >>> [file.name for file in planned([Entry(n, torch.int8, (6,)) for n in "abc"], 12)]
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    groups: list[list[Entry]] = []
+    groups: list[list[TensorEntry]] = []
     room = -1.0
     for entry in entries:
         if entry.size > room or not groups:
@@ -74,12 +74,12 @@ def planned(entries: Sequence[Entry], limit: float, stem: str = "model") -> list
         groups[-1].append(entry)
         room -= entry.size
     if len(groups) == 1:
-        return [File(f"{stem}.safetensors", tuple(groups[0]))]
+        return [TensorFile(f"{stem}.safetensors", tuple(groups[0]))]
     count = len(groups)
-    return [File(f"{stem}-{n:05d}-of-{count:05d}.safetensors", tuple(group)) for n, group in enumerate(groups, 1)]
+    return [TensorFile(f"{stem}-{n:05d}-of-{count:05d}.safetensors", tuple(group)) for n, group in enumerate(groups, 1)]
 
 
-def index(files: Sequence[File]) -> str:
+def index_json(files: Sequence[TensorFile]) -> str:
     """The JSON that says which file has which tensor, as transformers reads it."""
     total = {
         "total_size": sum(file.size for file in files),
@@ -89,7 +89,7 @@ def index(files: Sequence[File]) -> str:
     return json.dumps({"metadata": total, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"
 
 
-def write(file: BinaryIO, entries: Iterable[Entry], content: Callable[[Entry], Iterable[Tensor]]) -> None:
+def write(file: BinaryIO, entries: Iterable[TensorEntry], content: Callable[[TensorEntry], Iterable[Tensor]]) -> None:
     """Write a safetensors file from its beginning.
 
     Args:
@@ -139,7 +139,7 @@ def blocks(shape: tuple[int, ...], item: int, limit: int = BLOCK) -> Iterator[tu
                 yield (first, *offset), (1, *piece)
 
 
-class Sharded:
+class ShardedFiles:
     """The tensors of somebody's safetensors files: one file, or a folder of them with its index if it has one.
 
     Names of files come from the index and are looked for in the folder alone; the library bounds headers and checks
@@ -153,32 +153,34 @@ class Sharded:
         self.path = path
         self._folder = path if path.is_dir() else None
         self._open: dict[str, Any] = {}
-        self._where: dict[str, str] = {}
-        self.entries: list[Entry] = []
-        where = None if self._folder is None else _index(self._folder)
+        self._file_of_tensor: dict[str, str] = {}
+        self.entries: list[TensorEntry] = []
+        where = None if self._folder is None else _read_folder_index(self._folder)
         for file in self._files() if where is None else sorted(set(where.values())):
-            opened = self._opened(file)
+            opened = self._open_file(file)
             for name in opened.keys():  # noqa: SIM118 - it is no dictionary
-                if name in self._where:
-                    raise CheckpointError(f"{path}: {self._where[name]} and {file} both have '{one_line(name)}'")
+                if name in self._file_of_tensor:
+                    raise CheckpointError(
+                        f"{path}: {self._file_of_tensor[name]} and {file} both have '{one_line(name)}'"
+                    )
                 view = opened.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise CheckpointError(
-                        f"{path}: '{one_line(name)}' in {file} is of dtype {view.get_dtype()}, which torch has not"
+                        f"{path}: '{one_line(name)}' in {file} has dtype {view.get_dtype()}, which torch does not have"
                     )
-                self._where[name] = file
-                self.entries.append(Entry(name, DTYPES[view.get_dtype()], tuple(view.get_shape())))
+                self._file_of_tensor[name] = file
+                self.entries.append(TensorEntry(name, DTYPES[view.get_dtype()], tuple(view.get_shape())))
         for name, file in (where or {}).items():
-            if self._where.get(name) != file:
-                raise CheckpointError(f"{path}: the index says that {file} has '{one_line(name)}', and it has not")
-        if where is not None and (more := sorted(self._where.keys() - where.keys())):
+            if self._file_of_tensor.get(name) != file:
+                raise CheckpointError(f"{path}: the index says that {file} has '{one_line(name)}', but it does not")
+        if where is not None and (more := sorted(self._file_of_tensor.keys() - where.keys())):
             raise CheckpointError(
-                f"{path}: {self._where[more[0]]} has '{one_line(more[0])}', of which the index says nothing"
+                f"{path}: {self._file_of_tensor[more[0]]} has '{one_line(more[0])}', which the index does not list"
             )
 
-    def content(self, entry: Entry) -> Iterator[Tensor]:
+    def content(self, entry: TensorEntry) -> Iterator[Tensor]:
         """A tensor, block by block."""
-        opened = self._opened(self._where[entry.name])
+        opened = self._open_file(self._file_of_tensor[entry.name])
         if not entry.shape:
             yield opened.get_tensor(entry.name)
             return
@@ -191,10 +193,10 @@ class Sharded:
             return [self.path.name]
         found = sorted(file.name for file in self._folder.glob("*.safetensors"))
         if not found:
-            raise CheckpointError(f"{self.path} has no *.safetensors")
+            raise CheckpointError(f"{self.path} has no *.safetensors files")
         return found
 
-    def _opened(self, file: str) -> Any:
+    def _open_file(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
         if file not in self._open:
@@ -211,15 +213,13 @@ class Sharded:
         return self._open[file]
 
 
-def _index(folder: Path) -> dict[str, str] | None:
+def _read_folder_index(folder: Path) -> dict[str, str] | None:
     """What the index of a folder says: the file of every tensor. None where there is no index."""
     found = sorted(folder.glob("*.safetensors.index.json"))
     if not found:
         return None
     if len(found) > 1:
-        raise CheckpointError(
-            f"{folder} has several indices: {', '.join(path.name for path in found)}; leave one there"
-        )
+        raise CheckpointError(f"{folder} has several indices: {', '.join(path.name for path in found)}; keep only one")
     return read_index(folder, found[0].name)
 
 

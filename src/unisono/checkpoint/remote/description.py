@@ -1,7 +1,7 @@
-"""What a store keeps of a run besides its checkpoints: which files may travel, under which names.
+"""What a store keeps of a run besides its checkpoints: which files are transferred, under which names.
 
-Events and ledger grow with the run and stay where they are. What comes back from a store may be somebody else's, so the
-list is one of names that are allowed: records of the run, and assets that are data by their ending. None of them is
+Events and ledger grow with the run and stay local. What comes from a store may be somebody else's, so the
+names are an allowlist: records of the run, and assets with a data file's extension. None of them is
 ever imported, and none arrives executable.
 """
 
@@ -14,16 +14,19 @@ from pathlib import Path, PurePosixPath
 RECORDS = ("config.yaml", "config.[0-9]*.yaml", "fingerprint.json", "files.json", "trackers.json", "certificate.json")
 ASSETS = "assets"
 _RECORD = re.compile(r"config(\.[0-9]{4,8})?\.yaml|(fingerprint|files|trackers|certificate)\.json")
-_PART = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,199}")  # of a path: not hidden, no separator, no control
-_DATA = frozenset({
+_PATH_PART = re.compile(
+    r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,199}"
+)  # of a path: not hidden, no separator, no control
+_DATA_ENDINGS = frozenset({
     "", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md", ".csv", ".tsv", ".jinja",
-    ".model", ".vocab", ".bpe", ".tiktoken", ".npy", ".npz", ".safetensors", ".parquet", ".arrow", ".h5", ".hdf5", ".biom",
+    ".model", ".vocab", ".bpe", ".tiktoken", ".npy", ".npz", ".safetensors", ".parquet",
+    ".arrow", ".h5", ".hdf5", ".biom",
     ".nwk", ".tree", ".png", ".jpg", ".jpeg", ".svg", ".pdf", ".wav", ".flac", ".ogg", ".gz",
 })  # fmt: skip
 
 
 def is_known(name: str) -> bool:
-    """Whether a file of this name, relative to the folder of the run, is brought to a store and back.
+    """Whether a file of this name, relative to the run's folder, is uploaded and restored.
 
     >>> [is_known(name) for name in ("config.yaml", "assets/tokenizer.json", "assets/evil.py", "assets/../config.yaml")]
     [True, True, False, False]
@@ -35,27 +38,27 @@ def is_known(name: str) -> bool:
     return (
         first == ASSETS
         and len(parts) <= 8
-        and all(_PART.fullmatch(part) for part in parts)
-        and PurePosixPath(inner).suffix.lower() in _DATA
+        and all(_PATH_PART.fullmatch(part) for part in parts)
+        and PurePosixPath(inner).suffix.lower() in _DATA_ENDINGS
     )
 
 
 def is_elsewhere(name: str) -> bool:
-    """Whether a name leads out of a folder, or would on another system."""
+    """Whether a name points outside its folder, on this or another system."""
     return name.startswith(("/", "\\", "~")) or ".." in re.split(r"[/\\]", name) or "\0" in name or ":" in name
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """The files of a run that go to a store, by name; links are left out."""
-    return {name: path for name, path in _found(folder) if is_known(name)}
+    """The files of a run to upload, by name; links are skipped."""
+    return {name: path for name, path in _iterate_files(folder) if is_known(name)}
 
 
-def left_out(folder: Path) -> list[str]:
-    """Names of a run's assets that do not go to a store, as they are not data by their ending."""
-    return [name for name, _ in _found(folder) if not is_known(name)]
+def find_skipped_assets(folder: Path) -> list[str]:
+    """Names of a run's assets that are not uploaded, because of their extension."""
+    return [name for name, _ in _iterate_files(folder) if not is_known(name)]
 
 
-def _found(folder: Path) -> Iterator[tuple[str, Path]]:
+def _iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
     records = [path for pattern in RECORDS for path in sorted(folder.glob(pattern))]
     for path in [*records, *sorted((folder / ASSETS).rglob("*"))]:
         if path.is_file() and not path.is_symlink():

@@ -1,7 +1,7 @@
-"""A run's copy in any store that fsspec knows: objects by name, every answer within a deadline.
+"""A run's copy in any store that fsspec supports: objects by name, every response within a deadline.
 
-A store has no rename and may list what it holds late, so nothing here decides by a listing alone. What is sent is read
-back and hashed: that costs the way back, and is the one check that means the same on every store. (S3's entity tags
+A store has no rename and its listings may be outdated, so nothing here relies on a listing alone. What is sent is read
+back and hashed: that costs a download, and is the only check that means the same on every store. (S3's entity tags
 are MD5 of parts, and no hash of the content under server-side encryption; checksums in an object's metadata say what
 the sender believed.)
 """
@@ -15,23 +15,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unisono.data.sources.storage import Where, asked, options
+from unisono.data.sources.storage import RemoteOptions, ask_remote, options
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import sync
+from unisono.runtime.files import fsync_path
 
 T = TypeVar("T")
-PIECE = 8 << 20  # bytes that one answer is waited for, so that the deadline is one of progress
-_PARTS = 9_000  # of one object; S3 takes 10,000
-# Protocols whose names are flat: to make a "directory" there is to make a bucket.
-_FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "ocilake", "tos", "r2", "memory"})
+PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline limits progress and not size
+LARGEST = 256 << 20  # bytes of an object that is read whole, as a manifest
+_MAX_PARTS = 9_000  # of one object; S3 takes 10,000
+# Protocols with flat names: making a "directory" there would make a bucket.
+_FLAT_PROTOCOLS = frozenset(
+    {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "ocilake", "tos", "r2", "memory"}
+)
 
 
 class ObjectError(DataError):
-    """An object that is missing, or not what was written; the store itself is well."""
+    """An object is missing or damaged; the store itself works."""
 
 
 @dataclass(frozen=True)
-class Store:
+class ObjectStore:
     """A place for one run.
 
     Attributes:
@@ -40,35 +43,42 @@ class Store:
     """
 
     url: str
-    where: Where = field(default_factory=Where)
+    where: RemoteOptions = field(default_factory=RemoteOptions)
 
     @classmethod
-    def of(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> Store:
+    def of(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> ObjectStore:
         """The place of a run below the URL of all runs."""
-        return cls(f"{url.rstrip('/')}/{name}", Where(options(given), deadline))
+        return cls(f"{url.rstrip('/')}/{name}", RemoteOptions(options(given), deadline))
 
     def at(self, name: str) -> str:
         """The URL of an object."""
         return f"{self.url}/{name}"
 
     def get(self, name: str) -> bytes | None:
-        """The content of a small object, or None if there is none."""
+        """The content of a small object, or None if there is none; one that is not small is refused."""
+        size = self.size(name)
+        if size is None:
+            return None
+        if size > LARGEST:
+            raise ObjectError(f"{self.at(name)} has {size} bytes, and at most {LARGEST} are read of such an object")
         try:
-            content: bytes = self._ask(name, lambda system, path: system.cat_file(path))
+            content: bytes = self._request(name, lambda system, path: system.cat_file(path))
         except FileNotFoundError:
             return None
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small object in one request: it is there whole, or as it was before."""
-        self._ask(name, lambda system, path: _within_folder(system, path, lambda: system.pipe_file(path, content)), "w")
+        """Write a small object in one request: it is replaced completely or not at all."""
+        self._request(
+            name, lambda system, path: _write_with_folder(system, path, lambda: system.pipe_file(path, content)), "w"
+        )
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small object that is not there yet; False if it is. Some stores know no such condition."""
+        """Write a small object unless it exists; returns False if it does. Some stores cannot check this."""
 
         def write(system: Any, path: str) -> bool:
             try:
-                _within_folder(system, path, lambda: system.pipe_file(path, content, mode="create"))
+                _write_with_folder(system, path, lambda: system.pipe_file(path, content, mode="create"))
             except FileExistsError:
                 return False
             except OSError as error:
@@ -77,7 +87,7 @@ class Store:
                 raise
             return True
 
-        return self._ask(name, write, "w")
+        return self._request(name, write, "w")
 
     def size(self, name: str) -> int | None:
         """Bytes of an object, or None if there is none."""
@@ -87,29 +97,29 @@ class Store:
             return int(system.info(path)["size"])
 
         try:
-            return self._ask(name, ask)
+            return self._request(name, ask)
         except FileNotFoundError:
             return None
 
     def read(self, name: str, first: int, last: int) -> bytes:
         """Bytes `first..last-1` of an object."""
-        content: bytes = self._ask(name, lambda system, path: system.cat_file(path, start=first, end=last))
+        content: bytes = self._request(name, lambda system, path: system.cat_file(path, start=first, end=last))
         return content
 
     def sha256(self, name: str, size: int, to: Callable[[bytes], Any] | None = None) -> str | None:
-        """The hash of an object's content, read in pieces; None if it is not there, or of another size.
+        """The hash of an object's content, read in pieces; None if it is missing or of another size.
 
         Args:
             name: of the object.
             size: that it is to have.
-            to: what takes every piece on the way.
+            to: called with every piece.
         """
         if self.size(name) != size:
             return None
         digest = hashlib.sha256()
-        for first in range(0, size, PIECE):
+        for first in range(0, size, PIECE_BYTES):
             try:
-                content = self.read(name, first, min(first + PIECE, size))
+                content = self.read(name, first, min(first + PIECE_BYTES, size))
             except FileNotFoundError:  # it has just gone
                 return None
             digest.update(content)
@@ -118,39 +128,39 @@ class Store:
         return digest.hexdigest()
 
     def send(self, name: str, file: Path, sent: Callable[[int], None] = lambda _: None) -> None:
-        """Write a file of any size, a large one in parts; what fails on the way leaves no object and no part.
+        """Write a file of any size, a large one in parts; a failure leaves no object and no parts.
 
         Args:
             name: of the object.
             file: its content.
-            sent: is told the bytes of every part.
+            sent: called with the number of bytes of every part.
         """
-        block = max(PIECE, -(-file.stat().st_size // _PARTS))
+        block = max(PIECE_BYTES, -(-file.stat().st_size // _MAX_PARTS))
 
         def begin(system: Any, path: str) -> Any:
-            return _within_folder(system, path, lambda: system.open(path, "wb", block_size=block))
+            return _write_with_folder(system, path, lambda: system.open(path, "wb", block_size=block))
 
         def write(content: bytes) -> None:
-            self._ask(name, lambda *_: stream.write(content), "w")
+            self._request(name, lambda *_: stream.write(content), "w")
 
-        stream = self._ask(name, begin, "w")
+        stream = self._request(name, begin, "w")
         try:
             with file.open("rb") as source:
                 while content := source.read(block):
                     write(content)
                     sent(len(content))
-            self._ask(name, lambda *_: stream.close(), "w")
+            self._request(name, lambda *_: stream.close(), "w")
         except BaseException:
             with contextlib.suppress(Exception):  # the error that is raised tells more; parts are aborted later, too
-                self._ask(name, lambda *_: stream.discard(), "w")
+                self._request(name, lambda *_: stream.discard(), "w")
             stream.closed = True  # or it would be finished as it is when it is collected
             raise
 
     def fetch(self, name: str, file: Path, size: int, sha256: str) -> None:
-        """Bring an object to a file that holds the right content already, or will.
+        """Download an object to a file, unless that has the right content already.
 
         Raises:
-            ObjectError: if it is missing, or not what was written.
+            ObjectError: if it is missing or damaged.
         """
         if file.is_file() and file.stat().st_size == size:
             with file.open("rb") as there:
@@ -160,20 +170,20 @@ class Store:
             found = self.sha256(name, size, target.write)
         if found != sha256:
             file.unlink()
-            raise ObjectError(f"{self.at(name)} {self.fault(name, size)}")
-        sync(file)
+            raise ObjectError(f"{self.at(name)} {self.describe_fault(name, size)}")
+        fsync_path(file)
 
-    def fault(self, name: str, size: int) -> str:
-        """What is wrong with an object that is not what was written."""
+    def describe_fault(self, name: str, size: int) -> str:
+        """What is wrong with a damaged object."""
         found = self.size(name)
         if found is None:
             return "is missing"
         if found != size:
-            return f"is damaged: it has {found} bytes, and {size} were written"
+            return f"is damaged: it has {found} bytes instead of {size}"
         return "is damaged: its content is not what was written"
 
     def names(self, folder: str) -> list[str]:
-        """What the store lists below a folder, by the last parts of names; it may be late, and may be nothing."""
+        """The store's listing of a folder, as last parts of names; it may be outdated or empty."""
 
         def ask(system: Any, path: str) -> list[str]:
             system.invalidate_cache()
@@ -181,12 +191,12 @@ class Store:
             return found
 
         try:
-            return sorted({path.rstrip("/").rpartition("/")[2] for path in self._ask(folder, ask)} - {""})
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in self._request(folder, ask)} - {""})
         except FileNotFoundError:
             return []
 
     def remove(self, name: str) -> None:
-        """Remove an object, if it is there, and its folder if that is empty and the store has such things."""
+        """Remove an object if it exists, and its folder if that is empty and the store has folders."""
 
         def ask(system: Any, path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -195,10 +205,10 @@ class Store:
                 with contextlib.suppress(OSError):
                     system.rmdir(path.rpartition("/")[0])
 
-        self._ask(name, ask, "removed")
+        self._request(name, ask, "removed")
 
     def abort_parts(self) -> int:
-        """Abort what an interrupted upload of this run has left in parts; S3 alone keeps such parts, and bills them."""
+        """Abort multipart uploads that this run left behind; only S3 keeps such parts, and bills them."""
 
         def ask(system: Any, path: str) -> int:
             if not hasattr(system, "abort_mpu"):
@@ -209,14 +219,14 @@ class Store:
                 system.abort_mpu(bucket, each["Key"], each["UploadId"])
             return len(left)
 
-        return asked(self.url, self.where, ask, "written")
+        return ask_remote(self.url, self.where, ask, "written")
 
-    def _ask(self, name: str, ask: Callable[[Any, str], T], done: str = "read") -> T:
-        return asked(self.at(name), self.where, ask, "written" if done == "w" else done)
+    def _request(self, name: str, ask: Callable[[Any, str], T], done: str = "read") -> T:
+        return ask_remote(self.at(name), self.where, ask, "written" if done == "w" else done)
 
 
-def _within_folder(system: Any, path: str, write: Callable[[], T]) -> T:
-    """Write, with the folder made if that is what is missing and the store has such things."""
+def _write_with_folder(system: Any, path: str, write: Callable[[], T]) -> T:
+    """Write; create the folder first if it is missing and the store has folders."""
     try:
         return write()
     except FileNotFoundError:
@@ -228,4 +238,4 @@ def _within_folder(system: Any, path: str, write: Callable[[], T]) -> T:
 
 def _is_flat(system: Any) -> bool:
     protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
-    return bool(protocols & _FLAT)
+    return bool(protocols & _FLAT_PROTOCOLS)

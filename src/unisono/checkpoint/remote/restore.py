@@ -1,9 +1,9 @@
-"""A run back from its store: the newest checkpoint that is whole there, brought into the run's folder at a start.
+"""Restores a run from its store: at a start, downloads the newest intact checkpoint into the run's folder.
 
-It comes in two parts. First what says which run it is, and the manifest, so that a configuration of another run is
-refused before anything large moves; then the files, in parallel, each held against its hash, and one rename. What was
-brought before an interruption is not brought again. A damaged checkpoint is passed over, loudly, for the one before;
-where none is whole the start is refused, since a run that has checkpoints must not begin anew in silence.
+It has two parts. First the run's description and the manifest, so that a configuration of another run is
+refused before anything large is transferred; then the files, in parallel, each verified by its hash, and one rename.
+What arrived before an interruption is not downloaded again. A damaged checkpoint is skipped with a warning; if none
+is intact the start is refused, since a run that has checkpoints must not silently start over.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,19 +21,30 @@ from typing import Any
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.remote import description, store_lock, upload
-from unisono.checkpoint.remote.object_store import ObjectError, Store
-from unisono.checkpoint.remote.upload_process import CHECKPOINTS, DESCRIBED, MANIFEST, described_as, known, step_of
+from unisono.checkpoint.remote.object_store import ObjectError, ObjectStore
+from unisono.checkpoint.remote.upload_process import (
+    CHECKPOINTS,
+    DESCRIPTION_FILE,
+    MANIFEST,
+    description_object,
+    list_checkpoints,
+    parse_step,
+)
 from unisono.config.schema.run import RunConfig
-from unisono.runtime import safe_paths
+from unisono.runtime import safe_paths, secrets
+from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, DataError, RunError
-from unisono.runtime.files import remove_folder, sync, whole
+from unisono.runtime.files import atomic_file, fsync_path, remove_folder
+from unisono.runtime.shapes import HashedFile, misfit
 from unisono.runtime.text import one_line
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
-_TOGETHER = 8  # files at a time
+_PARALLEL_FILES = 8  # files at a time
 
 
-def newest(store: Store, folder: Path, beyond: int = -1, passed: dict[str, str] | None = None) -> Checkpoint | None:
+def find_newest(
+    store: ObjectStore, folder: Path, beyond: int = -1, passed: dict[str, str] | None = None
+) -> Checkpoint | None:
     """The newest checkpoint of a store whose manifest is whole and whose files are there, or None if there is none.
 
     Nothing is decided by a listing: names come from the index and from what the store lists, and a checkpoint is there
@@ -43,17 +53,17 @@ def newest(store: Store, folder: Path, beyond: int = -1, passed: dict[str, str] 
     Args:
         store: of the run.
         folder: an empty or missing one, in which its manifest is put, in a folder of the checkpoint's name.
-        beyond: the step that it must be newer than.
-        passed: is filled with the names that were passed over, and why; a name that is in it already is passed, too.
+        beyond: it must be newer than this step.
+        passed: filled with the skipped names and the reasons; names already in it are skipped, too.
 
     Raises:
         DataError: if the store does not answer.
     """
     passed = {} if passed is None else passed
-    for name in reversed(known(store)):
-        if step_of(name) <= beyond or name in passed:
+    for name in reversed(list_checkpoints(store)):
+        if parse_step(name) <= beyond or name in passed:
             continue
-        found = _begin(store, folder, name)
+        found = _fetch_manifest(store, folder, name)
         if isinstance(found, Checkpoint):
             return found
         if found is not None:
@@ -61,12 +71,12 @@ def newest(store: Store, folder: Path, beyond: int = -1, passed: dict[str, str] 
     return None
 
 
-def fetch(store: Store, begun: Checkpoint) -> Path:
-    """Bring the files of a checkpoint that `newest` has found, and give its folder its name.
+def fetch_files(store: ObjectStore, begun: Checkpoint) -> Path:
+    """Download the files of a checkpoint that `find_newest` has found, and give its folder its final name.
 
     Args:
         store: of the run.
-        begun: as it came from `newest`.
+        begun: as it came from `find_newest`.
 
     Returns:
         The folder of the finished checkpoint.
@@ -81,48 +91,48 @@ def fetch(store: Store, begun: Checkpoint) -> Path:
         written = begun.files[file]
         store.fetch(f"{CHECKPOINTS}/{name}/{file}", begun.path / file, written["size"], written["sha256"])
 
-    with ThreadPoolExecutor(_TOGETHER, "unisono-fetch") as pool:
+    with ThreadPoolExecutor(_PARALLEL_FILES, "unisono-fetch") as pool:
         list(pool.map(bring, begun.files))
     for path in begun.path.iterdir():
         if path.name not in {*begun.files, MANIFEST}:
             path.unlink()
-    sync(begun.path / MANIFEST)
-    sync(begun.path)
+    fsync_path(begun.path / MANIFEST)
+    fsync_path(begun.path)
     final = begun.path.parent / name
     if final.exists():  # a checkpoint that is damaged, or a folder without a manifest; none is lost
-        final.rename(commit.aside(final))
+        final.rename(commit.free_aside_path(final))
     begun.path.rename(final)
-    sync(final.parent)
+    fsync_path(final.parent)
     return final
 
 
-def again(store: Store, path: Path) -> tuple[Path | None, str]:
-    """Bring a checkpoint that is damaged here once more, in the place of the damaged one; what is whole here is kept.
+def refetch(store: ObjectStore, path: Path) -> tuple[Path | None, str]:
+    """Download a locally damaged checkpoint again and replace it; intact local files are kept.
 
     Args:
         store: of the run.
         path: its folder.
 
     Returns:
-        Where the damaged one is kept now, or None with the reason why the store could not help.
+        Where the damaged copy is kept now, or None with the reason why the store could not help.
     """
     name = path.name
     try:
-        here = commit.read(path).sha256
+        here = commit.read_manifest(path).sha256
     except CheckpointError:
         here = None
     try:
-        found = _begin(store, path.parent, name)
+        found = _fetch_manifest(store, path.parent, name)
         if not isinstance(found, Checkpoint):
             return None, found or f"{store.url} has no checkpoint {name}"
         if here not in (None, found.sha256):
             remove_folder(found.path)
-            return None, f"{store.at(f'{CHECKPOINTS}/{name}')} is of another past of this run"
+            return None, f"{store.at(f'{CHECKPOINTS}/{name}')} belongs to another history of this run"
         for file, written in found.files.items():
-            _link(path / file, found.path / file, written["size"], written["sha256"])
-        kept = commit.aside(path)
+            _link_file(path / file, found.path / file, written["size"], written["sha256"])
+        kept = commit.free_aside_path(path)
         try:
-            fetch(store, found)
+            fetch_files(store, found)
         except ObjectError:
             remove_folder(found.path)
             raise
@@ -133,29 +143,29 @@ def again(store: Store, path: Path) -> tuple[Path | None, str]:
 
 @dataclass
 class Restore:
-    """What a start does with the store of its run; see the module. Without `checkpoint.upload.url` it does nothing.
+    """The restore of one start; see the module. Without `checkpoint.upload.url` it does nothing.
 
     Attributes:
         store: of the run, or None.
         folder: of the run.
-        exact: whether a damaged checkpoint is refused instead of passed over.
-        begun: the checkpoint that is being brought.
+        exact: whether a damaged checkpoint is an error instead of being skipped.
+        begun: the checkpoint being downloaded.
         passed: checkpoints that are damaged in the store, and why.
     """
 
-    store: Store | None
+    store: ObjectStore | None
     folder: Path
     exact: bool = False
-    begun: Checkpoint | None = None
-    passed: dict[str, str] = field(default_factory=dict)
+    partial: Checkpoint | None = None
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RunConfig, folder: Path) -> Restore:
         """The restore of a run that has a name."""
-        return cls(upload.store_of(config), folder, str(config.run.resume) == "exact")
+        return cls(upload.open_store(config), folder, str(config.run.resume) == "exact")
 
     def begin(self, new: bool, hold: Callable[[], Any]) -> None:
-        """Refuse a store that cannot be used, and bring what says which run it holds, if the folder has not got as far.
+        """Refuse an unusable store, and download the description of its run if it is ahead of the folder.
 
         Args:
             new: whether the run has no past by its name.
@@ -164,99 +174,99 @@ class Restore:
         Raises:
             ConfigError: for a store that cannot be reached or written.
             RunError: for one of another run.
-            CheckpointError: if it has checkpoints and none is whole.
+            CheckpointError: if it has checkpoints and none is intact.
         """
         store, folder = self.store, self.folder
         if store is None:
             return
-        upload.check(store)
+        upload.check_store(store)
         if new:
-            if (there := store_lock.read(store)) is not None:
-                store_lock.refuse(store, folder, fresh=False)
-                raise RunError(f"{store.url} holds a run already, of {there['host']}; choose another run.name")
+            if (there := store_lock.read_owner(store)) is not None:
+                store_lock.check_owner(store, folder, fresh=False)
+                raise RunError(f"{store.url} already holds a run from {there['host']}; choose another run.name")
             return
-        if not folder.exists() and store_lock.read(store) is None:
+        if not folder.exists() and store_lock.read_owner(store) is None:
             return
         with hold():
             fresh = not (folder / "config.yaml").is_file()
-            if (there := store_lock.refuse(store, folder, fresh)) is None:
+            if (there := store_lock.check_owner(store, folder, fresh)) is None:
                 return
-            if not store_lock.kept(folder):
+            if not store_lock.read_local(folder):
                 store_lock.adopt(folder, there)
-            self._find()
-            if self.begun is not None:
-                _describe(store, folder)
+            self._find_checkpoint()
+            if self.partial is not None:
+                _fetch_description(store, folder, self.partial.assets)
 
     def finish(self) -> None:
-        """Bring the files of the checkpoint; the folder is held.
+        """Download the files of the checkpoint; the folder is locked.
 
         Raises:
-            CheckpointError: if the store has checkpoints and none is whole.
+            CheckpointError: if the store has checkpoints and none is intact.
         """
         if self.store is None:
             return
         brought = None
-        while self.begun is not None:
-            name = self.begun.path.name.removeprefix(_TEMPORARY)
+        while self.partial is not None:
+            name = self.partial.path.name.removeprefix(_TEMPORARY)
             try:
-                fetch(self.store, self.begun)
+                fetch_files(self.store, self.partial)
             except ObjectError as error:
-                self.passed[name] = str(error)
-                remove_folder(self.begun.path)
-                self._find()
+                self.skipped[name] = str(error)
+                remove_folder(self.partial.path)
+                self._find_checkpoint()
             else:
-                brought, self.begun = name, None
-        self._record(brought)
+                brought, self.partial = name, None
+        self._record_restore(brought)
 
     def claim(self) -> None:
-        """Make the place in the store this run's and this start's."""
+        """Claim the place in the store for this run and this start."""
         if self.store is not None:
             store_lock.claim(self.store, self.folder)
 
-    def _find(self) -> None:
-        """The newest checkpoint of the store that is whole and newer than those of the folder."""
+    def _find_checkpoint(self) -> None:
+        """Find the newest intact checkpoint of the store that is newer than those of the folder."""
         store, at = self.store, self.folder / CHECKPOINTS
         assert store is not None
-        here = max((step_of(path.name) for path in commit.find(at)), default=-1)
-        self.begun = newest(store, at, here, self.passed)
+        here = max((parse_step(path.name) for path in commit.find_checkpoints(at)), default=-1)
+        self.partial = find_newest(store, at, here, self.skipped)
         for left in at.glob(f"{_TEMPORARY}*"):  # of an earlier attempt, at another checkpoint
-            if self.begun is None or left != self.begun.path:
+            if self.partial is None or left != self.partial.path:
                 remove_folder(left)
-        listed = "; ".join(f"{name}: {why}" for name, why in self.passed.items())
-        if self.passed and self.exact:
-            raise CheckpointError(f"{store.url}: {listed}. run.resume=exact passes over none; run.resume=auto does")
-        if self.passed and self.begun is None and here < 0:
+        listed = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
+        if self.skipped and self.exact:
+            raise CheckpointError(f"{store.url}: {listed}. run.resume=exact skips no checkpoint; run.resume=auto does")
+        if self.skipped and self.partial is None and here < 0:
             raise CheckpointError(
-                f"{store.url} has checkpoints, and none is whole: {listed}. Choose another run.name to start anew"
+                f"{store.url} has checkpoints, but none is intact: {listed}. Choose another run.name to start over"
             )
 
-    def _record(self, name: str | None) -> None:
-        """Say what was brought, and passed over, on the console and in `events.jsonl`."""
+    def _record_restore(self, name: str | None) -> None:
+        """Report what was restored and skipped, on the console and in `events.jsonl`."""
         assert self.store is not None
-        if name is None and not self.passed:
+        if name is None and not self.skipped:
             return
-        for other, why in self.passed.items():
-            _warn(f"{other} is passed over: {why}")
+        for other, why in self.skipped.items():
+            _warn(f"{other} was skipped: {why}")
         if name is not None:
-            print(f"restored {name} from {self.store.url}", flush=True)  # noqa: T201
-        event = {"step": step_of(name or ""), "restored": name, "from": self.store.url, "passed_over": self.passed}
+            say(f"restored {name} from {self.store.url}")
+        event = {"step": parse_step(name or ""), "restored": name, "from": self.store.url, "passed_over": self.skipped}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(f"\n{json.dumps(event)}\n")  # a line of its own, whatever was cut off before
+            file.write(f"\n{json.dumps(secrets.hidden(event))}\n")  # a line of its own, whatever was cut off before
 
 
 def _warn(text: str) -> None:
-    print(f"unisono: WARNING: {text}", file=sys.stderr)  # noqa: T201 - before there is a log
+    say(f"unisono: WARNING: {text}", error=True)
 
 
-def begun(folder: Path) -> list[Path]:
-    """The checkpoint that is being brought into a run's folder, if one is: it has its manifest, and no name yet."""
+def find_partial(folder: Path) -> list[Path]:
+    """The partly downloaded checkpoint of a run's folder, if any: it has its manifest, but no final name yet."""
     return sorted((folder / CHECKPOINTS).glob(f"{_TEMPORARY}*"))
 
 
-def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
+def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint | str | None:
     """A checkpoint with its manifest here, if it is in the store; else what is wrong with it, or None: it is not there.
 
-    One without a manifest is on its way, or on its way out.
+    One without a manifest is being uploaded or removed.
     """
     content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
@@ -265,22 +275,22 @@ def _begin(store: Store, folder: Path, name: str) -> Checkpoint | str | None:
     if at.is_symlink():
         at.unlink()
     at.mkdir(parents=True, exist_ok=True)
-    with whole(at / MANIFEST) as temporary:
+    with atomic_file(at / MANIFEST) as temporary:
         temporary.write_bytes(content)
     try:
-        checkpoint = commit.read(at)
+        checkpoint = commit.read_manifest(at)
     except CheckpointError as error:
         fault: str | None = str(error).partition(". Delete")[0].replace(str(at), store.at(f"{CHECKPOINTS}/{name}"))
     else:
-        fault = _missing(store, name, checkpoint)
-        if fault is None and checkpoint.step == step_of(name):
+        fault = _find_fault(store, name, checkpoint)
+        if fault is None and checkpoint.step == parse_step(name):
             return checkpoint
     remove_folder(at)
-    return fault or "its manifest is of another checkpoint"
+    return fault or "its manifest belongs to another checkpoint"
 
 
-def _link(file: Path, to: Path, size: int, sha256: str) -> None:
-    """Give a file that is whole a second name, if there can be one; it is fetched otherwise."""
+def _link_file(file: Path, to: Path, size: int, sha256: str) -> None:
+    """Hard-link an intact file if possible; otherwise it is fetched."""
     with suppress(OSError):
         if file.is_symlink() or file.stat().st_size != size:
             return
@@ -291,44 +301,52 @@ def _link(file: Path, to: Path, size: int, sha256: str) -> None:
             os.link(file, to)
 
 
-def _missing(store: Store, name: str, checkpoint: Checkpoint) -> str | None:
-    """What is wrong with the names and sizes of a checkpoint's objects, if anything is."""
+def _find_fault(store: ObjectStore, name: str, checkpoint: Checkpoint) -> str | None:
+    """What is wrong with the names and sizes of a checkpoint's objects; None if nothing is."""
     for file in checkpoint.files:
         if Path(file).name != file or file == MANIFEST:  # it would be written elsewhere
-            return f"{store.at(CHECKPOINTS)}/{name}/{MANIFEST} has a file {file!r}, which is no name of a file"
+            return f"{store.at(CHECKPOINTS)}/{name}/{MANIFEST} lists '{file}', which is not a valid file name"
 
     def look(file: str) -> str | None:
         at, size = f"{CHECKPOINTS}/{name}/{file}", checkpoint.files[file]["size"]
-        return None if store.size(at) == size else f"{store.at(at)} {store.fault(at, size)}"
+        return None if store.size(at) == size else f"{store.at(at)} {store.describe_fault(at, size)}"
 
-    with ThreadPoolExecutor(_TOGETHER, "unisono-fetch") as pool:
+    with ThreadPoolExecutor(_PARALLEL_FILES, "unisono-fetch") as pool:
         return next((fault for fault in pool.map(look, checkpoint.files) if fault), None)
 
 
-def _describe(store: Store, folder: Path) -> None:
-    """Bring what says which run it is, as far as the folder has it not: its configuration first, as it makes it a run.
+def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, str] | None) -> None:
+    """Download the missing files of the run's description: the configuration first, as it makes the folder a run.
 
     Raises:
         ObjectError: naming what is missing or damaged.
     """
     try:
-        described = json.loads(store.get(DESCRIBED) or b"")
-        files = {str(name): (int(each["size"]), str(each["sha256"])) for name, each in described.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ObjectError(f"{store.at(DESCRIBED)} is missing or damaged ({error})") from error
+        described = safe_paths.parse_json(store.get(DESCRIPTION_FILE) or b"")
+        if (wrong := misfit(described, dict[str, HashedFile])) is not None:
+            raise ValueError(wrong)
+    except ValueError as error:
+        raise ObjectError(f"{store.at(DESCRIPTION_FILE)} is missing or damaged ({one_line(error)})") from error
+    files = {name: (each["size"], each["sha256"]) for name, each in described.items()}
     if elsewhere := next(filter(description.is_elsewhere, files), None):
         raise ObjectError(
-            f"{store.at(DESCRIBED)} names '{one_line(elsewhere)}', which lies outside of a run's folder. Nothing of it "
-            "was brought: do not use what comes from there"
+            f"{store.at(DESCRIPTION_FILE)} names '{one_line(elsewhere)}', which lies outside a run's folder. Nothing "
+            "of it was downloaded: do not use this store"
         )
     for name, (size, sha256) in sorted(files.items(), key=lambda file: (file[0] != "config.yaml", file[0])):
         if not description.is_known(name):
             _warn(
-                f"{store.at(DESCRIBED)} names '{one_line(name)}', which is neither a record of a run nor data by its "
-                "ending; it was left out"
+                f"{store.at(DESCRIPTION_FILE)} names '{one_line(name)}', which is neither a run record nor a data file "
+                "by its extension; it was skipped"
+            )
+            continue
+        if assets is not None and name.startswith("assets/") and assets.get(name[7:]) != sha256:
+            _warn(
+                f"{store.at(DESCRIPTION_FILE)} names '{one_line(name)}', which is not the file with which the "
+                "checkpoint was written; it was left out"
             )
             continue
         path = safe_paths.destination(folder, name)
         if not path.exists():
-            with whole(path) as temporary:
-                store.fetch(described_as(name, sha256), temporary, size, sha256)
+            with atomic_file(path) as temporary:
+                store.fetch(description_object(name, sha256), temporary, size, sha256)

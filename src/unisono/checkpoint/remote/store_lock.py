@@ -1,9 +1,9 @@
-"""Whose a place in a store is: one run's, and of that run one process's at a time.
+"""The lock on a run's place in a store: it belongs to one run, and to one process of that run at a time.
 
 `owner.json` says which run writes there (an id that is made with the run and kept in its folder), and which start of it
-wrote last. A process that wants to write the last object of a checkpoint reads it before: another start's name there
-means that the run went on elsewhere, and this one writes no more. `alive.json` has a number that the writing process
-raises every few seconds, so that a start elsewhere can see whether it still lives without comparing clocks.
+wrote last. A process reads it before writing the last object of a checkpoint: another start's name there
+means that the run continued elsewhere, and this one stops writing. `alive.json` has a number that the writing process
+increments every few seconds, so that a start elsewhere can tell whether it is alive without comparing clocks.
 """
 
 from __future__ import annotations
@@ -17,87 +17,89 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.remote.object_store import Store
+from unisono.checkpoint.remote.object_store import ObjectStore
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
 
-KEPT = "upload.json"  # in the run's folder: the run's id, and the start that writes
+LOCAL_FILE = "upload.json"  # in the run's folder: the run's id, and the start that writes
 OWNER, ALIVE = "owner.json", "alive.json"
-BEAT = 5.0  # seconds from one sign of life to the next
-PATIENCE = 20.0  # seconds without one after which a process elsewhere counts as gone
+HEARTBEAT_SECONDS = 5.0  # seconds between heartbeats
+HEARTBEAT_TIMEOUT = 20.0  # seconds without a heartbeat after which a process elsewhere counts as dead
 
 
-def read(store: Store) -> dict[str, Any] | None:
-    """What a store says of its owner, or None if it has none.
+def read_owner(store: ObjectStore) -> dict[str, Any] | None:
+    """Read a store's owner record; None if it has none.
 
     Raises:
-        RunError: if the object is there and says something else.
+        RunError: if the object exists but is not an owner record.
     """
     content = store.get(OWNER)
     if content is None:
         return None
     try:
-        found = json.loads(content)
+        found = safe_paths.parse_json(content)
         return {name: str(found[name]) for name in ("run", "start", "host", "process", "folder")}
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{store.at(OWNER)} is no owner of a run ({error}); look whose it is, and choose another run.name or "
-            "checkpoint.upload.url"
+            f"{store.at(OWNER)} is not a valid owner record ({error}); find out whose it is, and choose another "
+            "run.name or checkpoint.upload.url"
         ) from error
 
 
-def kept(folder: Path) -> dict[str, Any]:
-    """What a run's folder says of its place in the store; empty if it never had one."""
+def read_local(folder: Path) -> dict[str, Any]:
+    """Read the folder's record of its place in the store; empty if it never had one."""
     try:
-        found: dict[str, Any] = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+        found: dict[str, Any] = safe_paths.parse_json((folder / LOCAL_FILE).read_text(encoding="utf-8"))
         return found
     except (OSError, ValueError):
         return {}
 
 
-def refuse(store: Store, folder: Path, fresh: bool, patience: float | None = None) -> dict[str, Any] | None:
-    """Refuse a place of another run, or of this run where it is still trained elsewhere; nothing is written.
+def check_owner(store: ObjectStore, folder: Path, fresh: bool, patience: float | None = None) -> dict[str, Any] | None:
+    """Refuse a place of another run, or of this run while it still trains elsewhere; nothing is written.
 
     Args:
         store: of the run.
-        folder: of the run, which must be held by this process.
-        fresh: whether the folder holds nothing of a run, so that it may become a copy of the one in the store.
-        patience: seconds to wait for a sign of life of a process elsewhere, if not `PATIENCE`.
+        folder: of the run; must be locked by this process.
+        fresh: whether the folder holds no run yet, so that it may become a copy of the one in the store.
+        patience: seconds to wait for a heartbeat of a process elsewhere, if not `HEARTBEAT_TIMEOUT`.
 
     Returns:
-        The owner so far, or None.
+        The present owner, or None.
 
     Raises:
         RunError: with the owner's facts.
     """
-    there, here = read(store), kept(folder)
+    there, here = read_owner(store), read_local(folder)
     if there is None:
         return None
     if here.get("run") != there["run"] and not (fresh and not here):
         raise RunError(
-            f"{store.url} belongs to another run: {_told(there)}. Choose another run.name or checkpoint.upload.url"
+            f"{store.url} belongs to another run: {_format_owner(there)}. Choose another run.name or "
+            "checkpoint.upload.url"
         )
     # The folder is locked, so a start that was named in it has ended.
-    if here.get("start") != there["start"] and _lives(store, PATIENCE if patience is None else patience):
+    if here.get("start") != there["start"] and _is_alive(store, HEARTBEAT_TIMEOUT if patience is None else patience):
         raise RunError(
-            f"{store.url} is being written by a run that is still trained elsewhere: {_told(there)}. End it there, or "
+            f"{store.url} is in use by a run that still trains elsewhere: {_format_owner(there)}. Stop it there, or "
             "choose another run.name or checkpoint.upload.url"
         )
     return there
 
 
 def adopt(folder: Path, there: Mapping[str, Any]) -> None:
-    """Make a folder without a past that of the run that a store belongs to."""
-    write_whole(folder / KEPT, json.dumps({"run": there["run"]}, indent=1) + "\n")
+    """Make a new folder belong to the run that owns the store."""
+    write_whole(folder / LOCAL_FILE, json.dumps({"run": there["run"]}, indent=1) + "\n")
 
 
-def claim(store: Store, folder: Path) -> None:
+def claim(store: ObjectStore, folder: Path) -> None:
     """Write this start's name into the folder and into the store.
 
     Raises:
         RunError: if another run was there first.
     """
-    there, here = read(store), kept(folder)
+    there, here = read_owner(store), read_local(folder)
     run = here.get("run") or (there["run"] if there else uuid.uuid4().hex)
     mine = {
         "run": run,
@@ -111,33 +113,33 @@ def claim(store: Store, folder: Path) -> None:
         store.create(OWNER, content)
     elif there["run"] == run:
         store.put(OWNER, content)
-    there = read(store)
+    there = read_owner(store)
     if there is None or there["start"] != mine["start"]:
         raise RunError(
-            f"{store.url} was taken by another run in this moment: {_told(there or mine)}. Choose another run.name or "
+            f"{store.url} was just claimed by another run: {_format_owner(there or mine)}. Choose another run.name or "
             "checkpoint.upload.url"
         )
-    beat(store, mine["start"], 0)
-    write_whole(folder / KEPT, json.dumps(mine, indent=1) + "\n", lasting=True)
+    write_heartbeat(store, mine["start"], 0)
+    write_whole(folder / LOCAL_FILE, json.dumps(mine, indent=1) + "\n", lasting=True)
 
 
-def taken_over(store: Store, start: str) -> str | None:
-    """Who writes there now in place of a start, or None while it is that start."""
-    there = read(store)
+def find_new_owner(store: ObjectStore, start: str) -> str | None:
+    """The owner that replaced a start, or None while it is still that start."""
+    there = read_owner(store)
     if there is None:
-        return "nobody: the object that says whose it is has gone"
-    return None if there["start"] == start else _told(there)
+        return "nobody: the owner record is missing"
+    return None if there["start"] == start else _format_owner(there)
 
 
-def beat(store: Store, start: str, number: int | None) -> None:
-    """Give a sign of life; None says that there will be no more."""
+def write_heartbeat(store: ObjectStore, start: str, number: int | None) -> None:
+    """Write a heartbeat; None announces that no more will follow."""
     store.put(ALIVE, json.dumps({"start": start, "number": number}).encode())
 
 
-def _lives(store: Store, patience: float) -> bool:
-    """Whether signs of life still come, watched for a while unless the last one was the last."""
+def _is_alive(store: ObjectStore, patience: float) -> bool:
+    """Whether heartbeats still arrive; waits for one unless the last one announced the end."""
     first = store.get(ALIVE)
-    if first is None or _number(first) is None:
+    if first is None or _parse_heartbeat(first) is None:
         return False
     end = time.monotonic() + patience
     while time.monotonic() < end:
@@ -147,13 +149,13 @@ def _lives(store: Store, patience: float) -> bool:
     return False
 
 
-def _number(content: bytes) -> int | None:
+def _parse_heartbeat(content: bytes) -> int | None:
     try:
-        found = json.loads(content)["number"]
+        found = safe_paths.parse_json(content)["number"]
         return found if isinstance(found, int) else None
     except (ValueError, KeyError, TypeError):
         return 0  # torn or of a later format: watched, to be sure
 
 
-def _told(owner: Mapping[str, Any]) -> str:
+def _format_owner(owner: Mapping[str, Any]) -> str:
     return f"process {owner['process']} on {owner['host']} wrote it from {owner['folder']}"

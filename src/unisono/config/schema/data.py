@@ -11,7 +11,7 @@ from unisono.config.schema.base import NonNegative, Positive, Settings
 from unisono.runtime.errors import nearest
 
 
-class Change(Settings):
+class WeightChange(Settings):
     """Other weights of a mixture from some step on."""
 
     step: PositiveInt = Field(description="updates made before the weights change")
@@ -29,18 +29,18 @@ class Mixture(Settings):
     block: Annotated[int, Field(ge=1, le=100_000)] = Field(
         1000, description="positions in each of which every source has its exact share"
     )
-    changes: list[Change] = Field([], description="other weights from some step on, in the order of the steps")
+    changes: list[WeightChange] = Field([], description="other weights from some step on, in the order of the steps")
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Mixture:
+    def _check_weights(self) -> Mixture:
         where = [("weights", self.weights)] + [(f"changes.{n}.weights", c.weights) for n, c in enumerate(self.changes)]
         for key, weights in where:
             if not sum(weights.values()) > 0:
-                raise ValueError(f"data.mixture.{key} come to {sum(weights.values()):g}; one of them must be above 0")
+                raise ValueError(f"data.mixture.{key} sum to {sum(weights.values()):g}; at least one must be positive")
             for name in weights.keys() - self.weights.keys():
                 raise ValueError(f"data.mixture.{key}: '{name}' is not in weights, {nearest(name, self.weights)}")
             for name in self.weights.keys() - weights.keys():
-                raise ValueError(f"data.mixture.{key} has no weight of '{name}'; give it one, 0 for not at all")
+                raise ValueError(f"data.mixture.{key} has no weight for '{name}'; give it one (0 to leave it out)")
         for before, after in pairwise(change.step for change in self.changes):
             if before >= after:
                 raise ValueError(f"data.mixture.changes: step {after} comes after step {before}; put them in order")
@@ -76,7 +76,9 @@ class Data(Settings):
     prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
     prefetch_mb: Positive = Field(512.0, description="MB prepared ahead at most, per process, however many that are")
     on_error: Literal["stop", "mask"] = Field(
-        "stop", description="of a sample that cannot be made; mask: its place stays empty, counts nothing, and is told"
+        "stop",
+        description="when a sample cannot be built: stop the run, or mask it (its place stays empty, counts nothing, "
+        "and is reported)",
     )
     shuffle: Literal["full", "blocks", "none"] = Field(
         "full", description="full: one permutation of all rows; blocks: for sources that are read block by block"

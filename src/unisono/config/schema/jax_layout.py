@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_OF_TORCH = {
+_TORCH_ONLY = {
     "compile": "XLA compiles every program",
     "sync_batch_norm": "a JAX model is a pure function, and has no running statistics",
     "find_unused_parameters": "a parameter that a step does not use has a gradient of zeros",
@@ -13,7 +13,7 @@ _OF_TORCH = {
 }
 
 
-def check(layout: Any) -> None:
+def check_jax_layout(layout: Any) -> None:
     """Refuse what the JAX engine has not.
 
     Args:
@@ -22,7 +22,7 @@ def check(layout: Any) -> None:
     Raises:
         ValueError: naming the key.
     """
-    for name, why in _OF_TORCH.items():
+    for name, why in _TORCH_ONLY.items():
         if getattr(layout, name):
             raise ValueError(f"layout.{name} belongs to layout.engine=torch ({why}); leave it out")
     if layout.strategy == "dp":

@@ -20,12 +20,12 @@ class ParameterGroup(Settings):
     )
     rule: Literal["sign_sgd"] | None = Field(
         None,
-        description="sign_sgd: by the sign of the gradient, and only rows that have one, for embeddings of which a batch "
-        "uses few; null: the optimizer's own",
+        description="sign_sgd: by the sign of the gradient, and only rows that have one, for embeddings of which a "
+        "batch uses few; null: the optimizer's own",
     )
 
     @model_validator(mode="after")
-    def _one_rule(self) -> ParameterGroup:
+    def _check_rule(self) -> ParameterGroup:
         if self.muon and self.rule is not None:
             raise ValueError(f"optim.groups: '{self.match}' has muon=true and rule={self.rule}; choose one")
         return self
@@ -143,7 +143,7 @@ class Muon(OptimizerGroup):
 
     @model_validator(mode="before")
     @classmethod
-    def _rest_goes_along(cls, values: Any) -> Any:
+    def _inherit_rest(cls, values: Any) -> Any:
         """The lr and decay of the rest are those of the matrices, where their scale is the same and none are given."""
         rest = values.get("rest", {"kind": "adamw"}) if isinstance(values, dict) else None
         if not isinstance(rest, dict):
@@ -154,7 +154,7 @@ class Muon(OptimizerGroup):
         return {**values, "rest": {**own, **rest}}
 
     @model_validator(mode="after")
-    def _says_things_once(self) -> Muon:
+    def _check_rest(self) -> Muon:
         for name in ("groups", "decay_all", "implementation", "skip_spikes"):
             if getattr(self.rest, name) != type(self.rest).model_fields[name].default:
                 raise ValueError(f"optim.rest.{name} has no effect: optim.{name} counts for all parameters, set that")

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema import jax_layout
+from unisono.config.schema import store_options
 from unisono.config.schema.base import NonNegative, Positive, Settings
+from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule
 
@@ -50,16 +51,16 @@ class Run(Settings):
         "as must, on the same layout, versions and environment, from the newest checkpoint and no other",
     )
     stop_after: PositiveInt | None = Field(
-        None, description="updates after which this start ends, saved, short of train.steps; a later start goes on"
+        None, description="updates after which this start ends, saved, before train.steps; a later start resumes"
     )
     allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
 
     @model_validator(mode="after")
-    def _name_is_one_folder(self) -> Run:
+    def _check_name(self) -> Run:
         if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
             raise ValueError(f"run.name must be the name of one folder, not {self.name!r}; use run.dir for the place")
         if self.name is not None and not self.name.isprintable():  # it stands in lines, commands and URLs
-            raise ValueError(f"run.name={self.name!r} has characters that cannot be printed; choose another")
+            raise ValueError(f"run.name={self.name!r} contains characters that cannot be printed; choose another name")
         if self.resume in ("must", "exact") and self.name is None:
             raise ValueError(f"run.resume={self.resume} needs run.name: which run?")
         if self.resume == "exact" and self.allow_change:
@@ -67,110 +68,6 @@ class Run(Settings):
                 f"run.resume=exact allows no change, but run.allow_change=[{','.join(self.allow_change)}]; leave it "
                 "out, or use run.resume=must"
             )
-        return self
-
-
-class Layout(Settings):
-    """How the work is laid out over processes. Changes speed and memory, never the result."""
-
-    engine: Literal["auto", "torch", "jax"] = Field("auto", description="auto: what the task is written in")
-    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "dp"] = Field(
-        "auto", description="auto: single for one process, ddp for more; dp: one process with several devices"
-    )
-    world_size: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="processes, of all nodes; auto: one per accelerator, or one per node; torchrun and srun decide it "
-        "themselves",
-    )
-    devices: PositiveInt | Literal["auto"] = Field(
-        "auto", description="jax: devices of each process; auto: its share of the host's accelerators, or one CPU"
-    )
-    shards: PositiveInt | None = Field(
-        None,
-        description="hsdp: processes (jax: devices) that share one copy of the model; null: those of one node, of "
-        "several",
-    )
-    micro_batch: PositiveInt | Literal["auto"] | None = Field(
-        None,
-        description="rows in one forward pass; null: all rows of a process at once; auto: as many as fit its memory "
-        "(kept when the run is resumed)",
-    )
-    max_memory_gb: Positive | None = Field(
-        None, description="memory of a process in GB, for micro_batch=auto; null: what device, cgroup or ulimit give it"
-    )
-    device: str = Field(
-        "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
-    )
-    sync_batch_norm: bool = Field(
-        False, description="batch normalisation by the rows of all processes, not by those of each for itself"
-    )
-    reduction: Literal["fast", "ordered"] = Field(
-        "fast",
-        description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
-    )
-    compile: bool = Field(False, description="torch.compile, block by block")
-    deterministic: bool = Field(False, description="jax: kernels of accelerators that give the same bits twice")
-    activation_checkpointing: Annotated[int, Field(ge=0)] = Field(
-        0, description="recompute activations of every k-th block in the backward pass; 1: all blocks; 0: none"
-    )
-    defer_reduction: bool = Field(
-        False, description="fsdp: reduce gradients once per step instead of once per micro-batch"
-    )
-    find_unused_parameters: bool = Field(
-        False,
-        description="some parameters get no gradient in some micro-batches; found out where it is so in the first",
-    )
-    bucket_mb: Positive | None = Field(
-        None, description="ddp: bucket size in MB; null: from the model's width and world size"
-    )
-    threads: PositiveInt | None = Field(
-        None, description="CPU threads per process; null: cores divided among the processes"
-    )
-
-    @property
-    def devices_each(self) -> int:
-        """Devices of each process that compute micro-batches at the same time; 1 where that is not decided yet."""
-        return self.devices if isinstance(self.devices, int) else 1
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Layout:
-        world = self.world_size
-        if self.engine == "jax":
-            jax_layout.check(self)
-        if self.strategy in ("single", "dp") and world not in (1, "auto"):
-            what = "one process" if self.strategy == "single" else "one process with all devices of its host"
-            raise ValueError(
-                f"layout.strategy={self.strategy} is {what}, but layout.world_size={world}; use ddp, fsdp or hsdp"
-            )
-        if self.strategy == "dp":
-            others = ("compile", "activation_checkpointing", "find_unused_parameters", "sync_batch_norm")
-            for name in (name for name in others if getattr(self, name)):
-                raise ValueError(
-                    f"layout.{name}={str(getattr(self, name)).lower()} does not go with layout.strategy=dp, which "
-                    "copies the model to every device in every pass; use ddp"
-                )
-        if self.shards is not None and self.strategy != "hsdp":
-            raise ValueError(f"layout.shards belongs to layout.strategy=hsdp, but the strategy is {self.strategy}")
-        devices = self.devices_each
-        if self.shards is not None and isinstance(world, int) and world * devices % self.shards:
-            divisors = [n for n in range(1, world * devices + 1) if world * devices % n == 0]
-            parts = f"layout.world_size={world}" + (f" × layout.devices={devices}" if devices > 1 else "")
-            raise ValueError(f"layout.shards={self.shards} does not divide {parts}; these do: {divisors}")
-        if self.reduction == "ordered" and self.strategy not in ("auto", "single", "ddp"):
-            raise ValueError(
-                f"layout.reduction=ordered works with single and ddp, not with {self.strategy}; use reduction=fast"
-            )
-        if self.reduction == "ordered" and self.sync_batch_norm:
-            raise ValueError(
-                "layout.reduction=ordered adds in an order that no layout changes, but layout.sync_batch_norm=true "
-                "adds up batch statistics process by process; use reduction=fast"
-            )
-        if self.defer_reduction and self.strategy not in ("fsdp", "hsdp"):
-            raise ValueError(
-                f"layout.defer_reduction belongs to fsdp and hsdp; {self.strategy} reduces once per step anyway"
-            )
-        if self.bucket_mb is not None and self.strategy not in ("auto", "ddp"):
-            raise ValueError(f"layout.bucket_mb belongs to ddp, but the strategy is {self.strategy}")
         return self
 
 
@@ -191,7 +88,7 @@ class Train(Settings):
     )
 
     @model_validator(mode="after")
-    def _has_one_length(self) -> Train:
+    def _check_one_length(self) -> Train:
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else f"both steps={self.steps} and epochs={self.epochs}"
             raise ValueError(f"give either train.steps or train.epochs (got {given}); set the other one to null")
@@ -228,10 +125,10 @@ class Ema(Settings):
     )
 
     @model_validator(mode="after")
-    def _nothing_without_a_decay(self) -> Ema:
+    def _check_decay_given(self) -> Ema:
         for name in ("start", "every", "warmup", "exclude"):
             if self.decay is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"ema.{name} says nothing without an average; give ema.decay, e.g. 0.999")
+                raise ValueError(f"ema.{name} has no effect without ema.decay; set it, e.g. to 0.999")
         return self
 
 
@@ -265,17 +162,17 @@ class Upload(Settings):
         description="below which they go, to <url>/<run.name>/, e.g. s3://bucket/runs; null: they stay in the folder",
     )
     keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
-    options: dict[str, Any] = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
+    options: store_options.Options = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
     deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
     timeout: Positive = Field(
         600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
     )
     required: bool = Field(
-        False, description="a run whose last checkpoint is not there in the end has failed; false: it says so"
+        False, description="fail the run if its last checkpoint is not in the store at the end; false: only warn"
     )
 
     @model_validator(mode="after")
-    def _another_process_sees_it(self) -> Upload:
+    def _check_url(self) -> Upload:
         if self.url is not None and self.url.startswith("memory:"):
             raise ValueError(
                 f"checkpoint.upload.url={self.url} lies in the memory of one process; use a store or file://"
@@ -299,16 +196,18 @@ class Checkpoint(Settings):
     )
     background: bool = Field(True, description="write while training goes on; takes memory for one copy of the state")
     on_failure: Literal["stop", "continue"] = Field(
-        "stop", description="continue: go on when a checkpoint could not be written, say so, and try again when due"
+        "stop",
+        description="continue: if a checkpoint cannot be written, warn, keep training, and try again when the next is "
+        "due",
     )
     upload: Upload = Upload()
 
     @model_validator(mode="after")
-    def _some_are_kept(self) -> Checkpoint:
+    def _check_keep_every(self) -> Checkpoint:
         if self.keep_every is not None and self.every is not None and self.keep_every % self.every:
             raise ValueError(
-                f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}, so that few "
-                "checkpoints or none would be kept by it"
+                f"checkpoint.keep_every={self.keep_every} is not a multiple of checkpoint.every={self.every}, so it "
+                "would keep few checkpoints or none"
             )
         return self
 
@@ -323,93 +222,18 @@ class Observe(Settings):
     )
     project: str = Field("unisono", min_length=1, description="wandb and trackio: the project that runs stand in")
     tracker_timeout: Positive = Field(
-        60.0, description="seconds that trackers have, at the end of a run, to finish what they have been told"
+        60.0, description="seconds that trackers have at the end of a run to send what is queued"
     )
     profile: tuple[PositiveInt, PositiveInt] | None = Field(
         None, description="first and last step, from 1, of which a trace and a table of where time goes are written"
     )
 
     @model_validator(mode="after")
-    def _in_order(self) -> Observe:
+    def _check_profile(self) -> Observe:
         if self.profile is not None and self.profile[0] > self.profile[1]:
             raise ValueError(f"observe.profile={list(self.profile)}: the first step comes after the last one")
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"observe.trackers={self.trackers} names a tracker twice")
-        return self
-
-
-class Deadlines(Settings):
-    """Seconds without progress after which a run is ended, where that may take longer than in a step."""
-
-    setup: Positive = Field(1800.0, description="before the first step: the data, the model and its first compilation")
-    shape: Positive = Field(300.0, description="the first step, and one with a new shape where models are compiled")
-    data: Positive = Field(600.0, description="the next micro-batch")
-    save: Positive = Field(1800.0, description="writing a checkpoint or a step's records")
-    evaluate: Positive = Field(600.0, description="between two batches of an evaluation")
-
-
-class Launch(Settings):
-    """How processes are started, how long they may wait for each other, and what happens when one does not go on."""
-
-    timeout: Positive = Field(
-        600.0, description="seconds a process waits for another before the run ends with an error"
-    )
-    start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
-    initialization_timeout: Positive = Field(
-        600.0, description="jax: seconds for all processes to meet at its coordinator"
-    )
-    heartbeat_timeout: Positive = Field(
-        300.0, description="jax: seconds without a heartbeat after which its coordinator gives a process up"
-    )
-    preempt_deadline: Positive = Field(
-        30.0, description="seconds from SIGTERM or SIGUSR1 to the end of all processes, saving included if it fits"
-    )
-    nodes: PositiveInt = Field(
-        1, description="hosts on which this command is given; each starts its share of processes"
-    )
-    node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
-    rendezvous: str | None = Field(None, description="host:port of node 0, where the nodes meet; a free port of it")
-    desync: bool = Field(
-        True, description="compare before each update which collectives the processes have made, and from which lines"
-    )
-    interface: str | None = Field(
-        None, description="network interface of this host for talking to the others; null: the one that leads to them"
-    )
-    monitor: bool = Field(True, description="a process per node that ends the run when one dies, freezes or is stuck")
-    stuck_after: Positive = Field(
-        20.0, description="seconds without progress in a step after which the monitor ends the run, at least"
-    )
-    stuck_factor: Positive = Field(5.0, description="and at least as many times the median step")
-    deadlines: Deadlines = Deadlines()
-    straggler_factor: Annotated[float, Field(gt=1.0)] = Field(
-        2.0, description="a rank that takes as many times longer than the others by itself is named, not ended"
-    )
-    max_restarts: Annotated[int, Field(ge=0)] = Field(
-        0, description="times that all processes are started again from the newest checkpoint after one died or stuck"
-    )
-
-    @model_validator(mode="after")
-    def _nodes_do_not_restart(self) -> Launch:
-        if self.nodes > 1 and self.max_restarts:
-            raise ValueError(
-                f"launch.max_restarts={self.max_restarts} with launch.nodes={self.nodes}: a run on several nodes is "
-                "not started again by itself; give the command again on all nodes, as a scheduler does"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_are_numbered(self) -> Launch:
-        if self.nodes > 1 and (self.node_rank is None or self.rendezvous is None):
-            missing = [f"launch.{name}" for name in ("node_rank", "rendezvous") if getattr(self, name) is None]
-            raise ValueError(
-                f"launch.nodes={self.nodes} needs {' and '.join(missing)}: node_rank is the number of this host, 0 to "
-                f"{self.nodes - 1}, and rendezvous is host:port of node 0, the same on all"
-            )
-        if self.node_rank is not None and self.node_rank >= self.nodes:
-            raise ValueError(
-                f"launch.node_rank={self.node_rank} of launch.nodes={self.nodes}: nodes are numbered from 0 to "
-                f"{self.nodes - 1}"
-            )
         return self
 
 
@@ -437,13 +261,13 @@ class RunConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _an_average_is_there(self) -> RunConfig:
+    def _check_ema(self) -> RunConfig:
         if self.eval.weights == "ema" and self.ema.decay is None:
             raise ValueError("eval.weights=ema: no moving average is kept; set ema.decay, e.g. 0.999")
         return self
 
     @model_validator(mode="after")
-    def _the_best_is_judged(self) -> RunConfig:
+    def _check_keep_best(self) -> RunConfig:
         if self.checkpoint.keep_best is None:
             return self
         if self.eval.every is None:
@@ -454,12 +278,12 @@ class RunConfig(Settings):
         if self.checkpoint.every is not None and self.checkpoint.every % self.eval.every:
             raise ValueError(
                 f"checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but "
-                f"checkpoint.every={self.checkpoint.every} is no multiple of eval.every={self.eval.every}"
+                f"checkpoint.every={self.checkpoint.every} is not a multiple of eval.every={self.eval.every}"
             )
         return self
 
     @model_validator(mode="after")
-    def _groups_fit(self) -> RunConfig:
+    def _check_groups(self) -> RunConfig:
         for group in self.optim.groups:
             if group.muon is not None and not isinstance(self.optim, Muon):
                 raise ValueError(
@@ -469,7 +293,7 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _nodes_share_the_processes(self) -> RunConfig:
+    def _check_nodes(self) -> RunConfig:
         world, nodes = self.layout.world_size, self.launch.nodes
         if nodes > 1 and self.layout.strategy == "dp":
             raise ValueError(
@@ -484,7 +308,7 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _schedules_fit(self) -> RunConfig:
+    def _check_schedules(self) -> RunConfig:
         peaks = {
             "lr": ("optim.lr", self.optim.lr),
             "weight_decay": ("optim.weight_decay", self.optim.weight_decay or None),

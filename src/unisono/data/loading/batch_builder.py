@@ -1,6 +1,6 @@
-"""How a micro-batch is made of what the plan takes: read, sample, cut, pack, collate.
+"""Builds a micro-batch from the samples that the plan selects: read, sample, cut, pack, collate.
 
-A `Maker` is all that making needs, and none of it depends on who makes: a thread, a process, now or later.
+A `BatchBuilder` holds everything needed for that, and nothing depends on which thread or process does it, or when.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from typing import Any
 import numpy as np
 
 from unisono.data.loading import checksum
+from unisono.data.loading.sample_cache import SampleCache
 from unisono.data.order.order import Indices
-from unisono.data.order.plan import NOTHING, Taken
-from unisono.protocols import Recurrent, packable
+from unisono.data.order.plan import NO_SAMPLES, SampleIndices
+from unisono.protocols import Recurrent, require_packable
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, key
-from unisono.task import Batch, SampleContext, Source, Task, set_up
+from unisono.task import Batch, SampleContext, Source, Task, run_setup
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_TRIES = 64  # rows that are tried for one that stands in where all of a micro-batch are bad
+_MAX_TRIES = 64  # rows that are tried for one that stands in where all of a micro-batch are bad
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedSample:
     """A sample that could not be made.
 
     Attributes:
@@ -49,7 +50,7 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class Made:
+class BatchInfo:
     """What a micro-batch was made of, and what that took.
 
     Attributes:
@@ -61,9 +62,9 @@ class Made:
     """
 
     slots: range
-    taken: Taken
+    samples: SampleIndices
     contents: np.ndarray[Any, np.dtype[np.uint64]]
-    masked: tuple[Masked, ...] = ()
+    masked: tuple[MaskedSample, ...] = ()
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
@@ -89,7 +90,7 @@ class MicroBatch:
     work: dict[str, float]
     idle: bool = False
     packed: int | None = None
-    made: Made | None = None
+    info: BatchInfo | None = None
 
     @property
     def size(self) -> int:
@@ -103,7 +104,7 @@ class MicroBatch:
         nested = any(isinstance(array, Mapping | list | tuple) or len(array) != self.size for array in sized)
         return self.packed is None and not nested
 
-    def one(self, row: int) -> MicroBatch:
+    def select_row(self, row: int) -> MicroBatch:
         """One row of it, for itself; only where they can be cut by row."""
         arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in self.arrays.items()}
         return replace(self, arrays=arrays, rows=self.rows[row : row + 1])
@@ -122,12 +123,12 @@ class Request:
 
     number: int
     slots: range
-    taken: Taken
+    samples: SampleIndices
     idle: bool = False
 
 
 @dataclass
-class _Watch:
+class _StageTimer:
     """Seconds of the stages of one micro-batch."""
 
     read: float = 0.0
@@ -135,7 +136,7 @@ class _Watch:
     rest: float = 0.0
 
 
-class Maker:
+class BatchBuilder:
     """Makes micro-batches of a task's rows.
 
     Args:
@@ -167,18 +168,18 @@ class Maker:
 
     def _set_up(self) -> None:
         self._now: dict[int, int] = {}  # thread -> row of the source that it is at
-        self.at: Callable[[int], None] = self._note
-        self._kept = _Kept(self._keep)
+        self.at: Callable[[int], None] = self._note_row
+        self._kept = SampleCache(self._keep)
         self._stand_in: tuple[int, Any] | None = None
-        self._contexts = _Contexts(training=self.purpose != "eval")
+        self._contexts = _ContextPool(training=self.purpose != "eval")
         self._draws = getattr(self.task.sample, "__func__", None) is not Task.sample
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_A_PROCESS}
+        return {name: value for name, value in vars(self).items() if name not in _PROCESS_LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        set_up(self.task)
+        run_setup(self.task)
         self._set_up()
 
     @property
@@ -192,14 +193,14 @@ class Maker:
         Raises:
             DataError: naming the row, or rows, that cannot be made, and the line of the user's code.
         """
-        watch = _Watch()
-        taken, pieces, masked = self.pieces(request.taken, watch)
+        watch = _StageTimer()
+        taken, pieces, masked = self.pieces(request.samples, watch)
         began = perf_counter()
         while True:
             rows, slots, given = taken.rows, taken.slots, pieces
             if not pieces:  # some rows have to be there, and they count nothing
-                row, sample = self._any_good(masked[0].reason)
-                slots = np.unique(request.taken.slots)
+                row, sample = self._find_stand_in(masked[0].reason)
+                slots = np.unique(request.samples.slots)
                 given, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
             try:
                 arrays, counts, work, size = self._batch(given, rows, slots)
@@ -210,7 +211,7 @@ class Maker:
                     raise BadSamplesError(reasons) from error
                 for number, (slot, row, epoch, first, _) in enumerate(taken):
                     if number in reasons:
-                        masked.append(Masked(slot, row, epoch, first, reasons[number]))
+                        masked.append(MaskedSample(slot, row, epoch, first, reasons[number]))
                 good = np.array([number not in reasons for number in range(len(pieces))])
                 taken, pieces = taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
         watch.rest += perf_counter() - began
@@ -220,9 +221,9 @@ class Maker:
             counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
         if self._mask:
             work["masked"] = 0.0 if request.idle else float(len(masked))
-        made = Made(
+        made = BatchInfo(
             request.slots,
-            NOTHING if idle else taken,
+            NO_SAMPLES if idle else taken,
             np.array(contents, dtype=np.uint64),
             () if request.idle else tuple(masked),
             (watch.read, watch.sample, watch.rest),
@@ -230,9 +231,11 @@ class Maker:
         packed = None if self._capacity is None else size
         return MicroBatch(request.number, rows, arrays, counts, work, idle, packed, made)
 
-    def pieces(self, taken: Taken, watch: _Watch | None = None) -> tuple[Taken, list[Any], list[Masked]]:
+    def pieces(
+        self, taken: SampleIndices, watch: _StageTimer | None = None
+    ) -> tuple[SampleIndices, list[Any], list[MaskedSample]]:
         """Samples, or pieces of samples: which could be made, what they are, and those that could not be made."""
-        watch, made, masked = watch or _Watch(), list[Any](), list[Masked]()
+        watch, made, masked = watch or _StageTimer(), list[Any](), list[MaskedSample]()
         good = np.ones(len(taken), dtype=bool)
         for number, (slot, row, epoch, first, last) in enumerate(taken):
             try:
@@ -241,14 +244,14 @@ class Maker:
                 if not self._mask:
                     raise
                 good[number] = False
-                masked.append(Masked(slot, row, epoch, first, str(error)))
+                masked.append(MaskedSample(slot, row, epoch, first, str(error)))
         self.rest()
         return (taken if not masked else taken[good]), made, masked
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Units that samples take of a packed row; 1 for one that cannot be made, where these are left out."""
         found = np.ones(len(rows), dtype=np.int64)
-        watch = _Watch()
+        watch = _StageTimer()
         for number, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):
             try:
                 sample = self._sample(row, epoch, watch)
@@ -257,37 +260,37 @@ class Maker:
                     raise
                 continue
             try:
-                found[number] = packable(self.task).length(sample)
+                found[number] = require_packable(self.task).length(sample)
             except UnisonoError:
                 raise
             except Exception as error:
-                raise DataError(f"row {row} of the source has no length: {told(error)}") from error
+                raise DataError(f"row {row} of the source: length() failed: {describe_error(error)}") from error
             self._kept.put((row, epoch), sample)
         self.rest()
         return found
 
-    def _piece(self, row: int, epoch: int, first: int, last: int, watch: _Watch) -> Any:
-        sample = self._kept.take((row, epoch)) if last == -1 else self._kept.look((row, epoch))
+    def _piece(self, row: int, epoch: int, first: int, last: int, watch: _StageTimer) -> Any:
+        sample = self._kept.pop((row, epoch)) if last == -1 else self._kept.peek((row, epoch))
         if sample is None:
             sample = self._sample(row, epoch, watch)
         if last == -1:
             return sample
         began = perf_counter()
         try:
-            return packable(self.task).cut(sample, first, last)
+            return require_packable(self.task).cut(sample, first, last)
         except UnisonoError:
             raise
         except Exception as error:
             raise DataError(
-                f"row {row} of the source cannot be cut to its units {first} to {last}: {told(error)}"
+                f"row {row} of the source: cut() to units {first} to {last} failed: {describe_error(error)}"
             ) from error
         finally:
             watch.rest += perf_counter() - began
 
-    def _sample(self, row: int, epoch: int, watch: _Watch) -> Any:
+    def _sample(self, row: int, epoch: int, watch: _StageTimer) -> Any:
         self.at(row)
-        context = self._contexts.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED
-        return sampled(self.task, self.source, row, context, watch)
+        context = self._contexts.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED_CONTEXT
+        return build_sample(self.task, self.source, row, context, watch)
 
     def _batch(
         self, pieces: list[Any], rows: Indices, slots: Indices
@@ -295,22 +298,24 @@ class Maker:
         """Arrays, counts, work and number of rows."""
         try:
             if self._capacity is not None:
-                pieces = [packable(self.task).pack(group) for group in _by_slot(pieces, slots)]
+                pieces = [require_packable(self.task).pack(group) for group in _group_by_slot(pieces, slots)]
             arrays = self.task.collate(pieces)
             counts = {name: float(count) for name, count in self.task.counts(arrays).items()}
             work = {**self.task.work(arrays), "rows": float(len(pieces))}
         except UnisonoError:
             raise
         except Exception as error:
-            raise DataError(f"rows {_some(rows)} cannot be made a batch: {told(error)}") from error
+            raise DataError(
+                f"rows {_format_rows(rows)} of the source: building the batch failed: {describe_error(error)}"
+            ) from error
         return arrays, counts, work, len(pieces)
 
-    def _any_good(self, reason: str) -> tuple[int, Any]:
+    def _find_stand_in(self, reason: str) -> tuple[int, Any]:
         """A row of the source that can be made, and its sample; the same ones whoever asks."""
-        for turn in range(_TRIES if self._stand_in is None else 0):
+        for turn in range(_MAX_TRIES if self._stand_in is None else 0):
             row = key(self.seed, "stand-in", turn) % len(self.source)
             try:
-                sample = self._sample(row, 0, _Watch())
+                sample = self._sample(row, 0, _StageTimer())
                 if self._capacity is None:
                     self.task.collate([sample])
                 self._stand_in = row, sample
@@ -319,15 +324,15 @@ class Maker:
                 continue
         if self._stand_in is None:
             raise DataError(
-                f"data.on_error=mask leaves nothing to train on: a whole micro-batch and {_TRIES} other rows of the "
-                f"source could not be made. The first: {reason}"
+                f"data.on_error=mask leaves nothing to train on: a whole micro-batch and {_MAX_TRIES} other rows of "
+                f"the source could not be used. First error: {reason}"
             )
         row, sample = self._stand_in
-        if self._capacity is not None and packable(self.task).length(sample) > self._capacity:
-            return row, packable(self.task).cut(sample, 0, self._capacity)
+        if self._capacity is not None and require_packable(self.task).length(sample) > self._capacity:
+            return row, require_packable(self.task).cut(sample, 0, self._capacity)
         return row, sample
 
-    def _note(self, row: int) -> None:
+    def _note_row(self, row: int) -> None:
         self._now[threading.get_ident()] = row
 
     def rest(self) -> None:
@@ -336,11 +341,11 @@ class Maker:
         self._now.pop(threading.get_ident(), None)
 
 
-_OF_A_PROCESS = ("_now", "at", "_kept", "_stand_in", "_contexts", "_draws")  # parts of a maker
-_UNUSED = SampleContext(generator("unused"), training=True)  # for tasks that do not define sample()
+_PROCESS_LOCAL = ("_now", "at", "_kept", "_stand_in", "_contexts", "_draws")  # parts of a maker
+_UNUSED_CONTEXT = SampleContext(generator("unused"), training=True)  # for tasks that do not define sample()
 
 
-class _Contexts(threading.local):
+class _ContextPool(threading.local):
     """Contexts with a generator by key. A generator takes longer to make than many a row to read, so it is set anew.
 
     Each thread has its own; and not where a task has kept the last one, which is seen by who else refers to it.
@@ -368,49 +373,13 @@ class _Contexts(threading.local):
         return self._context
 
 
-class _Kept:
-    """Samples that were made for their lengths, until they are used or there is no more room; the oldest go first."""
-
-    def __init__(self, room: int) -> None:
-        self._room, self._used = room, 0
-        self._samples: dict[tuple[int, int], tuple[int, Any]] = {}
-        self._lock = threading.Lock()
-
-    def put(self, name: tuple[int, int], sample: Any) -> None:
-        needed = checksum.size(sample)
-        if needed > self._room:
-            return
-        with self._lock:
-            self._drop(name)
-            while self._used + needed > self._room:
-                self._drop(next(iter(self._samples)))
-            self._samples[name] = (needed, sample)
-            self._used += needed
-
-    def look(self, name: tuple[int, int]) -> Any:
-        """The sample, or None; another piece of it may be asked for."""
-        return self._samples.get(name, (0, None))[1]
-
-    def take(self, name: tuple[int, int]) -> Any:
-        """The sample, or None; it is not asked for again."""
-        if not self._samples:
-            return None
-        with self._lock:
-            return self._drop(name)
-
-    def _drop(self, name: tuple[int, int]) -> Any:
-        size, sample = self._samples.pop(name, (0, None))
-        self._used -= size
-        return sample
-
-
-def sampled(task: Task, source: Source, row: int, context: SampleContext, watch: _Watch | None = None) -> Any:
+def build_sample(task: Task, source: Source, row: int, context: SampleContext, watch: _StageTimer | None = None) -> Any:
     """A row of the source as a sample.
 
     Raises:
         DataError: naming the row and the line of the user's code.
     """
-    watch = watch or _Watch()
+    watch = watch or _StageTimer()
     began = perf_counter()
     try:
         record = source[row]
@@ -421,11 +390,11 @@ def sampled(task: Task, source: Source, row: int, context: SampleContext, watch:
     except UnisonoError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"row {row} of the source cannot be made a sample: {told(error)}") from error
+        raise DataError(f"row {row} of the source: building the sample failed: {describe_error(error)}") from error
     return sample
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error with the last line of the user's code that it came through, not the library's line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames[1:]) if not f.filename.startswith(_LIBRARIES)), frames[-1])
@@ -437,16 +406,16 @@ def refuse_mask(task: Task) -> None:
     if isinstance(task, Recurrent):
         raise ConfigError(
             f"data.on_error=mask: {type(task).__name__} carries state from step to step, by row of the global batch, "
-            "and a row that is left out would give its place to another; use data.on_error=stop"
+            "and a row that is left out would shift the others; use data.on_error=stop"
         )
 
 
-def _by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]:
+def _group_by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]:
     """The pieces of each row."""
     places = slots.tolist()
     for _, group in groupby(range(len(pieces)), key=places.__getitem__):
         yield [pieces[number] for number in group]
 
 
-def _some(rows: Indices) -> str:
+def _format_rows(rows: Indices) -> str:
     return ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")

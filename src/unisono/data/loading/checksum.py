@@ -1,4 +1,4 @@
-"""How large a sample is, and what it holds as one number, whatever it is made of."""
+"""The size and the checksum of a sample, whatever it is made of."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from zlib import crc32
 import numpy as np
 
 
-def size(value: Any) -> int:
+def byte_size(value: Any) -> int:
     """Bytes that a sample or a batch takes, roughly: those of its arrays, and a little for everything else.
 
-    >>> size({"pixels": np.zeros((2, 3), np.float32), "label": 7})
+    >>> byte_size({"pixels": np.zeros((2, 3), np.float32), "label": 7})
     56
     """
     if (known := getattr(value, "nbytes", None)) is not None:  # of arrays, tensors and Arrow tables
         return int(known)
     if isinstance(value, Mapping):
-        return sum(size(part) for part in value.values())
+        return sum(byte_size(part) for part in value.values())
     if isinstance(value, list | tuple):
         plain = not value or isinstance(value[0], int | float)
-        return 32 * len(value) if plain else sum(size(part) for part in value)
+        return 32 * len(value) if plain else sum(byte_size(part) for part in value)
     return len(value) if isinstance(value, bytes | str) else 32
 
 
 @lru_cache(4096)
-def _head(dtype: Any, shape: tuple[int, ...]) -> bytes:
+def _array_header(dtype: Any, shape: tuple[int, ...]) -> bytes:
     return f"{dtype}{shape}".encode()
 
 
@@ -42,7 +42,7 @@ def checksum(value: Any, before: int = 0) -> int:
         before: the checksum of what came before it.
     """
     if isinstance(value, np.ndarray):
-        return _of_array(value, before)
+        return _checksum_array(value, before)
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             before = checksum(value[name], crc32(str(name).encode(errors="surrogatepass"), before))
@@ -52,40 +52,40 @@ def checksum(value: Any, before: int = 0) -> int:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return crc32(value, before)
     if isinstance(value, list | tuple):
-        return _of_sequence(value, before)
+        return _checksum_sequence(value, before)
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
-        return _of_tensor(value, before)
+        return _checksum_tensor(value, before)
     before = crc32(type(value).__qualname__.encode(), before)
     return checksum(vars(value), before) if hasattr(value, "__dict__") else before
 
 
-def _of_array(array: np.ndarray[Any, Any], before: int) -> int:
+def _checksum_array(array: np.ndarray[Any, Any], before: int) -> int:
     if array.dtype.hasobject:
         return checksum(array.tolist(), before)
-    before = crc32(_head(array.dtype, array.shape), before)
+    before = crc32(_array_header(array.dtype, array.shape), before)
     try:
         return crc32(array.data if array.flags.c_contiguous else array.tobytes(), before)
     except (ValueError, TypeError, BufferError):  # dates, for one, are no buffers
         return crc32(array.tobytes(), before)
 
 
-def _of_sequence(values: list[Any] | tuple[Any, ...], before: int) -> int:
+def _checksum_sequence(values: list[Any] | tuple[Any, ...], before: int) -> int:
     if values and isinstance(values[0], int | float):
         try:
             array = np.asarray(values)
         except (ValueError, OverflowError):  # of several kinds, or larger than any array's numbers
             array = np.asarray(None)
         if array.dtype.kind in "biuf":
-            return _of_array(array, before)
+            return _checksum_array(array, before)
     before = crc32(f"{len(values)}".encode(), before)
     for part in values:
         before = checksum(part, before)
     return before
 
 
-def _of_tensor(tensor: Any, before: int) -> int:
+def _checksum_tensor(tensor: Any, before: int) -> int:
     torch = sys.modules["torch"]
-    before = crc32(_head(tensor.dtype, tuple(tensor.shape)), before)
+    before = crc32(_array_header(tensor.dtype, tuple(tensor.shape)), before)
     if tensor.layout != torch.strided or tensor.is_meta:
         return before
     flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -21,11 +21,11 @@ import numpy as np
 
 _HEAD = struct.Struct("<QQ")  # number of parts, the pickle first; 1 where they come through memory
 _ALIGNED = 64
-_COPIED = 1 << 21  # bytes up to which it is copied out of memory that came: 1 ms, but in the thread that receives
-_MAPPED = 1 << 16  # bytes from which on a mapped array is mapped again instead of sent
+_COPY_LIMIT = 1 << 21  # bytes up to which it is copied out of memory that came: 1 ms, but in the thread that receives
+_REMAP_LIMIT = 1 << 16  # bytes from which on a mapped array is mapped again instead of sent
 
 
-class Message:
+class IpcMessage:
     """A pickled object, to be sent as often as wanted; processes that get it share the memory of its large arrays.
 
     Args:
@@ -59,7 +59,7 @@ class Message:
         if self._memory is None:
             self._memory = os.memfd_create("unisono", os.MFD_CLOEXEC)
             for part in self._padded():
-                _write(self._memory, part)
+                _write_all(self._memory, part)
         to.sendall(head)
         socket.send_fds(to, [b"m"], [self._memory])
 
@@ -77,7 +77,7 @@ class Message:
 
 def send(to: socket.socket, value: Any) -> None:
     """Send an object once."""
-    message = Message(value)
+    message = IpcMessage(value)
     try:
         message.send(to)
     finally:
@@ -95,21 +95,21 @@ def receive(source: socket.socket, mapped: bool = False) -> Any:
     Raises:
         EOFError: if the other side is gone.
     """
-    count, shared = _HEAD.unpack(_exactly(source, _HEAD.size))
-    sizes = np.frombuffer(_exactly(source, 8 * count), dtype=np.int64)
+    count, shared = _HEAD.unpack(_receive_exactly(source, _HEAD.size))
+    sizes = np.frombuffer(_receive_exactly(source, 8 * count), dtype=np.int64)
     ends = np.cumsum(sizes + -sizes % _ALIGNED)
     total = int(ends[-1])
     if not shared:
         memory = np.empty(total, dtype=np.uint8).data
-        _fill(source, memory)
+        _receive_into(source, memory)
     else:
         _, [descriptor], *_ = socket.recv_fds(source, 1, 1)
         try:
-            if mapped or total > _COPIED:
+            if mapped or total > _COPY_LIMIT:
                 memory = memoryview(mmap.mmap(descriptor, total, flags=mmap.MAP_PRIVATE))
             else:
                 memory = np.empty(total, dtype=np.uint8).data
-                _read(descriptor, memory)
+                _read_into(descriptor, memory)
         finally:
             os.close(descriptor)
     starts = (ends - sizes - -sizes % _ALIGNED).tolist()
@@ -122,7 +122,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return _mapped(value) or NotImplemented
+            return _reduce_mapped(value) or NotImplemented
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor:
             return NotImplemented
@@ -130,18 +130,18 @@ class _Pickler(pickle.Pickler):
         if not plain or not value.numel() or value.is_conj() or value.is_neg() or value.is_quantized:
             return NotImplemented
         flat = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        return _rebuild_tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
-def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def _rebuild_tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     import torch
 
     return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(shape)
 
 
-def _mapped(array: np.ndarray[Any, Any]) -> Any:
+def _reduce_mapped(array: np.ndarray[Any, Any]) -> Any:
     """How to map an array again that lies in a file, if it does."""
-    if array.nbytes < _MAPPED or not array.flags.c_contiguous:
+    if array.nbytes < _REMAP_LIMIT or not array.flags.c_contiguous:
         return None
     owner: Any = array
     while isinstance(owner, np.ndarray) and not (isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap)):
@@ -149,32 +149,32 @@ def _mapped(array: np.ndarray[Any, Any]) -> Any:
     if owner is None or getattr(owner, "filename", None) is None or owner.mode == "c":
         return None
     offset = owner.offset + array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
-    return _map, (str(owner.filename), array.dtype, owner.mode.replace("w+", "r+"), offset, array.shape)
+    return _map_file, (str(owner.filename), array.dtype, owner.mode.replace("w+", "r+"), offset, array.shape)
 
 
-def _map(path: str, dtype: Any, mode: Any, offset: int, shape: tuple[int, ...]) -> Any:
+def _map_file(path: str, dtype: Any, mode: Any, offset: int, shape: tuple[int, ...]) -> Any:
     return np.memmap(path, dtype, mode, offset, shape)
 
 
-def _write(descriptor: int, part: bytes | memoryview) -> None:
+def _write_all(descriptor: int, part: bytes | memoryview) -> None:
     rest = memoryview(part)
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _read(descriptor: int, memory: memoryview) -> None:
+def _read_into(descriptor: int, memory: memoryview) -> None:
     done = 0
     while done < len(memory):
         done += os.preadv(descriptor, [memory[done:]], done)
 
 
-def _exactly(source: socket.socket, size: int) -> bytearray:
+def _receive_exactly(source: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
-    _fill(source, memoryview(data))
+    _receive_into(source, memoryview(data))
     return data
 
 
-def _fill(source: socket.socket, rest: memoryview) -> None:
+def _receive_into(source: socket.socket, rest: memoryview) -> None:
     while len(rest):
         count = source.recv_into(rest)
         if not count:

@@ -1,4 +1,4 @@
-"""From positions to micro-batches: a plan is carried out by threads or processes, a bounded number ahead.
+"""The data loader: threads or processes build the micro-batches of a plan, a bounded number ahead.
 
 The order is decided before a worker sees anything, so workers and prefetch change when a micro-batch is ready, never
 what is in it.
@@ -16,24 +16,31 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum, worker_autotuning, workers
-from unisono.data.loading.batch_builder import Maker, Masked, MicroBatch, Request, refuse_mask, sampled
-from unisono.data.loading.prefetch import Feed
+from unisono.data.loading.batch_builder import (
+    BatchBuilder,
+    MaskedSample,
+    MicroBatch,
+    Request,
+    build_sample,
+    refuse_mask,
+)
+from unisono.data.loading.prefetch import Prefetcher
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Place, cores
+from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
-from unisono.task import SampleContext, Source, Task, set_up
+from unisono.task import SampleContext, Source, Task, run_setup
 
-__all__ = ["Loader", "Measured", "MicroBatch", "check_draws"]
+__all__ = ["Loader", "MeasuredLengths", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
-_AT_ONCE = 64  # samples whose lengths a worker is asked for
-_TOLD = 3  # samples left out that are told one by one
-_LOOKED_AT = 8  # samples that are made to see from where a task draws
+_LENGTHS_PER_REQUEST = 64  # samples whose lengths a worker is asked for
+_MAX_REPORTED = 3  # samples left out that are told one by one
+_CHECKED_SAMPLES = 8  # samples that are made to see from where a task draws
 
 
 class Loader:
@@ -64,7 +71,7 @@ class Loader:
         task: Task,
         source: Source,
         plan: Plan,
-        split: Split,
+        split: BatchSplit,
         rank: int,
         *,
         purpose: str = "train",
@@ -77,34 +84,41 @@ class Loader:
         contents: bool = False,
         processes: int = 1,
     ) -> None:
-        set_up(task)  # before there are threads
+        run_setup(task)  # before there are threads
         if on_error == "mask":
             refuse_mask(task)
         self._plan, self._split, self._rank = plan, split, rank
         self._purpose, self._asked_kind, self._timeout = purpose, worker_kind, timeout
-        self._room = 1e6 * prefetch_mb
-        self._maker = Maker(
+        self._max_bytes = 1e6 * prefetch_mb
+        self._maker = BatchBuilder(
             task,
             source,
             plan.seed,
             purpose,
             mask=on_error == "mask",
             contents=contents,
-            keep=int(self._room),
+            keep=int(self._max_bytes),
             capacity=plan.capacity,
         )
-        if isinstance(measured := getattr(plan, "lengths", None), Measured):
-            measured.by = self.lengths
+        if isinstance(measured := getattr(plan, "lengths", None), MeasuredLengths):
+            measured.measure = self.lengths
         self._largest = 0  # bytes of a micro-batch, as far as any was made
         self._built, self._seconds = 0, np.zeros(3)
-        self._masked, self._told, self._news = 0, -1, deque[str]()
-        self._any: Request | None = None
-        self._feed: Feed[Request, MicroBatch] | None = None
+        self._masked, self._reported, self._news = 0, -1, deque[str]()
+        self._first_request: Request | None = None
+        self._feed: Prefetcher[Request, MicroBatch] | None = None
         self._asked, self._asked_ahead, self._processes = workers, prefetch, processes
 
     @classmethod
-    def of(
-        cls, task: Task, source: Source, plan: Plan, split: Split, place: Place, config: RunConfig, **more: Any
+    def from_config(
+        cls,
+        task: Task,
+        source: Source,
+        plan: Plan,
+        split: BatchSplit,
+        place: ProcessInfo,
+        config: RunConfig,
+        **more: Any,
     ) -> Loader:
         """With the settings of a run; see the class for the arguments."""
         data = config.data
@@ -122,15 +136,15 @@ class Loader:
         """The micro-batches of this process for each step from `first` on; always `split.passes` of them."""
         self.start()
         requests = self._requests(range(first, self._plan.steps))
-        feed = Feed(requests, lambda request: self._workers.ask("make", request), lambda: self._ahead)
+        feed = Prefetcher(requests, lambda request: self._workers.ask("make", request), lambda: self._ahead)
         self._feed = feed
         try:
             for step in range(first, self._plan.steps):
                 batches: list[MicroBatch] = []
                 while len(batches) < self._split.passes:
                     with heartbeat.phase("data"):
-                        batches.append(self._in_time(feed.next))
-                    self._largest = max(self._largest, checksum.size(batches[-1].arrays))
+                        batches.append(self._wait(feed.next))
+                    self._largest = max(self._largest, checksum.byte_size(batches[-1].arrays))
                 self._tell(step, batches)
                 yield batches
         finally:
@@ -144,13 +158,16 @@ class Loader:
         """
         if (workers := vars(self).get("_workers")) is None:
             return self._maker.lengths(rows, epochs)
-        parts = range(0, len(rows), _AT_ONCE)
-        asked = [workers.ask("lengths", rows[n : n + _AT_ONCE], epochs[n : n + _AT_ONCE]) for n in parts]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._in_time(future.result) for future in asked)])
+        parts = range(0, len(rows), _LENGTHS_PER_REQUEST)
+        asked = [
+            workers.ask("lengths", rows[n : n + _LENGTHS_PER_REQUEST], epochs[n : n + _LENGTHS_PER_REQUEST])
+            for n in parts
+        ]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._wait(future.result) for future in asked)])
 
     def counters(self) -> dict[str, float]:
-        """Micro-batches ready and asked for, samples built and masked, and seconds that reading, sampling and collating took."""
-        ready, asked = self._feed.fill if self._feed is not None else (0, 0)
+        """Micro-batches ready and requested, samples built and masked, seconds of reading, sampling and collating."""
+        ready, asked = self._feed.queue_state if self._feed is not None else (0, 0)
         names = ("read_seconds", "sample_seconds", "collate_seconds")
         seconds = dict(zip(names, self._seconds.tolist(), strict=True))
         return {"ready": ready, "asked": asked, "built": self._built, "masked": self._masked, **seconds}
@@ -192,7 +209,7 @@ class Loader:
         """Workers."""
         if isinstance(self._asked, int):
             return self._asked
-        return worker_autotuning.choose(cores(), self._processes, self._stages.total * self._split.passes)
+        return worker_autotuning.choose_count(usable_cores(), self._processes, self._stages.total * self._split.passes)
 
     @cached_property
     def _kind(self) -> str:
@@ -200,35 +217,36 @@ class Loader:
         return worker_autotuning.choose_kind(self._stages) if self._asked_kind == "auto" else self._asked_kind
 
     @cached_property
-    def _waits(self) -> worker_autotuning.Waits:
-        return worker_autotuning.Waits(self._count, self._kind, cores() // self._processes)
+    def _waits(self) -> worker_autotuning.WaitMonitor:
+        return worker_autotuning.WaitMonitor(self._count, self._kind, usable_cores() // self._processes)
 
     @cached_property
     def _workers(self) -> workers.Workers:
-        if self._count * self._processes > cores():
+        if self._count * self._processes > usable_cores():
             self._news.append(
-                f"data.workers={self._count} on {self._processes} {'process' if self._processes == 1 else 'processes'} of this "
-                f"host are more than its {cores()} cores: they take time from each other and from training; set fewer, or auto"
+                f"data.workers={self._count} on {self._processes} "
+                f"{'process' if self._processes == 1 else 'processes'} of this host are more than its {usable_cores()} "
+                "cores, so they slow down each other and the training; set fewer, or auto"
             )
-        return workers.of(self._maker, self._kind, self._count, self._purpose)
+        return workers.start_workers(self._maker, self._kind, self._count, self._purpose)
 
     @cached_property
-    def _stages(self) -> worker_autotuning.Stages:
-        return worker_autotuning.measure(self._maker, self._any or next(self._requests([0])))
+    def _stages(self) -> worker_autotuning.StageTimes:
+        return worker_autotuning.measure_stages(self._maker, self._first_request or next(self._requests([0])))
 
     @property
     def _ahead(self) -> int:
         """Micro-batches to prepare besides the one that is waited for: one, until it is known how large they are."""
         asked = self._asked_ahead if isinstance(self._asked, int) else max(self._asked_ahead, 2 * self._count)
-        return max(1, min(asked, int(self._room / self._largest) if self._largest else 1))
+        return max(1, min(asked, int(self._max_bytes / self._largest) if self._largest else 1))
 
-    def _in_time(self, wait: Callable[[float], Any]) -> Any:
+    def _wait(self, wait: Callable[[float], Any]) -> Any:
         try:
             return wait(self._timeout)
         except TimeoutError:
             rows = ", ".join(map(str, self._workers.busy[:8]))
             raise DataError(
-                f"no micro-batch came for {self._timeout:g} s (launch.timeout); the {self._kind} that make them are at "
+                f"no micro-batch was ready within {self._timeout:g} s (launch.timeout); the worker {self._kind} are at "
                 f"rows {rows or '?'} of the source"
             ) from None
 
@@ -240,27 +258,27 @@ class Loader:
                 idle = len(own) == 0
                 # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
                 take = range(min(self._split.micro_batch, length)) if idle else own
-                request = Request(number, own, self._plan.taken(step, take), idle)
-                self._any = self._any or request
+                request = Request(number, own, self._plan.samples(step, take), idle)
+                self._first_request = self._first_request or request
                 yield request
 
     def _tell(self, step: int, batches: list[MicroBatch]) -> None:
-        if step <= self._told:  # made again, as the first one is
+        if step <= self._reported:  # made again, as the first one is
             return
-        self._told = step
-        for made in (micro.made for micro in batches if micro.made):
-            self._built += len(made.taken)
+        self._reported = step
+        for made in (micro.info for micro in batches if micro.info):
+            self._built += len(made.samples)
             self._seconds += made.seconds
-        for sample in (sample for micro in batches if micro.made for sample in micro.made.masked):
+        for sample in (sample for micro in batches if micro.info for sample in micro.info.masked):
             self._masked += 1
             log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)
-            if self._masked <= _TOLD:
-                self._news.append(f"step {step + 1}: left out: {_short(sample)}")
+            if self._masked <= _MAX_REPORTED:
+                self._news.append(f"step {step + 1}: left out: {_shorten_reason(sample)}")
             elif str(self._masked).strip("0") == "1":
                 self._news.append(f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all")
 
 
-class Measured:
+class MeasuredLengths:
     """Lengths of samples that are found out by making them, for a plan that is made before its loader is.
 
     A `PackedPlan` calls it; its loader's workers do the work, as soon as there is a loader that finds it as the plan's
@@ -274,11 +292,13 @@ class Measured:
     """
 
     def __init__(self, task: Task, source: Source, seed: int, mask: bool = False) -> None:
-        self.by: Callable[[Indices, Indices], Indices] = Maker(task, source, seed, "train", mask=mask).lengths
+        self.measure: Callable[[Indices, Indices], Indices] = BatchBuilder(
+            task, source, seed, "train", mask=mask
+        ).lengths
 
     def __call__(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Units that samples take of a packed row."""
-        return self.by(rows, epochs)
+        return self.measure(rows, epochs)
 
 
 def check_draws(task: Task, source: Source, *, mask: bool = False, training: bool = True) -> None:
@@ -290,18 +310,18 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
     Args:
         task: that draws.
         source: its rows.
-        mask: go on where a sample cannot be made.
+        mask: continue where a sample cannot be built.
         training: whether these are rows to train on, or held-out ones.
 
     Raises:
         DataError: naming the generator, or the held-out row that is drawn for.
     """
-    before = _shared_generators()
-    for row in range(min(_LOOKED_AT, len(source))):
+    before = _global_generator_states()
+    for row in range(min(_CHECKED_SAMPLES, len(source))):
         rng = generator(0, "check", row)
         unused = repr(rng.bit_generator.state)
         try:
-            sampled(task, source, row, SampleContext(rng, training))
+            build_sample(task, source, row, SampleContext(rng, training))
         except DataError:
             if not mask:
                 raise
@@ -309,11 +329,11 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
             name = type(task).__name__
             raise DataError(
                 f"{name}.sample draws random numbers for held-out rows (row {row}), which would augment what is "
-                "evaluated. Augment only under `if context.training:`; if the evaluation is meant to draw, as that of a "
-                f"masked language model, set draws_in_evaluation = True in {name}",
+                "evaluated. Augment only under `if context.training:`; if the evaluation is meant to draw, as that of "
+                f"a masked language model, set draws_in_evaluation = True in {name}",
                 fault="Held-out rows are augmented",
             )
-    for name, state in _shared_generators().items():
+    for name, state in _global_generator_states().items():
         if name in before and state != before[name]:
             raise DataError(
                 f"{type(task).__name__}: data() or sample() drew from {name}, which all threads share, so a run could "
@@ -321,7 +341,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
             )
 
 
-def _shared_generators() -> dict[str, bytes]:
+def _global_generator_states() -> dict[str, bytes]:
     """The state of every generator that a task should not draw from."""
     states = {"Python's random": repr(random.getstate()).encode()}
     legacy: Any = np.random.get_state(legacy=False)
@@ -331,5 +351,5 @@ def _shared_generators() -> dict[str, bytes]:
     return states
 
 
-def _short(sample: Masked) -> str:
+def _shorten_reason(sample: MaskedSample) -> str:
     return sample.reason if len(sample.reason) < 300 else sample.reason[:300] + " …"

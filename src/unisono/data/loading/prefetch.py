@@ -1,4 +1,4 @@
-"""Asks for what comes next in a thread of its own, so that the one that trains waits for no plan."""
+"""Requests the next micro-batches in a thread of its own, so that the training thread never waits for planning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 _PATIENCE = 5.0  # seconds for the thread to end
 
-Asked = TypeVar("Asked")
-Made = TypeVar("Made")
+Requested = TypeVar("Requested")
+Result = TypeVar("Result")
 
 
-class Feed(Generic[Asked, Made]):
+class Prefetcher(Generic[Requested, Result]):
     """What was asked for, in order, a bounded number ahead.
 
     Args:
@@ -24,17 +24,17 @@ class Feed(Generic[Asked, Made]):
     """
 
     def __init__(
-        self, requests: Iterator[Asked], ask: Callable[[Asked], Future[Made]], ahead: Callable[[], int]
+        self, requests: Iterator[Requested], ask: Callable[[Requested], Future[Result]], ahead: Callable[[], int]
     ) -> None:
         self._requests, self._ask, self._ahead = requests, ask, ahead
-        self._waiting: deque[Future[Made]] = deque()
+        self._waiting: deque[Future[Result]] = deque()
         self._change = threading.Condition()
         self._closed = False
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unisono-feed", daemon=True)
         self._thread.start()
 
-    def next(self, timeout: float) -> Made:
+    def next(self, timeout: float) -> Result:
         """What was asked for next.
 
         Raises:
@@ -52,7 +52,7 @@ class Feed(Generic[Asked, Made]):
         return future.result(timeout)
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def queue_state(self) -> tuple[int, int]:
         """How many are ready, and how many were asked for."""
         with self._change:
             return sum(future.done() for future in self._waiting), len(self._waiting)

@@ -1,4 +1,4 @@
-"""How many workers, and of which kind: measured on a few rows before the start, and said where steps wait for data."""
+"""Chooses the number and kind of workers from a few measured rows, and warns when steps wait for data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from time import perf_counter, sleep
 
 import numpy as np
 
-from unisono.data.loading.batch_builder import Maker, Request
+from unisono.data.loading.batch_builder import BatchBuilder, Request
 
-_TARGET = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
-_ROWS = 8  # of a micro-batch that are made to measure it
-_LOCKED = 0.3  # share of the time in Python's lock from which on a second thread is of little use
+_TARGET_SECONDS = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
+_PROBE_ROWS = 8  # of a micro-batch that are made to measure it
+_MAX_LOCKED = 0.3  # share of the time in Python's lock from which on a second thread is of little use
 _NAP = 2e-4  # seconds that the probe sleeps
-_WINDOW, _MUCH, _AGAIN = 20, 0.1, 500  # steps that are looked at; share of them that is too much; steps between lines
+_WINDOW, _MAX_WAIT_SHARE, _REPEAT_AFTER = (
+    20,
+    0.1,
+    500,
+)  # steps that are looked at; share of them that is too much; steps between lines
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageTimes:
     """What making a micro-batch takes, on one core.
 
     Attributes:
@@ -46,15 +50,15 @@ class Stages:
         return " + ".join(f"{name} {1e3 * seconds:.2g}" for name, seconds in parts) + " ms a micro-batch"
 
 
-def measure(maker: Maker, request: Request) -> Stages:
+def measure_stages(maker: BatchBuilder, request: Request) -> StageTimes:
     """Make the first rows of a micro-batch, and say what all of them would take."""
-    taken, few = request.taken, request.taken[:_ROWS]
+    taken, few = request.samples, request.samples[:_PROBE_ROWS]
     seconds = np.zeros(3)
     fault: list[BaseException] = []
 
     def make() -> None:
         try:
-            made = maker.make(replace(request, taken=few)).made
+            made = maker.make(replace(request, samples=few)).info
             assert made is not None
             seconds[:] = made.seconds
         except BaseException as error:
@@ -64,7 +68,7 @@ def measure(maker: Maker, request: Request) -> Stages:
     if fault:
         raise fault[0]
     read, sample, rest = (seconds * len(taken) / max(1, len(few))).tolist()
-    return Stages(read, sample, rest, locked)
+    return StageTimes(read, sample, rest, locked)
 
 
 def lock_share(act: Callable[[], None]) -> float:
@@ -82,7 +86,7 @@ def lock_share(act: Callable[[], None]) -> float:
     return min(1.0, late / (perf_counter() - began))
 
 
-def choose(cores: int, processes: int, seconds: float) -> int:
+def choose_count(cores: int, processes: int, seconds: float) -> int:
     """So many workers that a step's micro-batches are ready in time, and one core is left to each process for training.
 
     Args:
@@ -90,26 +94,26 @@ def choose(cores: int, processes: int, seconds: float) -> int:
         processes: that train on it.
         seconds: that the micro-batches of one process take in a step, on one core.
 
-    >>> choose(cores=64, processes=8, seconds=0.1), choose(64, 8, 9.0), choose(64, 8, 0.001), choose(2, 2, 9.0)
-    (5, 7, 1, 1)
+    >>> [choose_count(*asked) for asked in ((64, 8, 0.1), (64, 8, 9.0), (64, 8, 0.001), (2, 2, 9.0))]
+    [5, 7, 1, 1]
     """
-    return max(1, min(cores // processes - 1, math.ceil(seconds / _TARGET)))
+    return max(1, min(cores // processes - 1, math.ceil(seconds / _TARGET_SECONDS)))
 
 
-def choose_kind(stages: Stages) -> str:
+def choose_kind(stages: StageTimes) -> str:
     """Threads where what makes a micro-batch lets other threads run (native decoders and features do), else processes.
 
-    >>> choose_kind(Stages(1e-3, 1e-3, 0.1, locked=0.02)), choose_kind(Stages(1e-3, 0.1, 1e-3, locked=0.9))
+    >>> choose_kind(StageTimes(1e-3, 1e-3, 0.1, locked=0.02)), choose_kind(StageTimes(1e-3, 0.1, 1e-3, locked=0.9))
     ('threads', 'processes')
     """
-    return "processes" if stages.locked > _LOCKED else "threads"
+    return "processes" if stages.locked > _MAX_LOCKED else "threads"
 
 
 def cpus_to_request(memory_gb: float, workers: int) -> int:
     """CPUs that a cluster job should ask for: one for each worker, and no fewer than its memory pays for.
 
-    Clusters hand out memory in slices of about 10 GB a CPU, so a job that asks for much memory is charged for the CPUs that
-    go with it, and might as well use them.
+    Clusters hand out memory in slices of about 10 GB a CPU, so a job that asks for much memory is charged for the CPUs
+    that go with it, and might as well use them.
 
     >>> cpus_to_request(memory_gb=256, workers=16), cpus_to_request(64, 16)
     (25, 16)
@@ -117,7 +121,7 @@ def cpus_to_request(memory_gb: float, workers: int) -> int:
     return max(int(memory_gb // 10), workers)
 
 
-class Waits:
+class WaitMonitor:
     """Looks at how long steps wait for data, and says what to change when it is too long.
 
     Args:
@@ -131,17 +135,17 @@ class Waits:
         self._last: deque[float] = deque(maxlen=_WINDOW)
         self._quiet = 0
 
-    def step(self, share: float, stages: Callable[[], Stages]) -> str | None:
+    def step(self, share: float, stages: Callable[[], StageTimes]) -> str | None:
         """A line to show after a step that waited for this share of its time, if there is anything to say."""
         self._last.append(share)
         self._quiet -= 1
         mean = sum(self._last) / _WINDOW
-        if len(self._last) < _WINDOW or mean < _MUCH or self._quiet > 0:
+        if len(self._last) < _WINDOW or mean < _MAX_WAIT_SHARE or self._quiet > 0:
             return None
-        self._quiet = _AGAIN
+        self._quiet = _REPEAT_AFTER
         return f"steps wait for data for {100 * mean:.0f} % of their time; {self._advice(stages())}"
 
-    def _advice(self, stages: Stages) -> str:
+    def _advice(self, stages: StageTimes) -> str:
         more = min(2 * self._workers, max(1, self._cores - 1))
         if self._kind == "threads" and stages.locked > 0.5 and stages.sample + stages.rest > stages.read:
             return (

@@ -1,4 +1,4 @@
-"""One worker process: it gets a `Maker` and makes what it is asked for, until whoever asked is gone."""
+"""One worker process: it receives a `BatchBuilder` and serves requests until its parent is gone."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any, NoReturn
 from unisono.data.loading import ipc
 from unisono.runtime.errors import DataError, UnisonoError
 
-PAGE = mmap.PAGESIZE
+PAGE_SIZE = mmap.PAGESIZE
 _ROW = struct.Struct("<q")
 # Each worker computes on one core; what the user's environment says of the training holds for the training.
 _POOLS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS", "POLARS_MAX_THREADS",
 )  # fmt: skip
-THREADS = {**dict.fromkeys(_POOLS, "1"), "TOKENIZERS_PARALLELISM": "false"}
+THREAD_VARIABLES = {**dict.fromkeys(_POOLS, "1"), "TOKENIZERS_PARALLELISM": "false"}
 # Schedulers send them to all processes of a job; whoever asks decides when a worker ends. It begins with them blocked.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-MARK = "UNISONO_DATA_WORKER"  # set in the environment of a worker
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+WORKER_VARIABLE = "UNISONO_DATA_WORKER"  # set in the environment of a worker
 
 
 def main(channel: int, page: int) -> NoReturn:
@@ -38,43 +38,43 @@ def main(channel: int, page: int) -> NoReturn:
         channel: file descriptor of the socket to whoever asks.
         page: file descriptor of memory in which it says what row it is at.
     """
-    for number in SIGNALS:
+    for number in BLOCKED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     faulthandler.enable()
     sock = socket.socket(fileno=channel)
-    here = mmap.mmap(page, PAGE)
+    here = mmap.mmap(page, PAGE_SIZE)
     os.close(page)
     try:
-        _begin(*ipc.receive(sock))
+        _import_task(*ipc.receive(sock))
         maker = ipc.receive(sock, mapped=True)
     except EOFError:
         os._exit(0)
     except BaseException as error:
-        _send(sock, (False, _plain(error, "the task cannot be made anew in a worker process")))
+        _send(sock, (False, _portable_error(error, "the task cannot be rebuilt in a worker process")))
         os._exit(1)
     maker.at = lambda row: _ROW.pack_into(here, 0, row)
     maker.at(-1)
     _send(sock, (True, os.getpid()))
     asked: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_listen, args=(sock, asked), daemon=True).start()
+    threading.Thread(target=_receive_requests, args=(sock, asked), daemon=True).start()
     while True:
         act, arguments = asked.get()
         try:
             answer = True, getattr(maker, act)(*arguments)
         except BaseException as error:
-            answer = False, _plain(error, "a worker process failed")
+            answer = False, _portable_error(error, "a worker process failed")
         maker.rest()
         _send(sock, answer)
         del answer
 
 
-def at(page: mmap.mmap) -> int:
+def read_row(page: mmap.mmap) -> int:
     """The row of the source that a worker is at; -1 for none."""
     return int(_ROW.unpack_from(page, 0)[0])
 
 
-def _begin(place: str | None, file: str | None, again: dict[str, Any]) -> None:
+def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> None:
     """Import what the pickle refers to, and `import` would not find: the task's file, and the script that is run."""
     if again:
         spawn.prepare(again)  # as multiprocessing does
@@ -85,10 +85,10 @@ def _begin(place: str | None, file: str | None, again: dict[str, Any]) -> None:
             from unisono.config import references
 
             assert file is not None
-            references.module_of(f"{file}:{place}", file)
+            references.load_module(f"{file}:{place}", file)
 
 
-def _listen(sock: socket.socket, asked: SimpleQueue[Any]) -> None:
+def _receive_requests(sock: socket.socket, asked: SimpleQueue[Any]) -> None:
     """Take requests, and end this process with whoever makes them."""
     try:
         while True:
@@ -99,13 +99,13 @@ def _listen(sock: socket.socket, asked: SimpleQueue[Any]) -> None:
 
 def _send(sock: socket.socket, answer: tuple[bool, Any]) -> None:
     try:
-        message = ipc.Message(answer)
+        message = ipc.IpcMessage(answer)
     except Exception as error:  # a batch of something that cannot be pickled
         fault = DataError(
             f"what collate() returned cannot be sent from a worker process: {type(error).__name__}: {error}. Return "
             "arrays, or use data.worker_kind=threads"
         )
-        message = ipc.Message((False, fault))
+        message = ipc.IpcMessage((False, fault))
     try:
         message.send(sock)
     except OSError:  # nobody is there any more
@@ -114,12 +114,12 @@ def _send(sock: socket.socket, answer: tuple[bool, Any]) -> None:
         message.close()
 
 
-def _plain(error: BaseException, what: str) -> UnisonoError:
+def _portable_error(error: BaseException, what: str) -> UnisonoError:
     """The error, such that another process can have it."""
     if not isinstance(error, UnisonoError):
-        from unisono.data.loading.batch_builder import told
+        from unisono.data.loading.batch_builder import describe_error
 
-        return DataError(f"{what}: {told(error)}")
+        return DataError(f"{what}: {describe_error(error)}")
     error.__cause__ = error.__context__ = error.__traceback__ = None
     try:
         pickle.loads(pickle.dumps(error))

@@ -1,4 +1,4 @@
-"""Who makes the micro-batches: threads of this process, or processes that live as long as the loader.
+"""Workers that build micro-batches: threads of this process, or processes that live as long as the loader.
 
 Threads share the rows and everything that was read of them, but run Python one at a time, so they serve where the time
 goes into native code that lets others run. Processes serve where Python itself takes the time. They make the same
@@ -27,12 +27,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from unisono.data.loading import ipc, worker_process
-from unisono.data.loading.batch_builder import Maker
+from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.runtime.errors import ConfigError, DataError
 
-_AHEAD = 2  # requests that a process has: it makes one, and need not wait for the next
-_PATIENCE = 5.0  # seconds for a process to end by itself
-_SMALL = 1 << 16  # bytes up to which what a task has cached is sent along
+_MAX_PENDING = 2  # requests that a process has: it makes one, and need not wait for the next
+_EXIT_TIMEOUT = 5.0  # seconds for a process to end by itself
+_SMALL_BYTES = 1 << 16  # bytes up to which what a task has cached is sent along
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from unisono.data.loading.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
@@ -40,7 +40,7 @@ _CODE = (
 
 
 class Workers(Protocol):
-    """Those who do what a `Maker` can."""
+    """Those who do what a `BatchBuilder` can."""
 
     @property
     def busy(self) -> list[int]:
@@ -53,15 +53,15 @@ class Workers(Protocol):
         """End."""
 
 
-def of(maker: Maker, kind: str, count: int, name: str) -> Workers:
+def start_workers(maker: BatchBuilder, kind: str, count: int, name: str) -> Workers:
     """Workers of a kind."""
-    return Processes(maker, count, name) if kind == "processes" else Threads(maker, count, name)
+    return ProcessWorkers(maker, count, name) if kind == "processes" else ThreadWorkers(maker, count, name)
 
 
-class Threads:
+class ThreadWorkers:
     """Threads of this process."""
 
-    def __init__(self, maker: Maker, count: int, name: str) -> None:
+    def __init__(self, maker: BatchBuilder, count: int, name: str) -> None:
         self._maker = maker
         self._asked: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         self._waiting: deque[Future[Any]] = deque()
@@ -96,7 +96,7 @@ class Threads:
         for _ in self._threads:
             self._asked.put(None)
         for thread in self._threads if self._started else ():
-            thread.join(_PATIENCE)
+            thread.join(_EXIT_TIMEOUT)
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
@@ -114,18 +114,18 @@ class Threads:
             del future, asked, arguments
 
 
-class Processes:
+class ProcessWorkers:
     """Processes that are started once and get the maker over a socket.
 
     Raises:
         DataError: if the task or its rows cannot be pickled.
     """
 
-    def __init__(self, maker: Maker, count: int, name: str) -> None:
-        if worker_process.MARK in os.environ:
+    def __init__(self, maker: BatchBuilder, count: int, name: str) -> None:
+        if worker_process.WORKER_VARIABLE in os.environ:
             raise ConfigError(
-                "a worker process was about to start workers of its own, while it imported the task's file. Put what "
-                "starts a run there under `if __name__ == '__main__':`"
+                "a worker process was about to start workers of its own while importing the task's file. Put the code "
+                "that starts a run under `if __name__ == '__main__':`"
             )
         self._lock = threading.Lock()
         self._asked: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
@@ -134,18 +134,18 @@ class Processes:
         # Sending wakes a process, which may take the core of whoever sends; that must not be the thread that trains.
         self._more: SimpleQueue[bool] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"unisono-{name}", daemon=True)
-        message = _pickled(maker)
+        message = _pickle_builder(maker)
         file = getattr(sys.modules.get(type(maker.task).__module__), "__file__", None)
         again: dict[str, Any] = {}
         if b"__main__" in message:
             known = spawn.get_preparation_data(name)
             again = {n: v for n, v in known.items() if n.startswith("init_main")}
         module = type(maker.task).__module__
-        begin = ipc.Message((None if module == "__main__" else module, file, again))
-        self._processes: list[_Process] = []
+        begin = ipc.IpcMessage((None if module == "__main__" else module, file, again))
+        self._processes: list[_WorkerHandle] = []
         try:
             for number in range(count):
-                self._processes.append(_Process(self, f"unisono-{name}_{number}", begin, message))
+                self._processes.append(_WorkerHandle(self, f"unisono-{name}_{number}", begin, message))
         except BaseException:
             self.close()
             raise
@@ -165,7 +165,7 @@ class Processes:
         self._more.put(True)
         return future
 
-    def hand_out(self) -> None:
+    def dispatch(self) -> None:
         """Give what is asked for to those who have the least to do."""
         with self._lock:
             while self._asked:
@@ -174,18 +174,18 @@ class Processes:
                     if future.set_running_or_notify_cancel():
                         future.set_exception(self._fault)
                     continue
-                process = min(self._processes, key=lambda p: len(p.given))
-                if len(process.given) >= _AHEAD:
+                process = min(self._processes, key=lambda p: len(p.pending))
+                if len(process.pending) >= _MAX_PENDING:
                     return
                 future, act, arguments = self._asked.popleft()
                 if future.set_running_or_notify_cancel():
-                    process.give(future, act, arguments)
+                    process.submit(future, act, arguments)
 
-    def died(self, fault: DataError) -> None:
-        """One of them is gone: from now on there is nothing but this fault."""
+    def fail_all(self, fault: DataError) -> None:
+        """One of them died: from now on every request fails with this error."""
         with self._lock:
             self._fault = self._fault or fault
-        self.hand_out()
+        self.dispatch()
 
     def close(self) -> None:
         """End them, whatever they are at."""
@@ -200,11 +200,11 @@ class Processes:
         for process in self._processes:
             process.end()
         if self._sender.is_alive():
-            self._sender.join(_PATIENCE)
+            self._sender.join(_EXIT_TIMEOUT)
 
     def _send(self) -> None:
         while self._more.get():
-            self.hand_out()
+            self.dispatch()
 
     @property
     def closed(self) -> bool:
@@ -212,33 +212,33 @@ class Processes:
         return self._closed
 
 
-class _Process:
+class _WorkerHandle:
     """One of them, and the thread that takes its answers."""
 
-    def __init__(self, owner: Processes, name: str, begin: ipc.Message, maker: ipc.Message) -> None:
+    def __init__(self, owner: ProcessWorkers, name: str, begin: ipc.IpcMessage, maker: ipc.IpcMessage) -> None:
         self._owner, self._name = owner, name
-        self.given: deque[tuple[Future[Any], tuple[Any, ...]]] = deque()
+        self.pending: deque[tuple[Future[Any], tuple[Any, ...]]] = deque()
         self._socket, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as file, theirs:
-            file.truncate(worker_process.PAGE)
-            self._page = mmap.mmap(file.fileno(), worker_process.PAGE)
+            file.truncate(worker_process.PAGE_SIZE)
+            self._page = mmap.mmap(file.fileno(), worker_process.PAGE_SIZE)
             descriptors = theirs.fileno(), file.fileno()
             path = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - "" is where we are
             blocked = signal.pthread_sigmask(
-                signal.SIG_BLOCK, worker_process.SIGNALS
+                signal.SIG_BLOCK, worker_process.BLOCKED_SIGNALS
             )  # handed on, until it ignores them
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _CODE, path, *map(str, descriptors)],
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, **worker_process.THREADS, worker_process.MARK: "1"},
+                    env={**os.environ, **worker_process.THREAD_VARIABLES, worker_process.WORKER_VARIABLE: "1"},
                     process_group=0,  # Ctrl-C is for this process, which ends them
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._ready = False
-        self._thread = threading.Thread(target=self._take, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._receive_answers, name=name, daemon=True)
         with suppress(OSError):  # it has ended already, and the thread says so
             begin.send(self._socket)
             maker.send(self._socket)
@@ -247,11 +247,11 @@ class _Process:
     @property
     def at(self) -> int:
         """The row of the source that it is at; -1 for none."""
-        return worker_process.at(self._page)
+        return worker_process.read_row(self._page)
 
-    def give(self, future: Future[Any], act: str, arguments: tuple[Any, ...]) -> None:
+    def submit(self, future: Future[Any], act: str, arguments: tuple[Any, ...]) -> None:
         """Ask for something."""
-        self.given.append((future, arguments))
+        self.pending.append((future, arguments))
         with suppress(OSError):  # it is gone, and the thread says so
             ipc.send(self._socket, (act, arguments))
 
@@ -263,93 +263,95 @@ class _Process:
     def end(self) -> None:
         """Wait for its end, and see to it."""
         try:
-            self._process.wait(_PATIENCE)
+            self._process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._thread.join(_PATIENCE)
+        self._thread.join(_EXIT_TIMEOUT)
         self._socket.close()
 
-    def _take(self) -> None:
+    def _receive_answers(self) -> None:
         try:
             while True:
                 fine, value = ipc.receive(self._socket)
                 if not self._ready:
                     if not fine:
-                        self._gone(value)
+                        self._fail_pending(value)
                         return
                     self._ready = True
                     continue
-                future, _ = self.given.popleft()
+                future, _ = self.pending.popleft()
                 if fine:
                     future.set_result(value)
                 else:
                     future.set_exception(value)
                 del future, value
-                self._owner.hand_out()
+                self._owner.dispatch()
         except (EOFError, OSError):
-            self._gone(None)
+            self._fail_pending(None)
 
-    def _gone(self, fault: DataError | None) -> None:
+    def _fail_pending(self, fault: DataError | None) -> None:
         if self._owner.closed:
             fault = DataError("the loader was closed")
         elif fault is None:
-            fault = DataError(self._last_words())
-        self._owner.died(fault)
-        while self.given:
-            self.given.popleft()[0].set_exception(fault)
+            fault = DataError(self._describe_death())
+        self._owner.fail_all(fault)
+        while self.pending:
+            self.pending.popleft()[0].set_exception(fault)
 
-    def _last_words(self) -> str:
+    def _describe_death(self) -> str:
         try:
-            code = self._process.wait(_PATIENCE)
+            code = self._process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
         row = self.at
-        made = [getattr(argument, "taken", None) for _, arguments in list(self.given)[:1] for argument in arguments]
+        made = [getattr(argument, "samples", None) for _, arguments in list(self.pending)[:1] for argument in arguments]
         rows: list[int] = next((taken.rows.tolist() for taken in made if taken is not None), [])
         if row >= 0:
-            where = f"while it made row {row} of the source a sample"
+            where = f"while building the sample for row {row} of the source"
         elif rows:
-            where = f"while it made rows {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''} a batch"
+            where = f"while building a batch of rows {', '.join(map(str, rows[:8]))}{', …' if len(rows) > 8 else ''}"
         else:
-            where = "before it had made anything" if not self._ready else "between two micro-batches"
+            where = "before its first sample" if not self._ready else "between two micro-batches"
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        more = {-9: "; out of memory?", -7: "; has a file that it read become shorter?"}.get(code, "")
-        return f"a worker process died {where} ({how}{more}). Its standard error says more, if it could"
+        more = {-9: "; out of memory?", -7: "; was a file truncated while it was read?"}.get(code, "")
+        return f"a worker process died {where} ({how}{more}). Its standard error may say more"
 
 
-def _pickled(maker: Maker) -> ipc.Message:
+def _pickle_builder(maker: BatchBuilder) -> ipc.IpcMessage:
     """The maker, with a task that has no more than it needs."""
     slim = copy.copy(maker)
     slim.task = copy.copy(maker.task)
     for name, value in list(vars(slim.task).items()):
-        if isinstance(getattr_static(type(slim.task), name, None), cached_property) and not _light(value):
+        if isinstance(getattr_static(type(slim.task), name, None), cached_property) and not _is_small(value):
             del vars(slim.task)[name]  # it is made again where it is needed
     try:
-        return ipc.Message(slim, shared=_SMALL)  # no socket is so small that sending it would wait
+        return ipc.IpcMessage(slim, shared=_SMALL_BYTES)  # no socket is so small that sending it would wait
     except Exception as error:
         kind = type(maker.task).__name__
-        what = f"{kind}.data(), a {type(maker.source).__name__}," if _fails(maker.source) else f"the task {kind}"
+        what = (
+            f"{kind}.data(), a {type(maker.source).__name__}," if _cannot_pickle(maker.source) else f"the task {kind}"
+        )
         raise DataError(
             f"data.worker_kind=processes: {what} cannot be sent to a worker process "
-            f"({type(error).__name__}: {error}). Define what it is made of at the top level of a file, open files and "
-            "connections when they are first used, or use data.worker_kind=threads"
+            f"({type(error).__name__}: {error}). Define its classes and functions at the top level of a file, open "
+            "files and connections when they are first used, or use data.worker_kind=threads"
         ) from error
 
 
-def _light(value: Any) -> bool:
+def _is_small(value: Any) -> bool:
     """Whether something cached is small, and needs no torch."""
     try:
-        message = ipc.Message(value)
+        message = ipc.IpcMessage(value)
     except Exception:
         return False
-    return b"torch" not in message and message.size <= _SMALL
+    return b"torch" not in message and message.size <= _SMALL_BYTES
 
 
-def _fails(value: Any) -> bool:
+def _cannot_pickle(value: Any) -> bool:
     try:
-        ipc.Message(value)
+        ipc.IpcMessage(value)
     except Exception:
         return True
     return False

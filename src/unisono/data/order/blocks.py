@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.order.lanes import Lanes, alike
-from unisono.data.order.order import Indices, Shuffle, shuffled
-from unisono.data.sources.cache import Cache
+from unisono.data.order.lanes import Lanes, group_equal
+from unisono.data.order.order import Indices, Shuffle, apply_shuffles
+from unisono.data.sources.cache import LruCache
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import key
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _LaneEpoch:
     """The blocks that a lane reads in an epoch, in that order; arrays of shape (blocks,) but for `windows`.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Reading:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BlockOrder:
     """Positions to rows of a source whose blocks are dealt to lanes; a `Stream`.
 
     In each *cycle*, of as many epochs as there are lanes, blocks are permuted and dealt to as many groups, the largest
@@ -98,21 +98,21 @@ class Blocks:
         lanes, places = self.lanes(np.asarray(positions, dtype=np.int64))
         cycles, places = np.divmod(places, self.size)
         epochs, which = np.empty_like(places), np.empty_like(places)
-        windows: list[tuple[_Reading, int, Indices]] = []
-        for of_lane in alike(cycles * self.lanes.count + lanes):
+        windows: list[tuple[_LaneEpoch, int, Indices]] = []
+        for of_lane in group_equal(cycles * self.lanes.count + lanes):
             cycle, lane = int(cycles[of_lane[0]]), int(lanes[of_lane[0]])
             ends = self._ends(cycle, lane)  # (lanes,)
             within = np.searchsorted(ends, places[of_lane], side="right")
             epochs[of_lane] = cycle * self.lanes.count + within
             places[of_lane] -= np.where(within > 0, ends[within - 1], 0)
-            for of_epoch in (of_lane[these] for these in alike(within)):
-                reading = self._reading(int(epochs[of_epoch[0]]), lane)
+            for of_epoch in (of_lane[these] for these in group_equal(within)):
+                reading = self._lane_epoch(int(epochs[of_epoch[0]]), lane)
                 window = np.searchsorted(reading.windows, places[of_epoch], side="right") - 1
                 places[of_epoch] -= reading.windows[window]
-                for these in alike(window):
+                for these in group_equal(window):
                     which[of_epoch[these]] = len(windows)
                     windows.append((reading, int(window[these[0]]), of_epoch[these]))
-        places = shuffled(places, which, [reading.shuffle(number) for reading, number, _ in windows])
+        places = apply_shuffles(places, which, [reading.shuffle(number) for reading, number, _ in windows])
         rows = np.empty_like(places)
         for reading, number, here in windows:
             rows[here] = reading.rows(places[here] + reading.windows[number])
@@ -123,7 +123,7 @@ class Blocks:
         cycle, within = divmod(epoch, self.lanes.count)
         return cycle * self.size + (int(self._ends(cycle, lane)[within - 1]) if within else 0)
 
-    def ends_together(self, epochs: float, places: int) -> bool:
+    def lanes_end_together(self, epochs: float, places: int) -> bool:
         """Whether after so many places of each lane every row was read `epochs` times, rounded down or up."""
         few, many = math.floor(epochs), math.ceil(epochs)
         lanes = range(self.lanes.count)
@@ -138,7 +138,7 @@ class Blocks:
             dealt = dealt[np.argsort(-self.sizes[dealt], kind="stable")]
             return dealt, np.array([self.sizes[dealt[group::lanes]].sum() for group in range(lanes)], dtype=np.int64)
 
-        found: tuple[Indices, Indices] = self._remembered(("groups", cycle), deal)
+        found: tuple[Indices, Indices] = self._memoise(("groups", cycle), deal)
         return found
 
     def _ends(self, cycle: int, lane: int) -> Indices:  # -> (lanes,)
@@ -148,11 +148,11 @@ class Blocks:
             lanes = self.lanes.count
             return np.cumsum(self._groups(cycle)[1][(lane - np.arange(lanes)) % lanes])
 
-        found: Indices = self._remembered(("ends", cycle, lane), ends)
+        found: Indices = self._memoise(("ends", cycle, lane), ends)
         return found
 
-    def _reading(self, epoch: int, lane: int) -> _Reading:
-        def read() -> _Reading:
+    def _lane_epoch(self, epoch: int, lane: int) -> _LaneEpoch:
+        def read() -> _LaneEpoch:
             lanes = self.lanes.count
             cycle, within = divmod(epoch, lanes)
             group = self._groups(cycle)[0][(lane - within) % lanes :: lanes]
@@ -160,9 +160,9 @@ class Blocks:
             blocks = group[Shuffle(len(group), address)(np.arange(len(group), dtype=np.int64))]
             ends = np.cumsum(self.sizes[blocks])
             windows = np.append(np.insert(ends[self.window - 1 :: self.window], 0, 0), ends[-1])
-            return _Reading(address, ends, self._starts[blocks], self.sizes[blocks], windows)
+            return _LaneEpoch(address, ends, self._starts[blocks], self.sizes[blocks], windows)
 
-        found: _Reading = self._remembered(("reading", epoch, lane), read)
+        found: _LaneEpoch = self._memoise(("reading", epoch, lane), read)
         return found
 
     @cached_property
@@ -170,7 +170,7 @@ class Blocks:
         """The first row of each block."""
         return np.cumsum(self.sizes) - self.sizes
 
-    def _remembered(self, what: Any, make: Callable[[], Any]) -> Any:
+    def _memoise(self, what: Any, make: Callable[[], Any]) -> Any:
         """What follows from the settings alone, kept for a while; a thread that comes in between makes it again."""
         if (found := self._kept.get(what)) is None:
             if len(self._kept) > 4 * self.lanes.count + 8:
@@ -190,7 +190,7 @@ class CachedBlocks:
     def __init__(self, source: Any, capacity: int = 2) -> None:
         self._source = source
         self._ends = np.cumsum(np.asarray(source.blocks, dtype=np.int64))
-        self._open = Cache[Sequence[Any]](budget=0, least=capacity)
+        self._open = LruCache[Sequence[Any]](budget=0, least=capacity)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -15,7 +15,7 @@ from unisono.config.batch_split import divisors
 from unisono.data.order.order import Indices
 from unisono.runtime.errors import ConfigError
 
-_MOST = 64  # where nobody says: as many processes as share an order
+_MAX_LANES = 64  # where nobody says: as many processes as share an order
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Lanes:
         return (rounds * self.count + lane) * self.stretch + offset
 
 
-ONE = Lanes()
+SINGLE_LANE = Lanes()
 
 
-def count_of(asked: int | None, global_batch: int, world_size: int, blocks: int | None = None) -> int:
+def resolve_lane_count(asked: int | None, global_batch: int, world_size: int, blocks: int | None = None) -> int:
     """The number of lanes.
 
     Args:
@@ -63,7 +63,7 @@ def count_of(asked: int | None, global_batch: int, world_size: int, blocks: int 
     Raises:
         ConfigError: with the numbers that can be had.
     """
-    most = min(_MOST, blocks or _MOST)
+    most = min(_MAX_LANES, blocks or _MAX_LANES)
     lanes = asked or next(number for number in range(most, 0, -1) if global_batch % number == 0)
     if global_batch % lanes:
         raise ConfigError(
@@ -92,7 +92,7 @@ def count_of(asked: int | None, global_batch: int, world_size: int, blocks: int 
     return lanes
 
 
-def alike(numbers: Indices) -> Iterator[Indices]:  # (n,) -> (k,) each
+def group_equal(numbers: Indices) -> Iterator[Indices]:  # (n,) -> (k,) each
     """The places at which each of the numbers stands, the smallest number first."""
     if len(numbers) and (numbers == numbers[0]).all():  # mostly
         yield np.arange(len(numbers))

@@ -1,7 +1,7 @@
 """Several sources as one, and how much of each a run sees: fixed counts per block of positions.
 
-`Joined` numbers the rows of all sources through, so that whatever comes after the order knows one source. `Mixture` is
-the order: which source stands at a position, and which of its rows.
+`Joined` numbers the rows of all sources through, so that whatever comes after the order knows one source.
+`MixtureOrder` is the order: which source stands at a position, and which of its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from unisono.config.schema import data as settings
-from unisono.data.order.lanes import ONE, Lanes, alike
+from unisono.data.order.lanes import SINGLE_LANE, Lanes, group_equal
 from unisono.data.order.order import Indices, Shuffle
 from unisono.data.order.plan import Stream
 from unisono.runtime.errors import ConfigError, nearest
@@ -70,8 +70,8 @@ class Joined:
     @property
     def fingerprint(self) -> str:
         """Of all of them, their names and their order."""
-        told = list(zip(self._names, self._all("fingerprint"), strict=True))
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        parts = list(zip(self._names, self._all("fingerprint"), strict=True))
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _all(self, name: str) -> list[Any]:
         values = [getattr(source, name) for source in self.sources.values()]
@@ -81,7 +81,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     """Weights that hold from some place on.
 
     Attributes:
@@ -94,7 +94,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureOrder:
     """Positions to rows of several sources that are mixed by shares; a `Stream`.
 
     Places come in blocks, each with a fixed number of places per source and a keyed permutation of them. What a source
@@ -114,14 +114,14 @@ class Mixture:
     names: tuple[str, ...]
     streams: tuple[Stream, ...]
     starts: tuple[int, ...]
-    phases: tuple[Phase, ...]
+    phases: tuple[MixturePhase, ...]
     seed: int
     block: int = 1000
     until: str = "all"
-    lanes: Lanes = ONE
+    lanes: Lanes = SINGLE_LANE
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         asked: settings.Mixture,
         joined: Joined,
@@ -130,7 +130,7 @@ class Mixture:
         batch: int,
         lanes: Lanes,
         units: int | None = None,
-    ) -> Mixture:
+    ) -> MixtureOrder:
         """The mixture that the settings ask for.
 
         Args:
@@ -146,10 +146,10 @@ class Mixture:
         weights = whole_weights(asked, joined.sources)
         begins, step = [Fraction(0)], 0
         for change, before in zip(asked.changes, weights[:-1], strict=True):
-            samples = batch if units is None else units / _mean_of_all(before, joined.sources)
+            samples = batch if units is None else units / _mean_mixed_length(before, joined.sources)
             begins.append(begins[-1] + (change.step - step) * samples)
             step = change.step
-        phases = tuple(Phase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
+        phases = tuple(MixturePhase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
         names, starts = tuple(joined.sources), tuple(joined.starts)
         return cls(names, tuple(streams), starts, phases, seed, asked.block, asked.until, lanes)
 
@@ -163,9 +163,9 @@ class Mixture:
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Both: what each source says of its own positions."""
-        numbers, inside = self._found(np.asarray(positions, dtype=np.int64))
+        numbers, inside = self._locate(np.asarray(positions, dtype=np.int64))
         rows, epochs = np.empty_like(inside), np.empty_like(inside)
-        for here in alike(numbers):
+        for here in group_equal(numbers):
             number = int(numbers[here[0]])
             rows[here], epochs[here] = self.streams[number].at(inside[here])
             rows[here] += self.starts[number]
@@ -179,7 +179,7 @@ class Mixture:
             ConfigError: where a source that is asked for is never used up.
         """
         asked = [n for n in range(len(self.names)) if any(phase.weights[n] for phase in self.phases)]
-        ends = {number: self._used_up(number) for number in asked}
+        ends = {number: self._exhausted_after(number) for number in asked}
         never = [self.names[number] for number, end in ends.items() if end is None]
         known = [end for end in ends.values() if end is not None]
         if not known or (never and self.until == "all"):
@@ -189,43 +189,46 @@ class Mixture:
             )
         return self.lanes.count * (min(known) if self.until == "first" else max(known))
 
-    def _found(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+    def _locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """The number of the source, and the position in its stream."""
         lanes, places = self.lanes(positions)
         first = np.array([phase.first for phase in self.phases], dtype=np.int64)
         phases = np.searchsorted(first, places, side="right") - 1
         blocks, offsets = np.divmod(places - first[phases], self.block)
         numbers = np.empty_like(places)
-        for here in alike((places - offsets) * self.lanes.count + lanes):
+        for here in group_equal((places - offsets) * self.lanes.count + lanes):
             phase, block, lane = int(phases[here[0]]), int(blocks[here[0]]), int(lanes[here[0]])
-            before, source, nth = self._dealt(phase, block, lane)
+            before, source, nth = self._deal_block(phase, block, lane)
             numbers[here] = source[offsets[here]]
             places[here] = before[numbers[here]] + nth[offsets[here]]
         return numbers, self.lanes.positions(lanes, places)
 
-    def _dealt(self, phase: int, block: int, lane: int) -> tuple[Indices, Indices, Indices]:
+    def _deal_block(self, phase: int, block: int, lane: int) -> tuple[Indices, Indices, Indices]:
         """What sources gave before a block, (sources,); each place's source, and how many before it are, (places,)."""
-        begin, end = self._counted(phase, block * self.block), self._counted(phase, (block + 1) * self.block)
+        begin, end = (
+            self._count_in_phase(phase, block * self.block),
+            self._count_in_phase(phase, (block + 1) * self.block),
+        )
         quotas = tuple(after - before for before, after in zip(begin, end, strict=True))
         before = np.array([a + b for a, b in zip(self._before[phase], begin, strict=True)], dtype=np.int64)
-        return before, *_dealt(key(self.seed, "mixture", lane, phase, block), quotas)
+        return before, *_shuffle_block(key(self.seed, "mixture", lane, phase, block), quotas)
 
-    def _counted(self, phase: int, places: int) -> tuple[int, ...]:
+    def _count_in_phase(self, phase: int, places: int) -> tuple[int, ...]:
         """How often each source stands in the first places of a phase, which ends where the next one begins."""
         if phase + 1 < len(self.phases):
             places = min(places, self.phases[phase + 1].first - self.phases[phase].first)
-        return counted(self.phases[phase].weights, places)
+        return count_places(self.phases[phase].weights, places)
 
     @cached_property
     def _before(self) -> list[tuple[int, ...]]:
         """How often each source stands before each phase."""
         before = [(0,) * len(self.names)]
         for number, (phase, following) in enumerate(pairwise(self.phases)):
-            given = self._counted(number, following.first - phase.first)
+            given = self._count_in_phase(number, following.first - phase.first)
             before.append(tuple(a + b for a, b in zip(before[-1], given, strict=True)))
         return before
 
-    def _used_up(self, number: int) -> int | None:
+    def _exhausted_after(self, number: int) -> int | None:
         """Places, of the first lane, after which a source has given each of its rows; None if that is never."""
         rows = -(-self.streams[number].size // self.lanes.count)
         for phase, (its, before) in enumerate(zip(self.phases, self._before, strict=True)):
@@ -236,11 +239,11 @@ class Mixture:
             blocks = range(places // self.block + 1)
 
             def given_by(block: int, phase: int = phase) -> int:
-                return self._counted(phase, (block + 1) * self.block)[number]
+                return self._count_in_phase(phase, (block + 1) * self.block)[number]
 
             block = bisect_left(blocks, missing, key=given_by)
             if given_by(block) >= missing:
-                given, source, nth = self._dealt(phase, block, 0)
+                given, source, nth = self._deal_block(phase, block, 0)
                 last = np.flatnonzero((source == number) & (given[number] + nth == rows - 1))
                 return its.first + block * self.block + int(last[0]) + 1
         return None
@@ -257,7 +260,7 @@ def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> lis
             raise ConfigError(f"data.mixture.weights: there is no source '{name}', {nearest(name, sources)}")
     for name in sources:
         if name not in asked.weights:
-            raise ConfigError(f"data.mixture.weights has no weight of '{name}'; give it one, 0 for not at all")
+            raise ConfigError(f"data.mixture.weights has no weight for '{name}'; give it one (0 to leave it out)")
     result = []
     for weights in (asked.weights, *(change.weights for change in asked.changes)):
         exact = [Fraction(str(weights[name])) for name in sources]  # as it was written: 0.1 is a tenth
@@ -269,18 +272,18 @@ def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> lis
 
 
 @lru_cache(maxsize=4096)
-def counted(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
+def count_places(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
     """How often each source stands in the first so many places: less than two away from its share, and never falling.
 
     Of the first n places that come to a node of the tree, `⌊n·p + ½⌋` go to its first branch, which is a sum of zeros
     and ones; so are the counts of leaves. As weights grow towards the root at least like Fibonacci's numbers, the
     errors of roundings, shrunk by the shares on their way down, come to less than two at any leaf.
 
-    >>> counted((2, 3, 1), 1000)
+    >>> count_places((2, 3, 1), 1000)
     (333, 500, 167)
     """
     counts = {0: places}
-    for node, left, right, first, both in _splits(weights):
+    for node, left, right, first, both in _huffman_splits(weights):
         arrived = counts.pop(node)
         counts[left] = (2 * arrived * first + both) // (2 * both)
         counts[right] = arrived - counts[left]
@@ -288,7 +291,7 @@ def counted(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], ...]:
+def _huffman_splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], ...]:
     """A Huffman tree over the sources, from the root (0) on: node, its branches, the weights of the first and of both.
 
     Source n is the node ~n; one source alone is the first branch of the root, and nothing the other.
@@ -307,7 +310,7 @@ def _splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], .
 
 
 @lru_cache(maxsize=256)
-def _dealt(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indices]:
+def _shuffle_block(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indices]:
     """The source of each place of a block, (places,), and how many places of that source come before it, (places,)."""
     size, sources = sum(quotas), np.repeat(np.arange(len(quotas)), quotas)
     source = sources[Shuffle(size, address)(np.arange(size, dtype=np.int64))]
@@ -316,7 +319,7 @@ def _dealt(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indices]:
     return source, nth
 
 
-def _mean_of_all(weights: tuple[int, ...], sources: Mapping[str, Source]) -> Fraction:
+def _mean_mixed_length(weights: tuple[int, ...], sources: Mapping[str, Source]) -> Fraction:
     """Units of a sample, on average over what these weights mix."""
     key = "data.mixture.changes with data.packing"
     units = (w * _mean_length(n, one, key) for w, (n, one) in zip(weights, sources.items(), strict=True) if w)
@@ -327,7 +330,7 @@ def _mean_length(name: str, source: Source, key: str = "data.mixture.by=tokens")
     lengths = getattr(source, "lengths", None)
     if lengths is None:
         raise ConfigError(
-            f"{key} needs the lengths of its sources, and '{name}' does not know them; prepare it by "
+            f"{key} needs the lengths of its sources, and '{name}' does not know its own; prepare it with "
             "`unisono data prepare`, or leave this out"
         )
     if not (total := int(np.sum(lengths, dtype=np.int64))):

@@ -39,7 +39,7 @@ class Shuffle:
 
     def __call__(self, index: Indices) -> Indices:  # (n,) -> (n,)
         """The elements at these places; `index` must lie in `0..size-1`."""
-        return shuffled(index, np.zeros(np.shape(index), dtype=np.int64), [self])
+        return apply_shuffles(index, np.zeros(np.shape(index), dtype=np.int64), [self])
 
     @property
     def half(self) -> int:
@@ -47,7 +47,7 @@ class Shuffle:
         return max(1, (max(self.size - 1, 1).bit_length() + 1) // 2)
 
 
-def shuffled(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Indices:  # (n,), (n,) -> (n,)
+def apply_shuffles(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Indices:  # (n,), (n,) -> (n,)
     """The elements at these places, each of the permutation `which` names: of many, in one pass."""
     keys = np.array([_round_keys(shuffle.key) for shuffle in shuffles], dtype=np.uint64)  # (permutations, rounds)
     half = np.array([shuffle.half for shuffle in shuffles], dtype=np.uint64)
@@ -60,7 +60,7 @@ def shuffled(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Ind
         mask = (np.uint64(1) << bits) - np.uint64(1)
         left, right = value >> bits, value & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (mix(right ^ keys[one, number]) & mask)
+            left, right = right, left ^ (mix_bits(right ^ keys[one, number]) & mask)
         value = (left << bits) | right
         result[walking] = value
         walking = walking[value >= size[one]]
@@ -72,7 +72,7 @@ def _round_keys(address: int) -> tuple[int, ...]:
     return tuple(key(address, "round", number) for number in range(_ROUNDS))
 
 
-def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_bits(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele, Lea & Flood, 2014): every input bit reaches every output bit."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -105,7 +105,7 @@ class Order:
             return places
         epochs, which = np.unique(self.epochs(positions), return_inverse=True)  # mostly one or two
         addresses = [key(self.seed, "shuffle", epoch) for epoch in epochs.tolist()]
-        return shuffled(places, which.reshape(-1), [Shuffle(self.size, address) for address in addresses])
+        return apply_shuffles(places, which.reshape(-1), [Shuffle(self.size, address) for address in addresses])
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """How often the whole source was passed before these positions."""

@@ -24,11 +24,11 @@ from unisono.config.schema.data import Data, Packing
 from unisono.config.schema.run import Train
 from unisono.data.order import packing
 from unisono.data.order.order import Indices, Shuffle
-from unisono.data.order.plan import NOTHING, Stream, Taken
+from unisono.data.order.plan import NO_SAMPLES, SampleIndices, Stream
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError
 from unisono.runtime.rng import key
 
-_KEPT = 2  # packed chunks per lane that are kept: a step can lie across two
+_MAX_KEPT_CHUNKS = 2  # packed chunks per lane that are kept: a step can lie across two
 
 
 class Lengths(Protocol):
@@ -38,7 +38,7 @@ class Lengths(Protocol):
         """Of these rows of the source in these epochs, (n,), (n,) -> (n,)."""
 
 
-def looked_up(lengths: Indices) -> Lengths:
+def lookup_lengths(lengths: Indices) -> Lengths:
     """Lengths that are known beforehand, (rows of the source,)."""
     return lambda rows, epochs: lengths[rows]
 
@@ -62,7 +62,7 @@ class _Lane:
         self.kept: dict[int, _Chunk] = {}
 
     @property
-    def unknown(self) -> int:
+    def next_chunk(self) -> int:
         """The first chunk that has not been packed yet."""
         return self.chunk + len(self.before) - 1
 
@@ -118,11 +118,11 @@ class PackedPlan:
         self.capacity, self.global_batch, self.lanes, self.steps = capacity, global_batch, lanes, steps
         self._share = global_batch // lanes
         self._index = index
-        self._lanes = [self._from_zero(lane) for lane in range(lanes)]
+        self._lanes = [self._new_lane(lane) for lane in range(lanes)]
         self._lock = threading.Lock()  # what comes next is asked for ahead, in another thread than where the run is
 
     @classmethod
-    def of(
+    def from_config(
         cls, stream: Stream, lengths: Lengths | Indices, train: Train, data: Data, *, capacity: int | None, lanes: int
     ) -> PackedPlan:
         """The plan of a run.
@@ -155,7 +155,7 @@ class PackedPlan:
             )
         return cls(
             stream,
-            lengths if callable(lengths) else looked_up(np.asarray(lengths)),
+            lengths if callable(lengths) else lookup_lengths(np.asarray(lengths)),
             settings,
             capacity=capacity,
             global_batch=train.global_batch,
@@ -172,7 +172,7 @@ class PackedPlan:
         """Rows in the global batch of a step: always all."""
         return self.global_batch
 
-    def taken(self, step: int, rows: range) -> Taken:
+    def samples(self, step: int, rows: range) -> SampleIndices:
         """The pieces that stand in these rows of the global batch of a step."""
         parts: list[tuple[Indices, ...]] = []
         for lane in range(rows.start // self._share, -(-rows.stop // self._share)):
@@ -180,10 +180,10 @@ class PackedPlan:
             begin, end = max(rows.start, first_slot), min(rows.stop, first_slot + self._share)
             to_slot = first_slot - step * self._share  # from the number of a lane's row to its row of the global batch
             with self._lock:
-                parts += self._of_lane(lane, begin - to_slot, end - to_slot, to_slot)
+                parts += self._lane_pieces(lane, begin - to_slot, end - to_slot, to_slot)
         if not parts:
-            return NOTHING
-        return Taken(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            return NO_SAMPLES
+        return SampleIndices(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def index(self, chunks: int) -> Indices:  # -> (lanes, chunks + 1)
         """Rows before each of the first chunks of each lane, for a later plan to look up; all of them are packed."""
@@ -205,7 +205,7 @@ class PackedPlan:
         cursors = []
         for number in range(rows.start // self._share, rows.stop // self._share):
             with self._lock:
-                lane = self._known(number, step * self._share, there=False)
+                lane = self._pack_until(number, step * self._share, there=False)
                 chunk = lane.chunk_of(step * self._share)
                 cursors.append([number, chunk, lane.rows_before(chunk)])
         return {"step": step, "of": self._identity(), "cursors": cursors}
@@ -225,7 +225,7 @@ class PackedPlan:
                 if (theirs := state["of"].get(name)) != value:
                     raise CheckpointError(
                         f"the checkpoint's rows were packed with {name}={theirs}, and this run's are with {value}: "
-                        "another order, which cannot go on from there. Set it back, or start a new run"
+                        "a different order, which cannot resume from this checkpoint. Set it back, or start a new run"
                     )
             if state["step"] != states[0]["step"]:
                 raise CheckpointError(
@@ -246,23 +246,23 @@ class PackedPlan:
 
     def _identity(self) -> dict[str, Any]:
         """What decides where a row lies, by the names of the settings."""
-        told = {f"data.packing.{name}": value for name, value in self._settings.model_dump().items()}
+        settings = {f"data.packing.{name}": value for name, value in self._settings.model_dump().items()}
         mine = {"data.packing.length": self.capacity, "data.lanes": self.lanes, "train.global_batch": self.global_batch}
-        return told | mine
+        return settings | mine
 
     # lanes ------------------------------------------------------------------------------------------------------
 
-    def _from_zero(self, lane: int) -> _Lane:
+    def _new_lane(self, lane: int) -> _Lane:
         return _Lane(0, [0] if self._index is None else self._index[lane].tolist())
 
-    def _of_lane(self, lane: int, begin: int, end: int, to_slot: int) -> list[tuple[Indices, ...]]:
+    def _lane_pieces(self, lane: int, begin: int, end: int, to_slot: int) -> list[tuple[Indices, ...]]:
         """Slots, rows, epochs, first and last units of the lane's rows `begin..end-1`, one tuple per chunk."""
         parts: list[tuple[Indices, ...]] = []
         while begin < end:
-            known = self._known(lane, begin, there=True)
+            known = self._pack_until(lane, begin, there=True)
             number = known.chunk_of(begin)
             before = known.rows_before(number)
-            chunk = known.kept.get(number) or self._keep(lane, number)
+            chunk = known.kept.get(number) or self._pack_and_keep(lane, number)
             bins = slice(begin - before, min(end - before, chunk.pieces.bins))
             part = slice(chunk.edges[bins.start], chunk.edges[bins.stop])
             pieces, items = chunk.pieces, chunk.pieces.item[part]
@@ -278,23 +278,25 @@ class PackedPlan:
             begin = before + bins.stop
         return parts
 
-    def _known(self, lane: int, row: int, there: bool) -> _Lane:
+    def _pack_until(self, lane: int, row: int, there: bool) -> _Lane:
         """The lane, packed as far as this row: all rows before it are known, or the row itself, too."""
         if row < self._lanes[lane].before[0]:
-            self._lanes[lane] = self._from_zero(lane)
+            self._lanes[lane] = self._new_lane(lane)
         known = self._lanes[lane]
         empty = 0
         while known.before[-1] < row + there:
-            made = self._keep(lane, known.unknown).pieces.bins
+            made = self._pack_and_keep(lane, known.next_chunk).pieces.bins
             known.before.append(known.before[-1] + made)
             empty = 0 if made else empty + 1
             if empty * self._settings.chunk > self._stream.size:
-                raise DataError(f"none of {empty * self._settings.chunk} samples in a row has anything to pack")
+                raise DataError(
+                    f"{empty * self._settings.chunk} consecutive samples are all empty, so there is nothing to pack"
+                )
         return known
 
-    def _keep(self, lane: int, number: int) -> _Chunk:
+    def _pack_and_keep(self, lane: int, number: int) -> _Chunk:
         kept = self._lanes[lane].kept
-        while len(kept) >= _KEPT:
+        while len(kept) >= _MAX_KEPT_CHUNKS:
             del kept[next(iter(kept))]
         kept[number] = self._pack(lane, number)
         return kept[number]
@@ -311,19 +313,19 @@ class PackedPlan:
                 f"{self.capacity}: set data.packing.cut=long to cut it, or a larger data.packing.length"
             )
         if how.method == "offline":
-            pieces = packing.offline(lengths, self.capacity)
-            pieces = _in_any_order(pieces, key(self.seed, "packing", lane, number))
+            pieces = packing.pack_offline(lengths, self.capacity)
+            pieces = _shuffle_bins(pieces, key(self.seed, "packing", lane, number))
         elif how.method == "online":
-            pieces = packing.online(lengths, self.capacity, how.open_bins)
+            pieces = packing.pack_online(lengths, self.capacity, how.open_bins)
         else:
-            pieces = packing.concatenate(lengths, self.capacity)
+            pieces = packing.pack_concatenated(lengths, self.capacity)
         edges = np.searchsorted(pieces.bin, np.arange(pieces.bins + 1))
         whole = (pieces.first == 0) & (pieces.last == lengths[pieces.item])
         last = np.where(whole, -1, pieces.last)
         return _Chunk(rows, epochs, packing.Pieces(pieces.bin, pieces.item, pieces.first, last, pieces.bins), edges)
 
 
-def _in_any_order(pieces: packing.Pieces, seed: int) -> packing.Pieces:
+def _shuffle_bins(pieces: packing.Pieces, seed: int) -> packing.Pieces:
     """Bins that were filled the longest item first, in an order that says nothing of what is in them."""
     if not pieces.bins:
         return pieces

@@ -2,11 +2,11 @@
 
 Packing is a chain of decisions, each of which needs the one before, so arrays alone do not make it fast. Two things do:
 
-* `offline` decides for many items at once. Best fit puts an item into the bin with the least free room that is enough;
-  what is left of that room is less still, so the next item of the same length goes there, too, if it fits at all. Hence
-  a bin takes as many items of one length as fit before another bin is touched, and a run of equal bins in a row can be
-  filled in one decision. The loop is over (length, run of bins) and does not grow with the number of items.
-* `online` holds few bins open, as a sorted list of plain integers that are free room and number of the bin in one.
+* `pack_offline` decides for many items at once. Best fit puts an item into the bin with the least free room that is
+  enough; what is left of that room is less still, so the next item of the same length goes there, too, if it fits at
+  all. Hence a bin takes as many items of one length as fit before another bin is touched, and a run of equal bins in a
+  row can be filled in one decision. The loop is over (length, run of bins) and does not grow with the number of items.
+* `pack_online` holds few bins open, as a sorted list of plain integers that are free room and number of the bin in one.
 
 An item that is longer than a bin is cut into full bins first, and its tail is packed. Units are whatever lengths count.
 """
@@ -58,7 +58,7 @@ class Pieces:
         return np.bincount(self.bin, weights=self.last - self.first, minlength=self.bins).astype(np.int64)
 
 
-def online(lengths: Indices, capacity: int, open_bins: int = 64, cut: Cut = "long") -> Pieces:
+def pack_online(lengths: Indices, capacity: int, open_bins: int = 64, cut: Cut = "long") -> Pieces:
     """Best fit in the items' order over a few open bins; where none has room, one is opened and the fullest is closed.
 
     Args:
@@ -72,10 +72,10 @@ def online(lengths: Indices, capacity: int, open_bins: int = 64, cut: Cut = "lon
     """
     if open_bins < 1:
         raise DataError(f"open_bins={open_bins}: at least one bin has to be open")
-    return _packed(lengths, capacity, cut, lambda sizes: _in_order(sizes, capacity, open_bins))
+    return _pack_cut(lengths, capacity, cut, lambda sizes: _best_fit(sizes, capacity, open_bins))
 
 
-def offline(lengths: Indices, capacity: int, cut: Cut = "long") -> Pieces:
+def pack_offline(lengths: Indices, capacity: int, cut: Cut = "long") -> Pieces:
     """Best fit, the longest first, over all bins: as many as the textbook's best-fit-decreasing, to the last one.
 
     Args:
@@ -86,23 +86,23 @@ def offline(lengths: Indices, capacity: int, cut: Cut = "long") -> Pieces:
     Raises:
         DataError: naming the item, with `cut="never"` for one that is longer than a bin.
     """
-    return _packed(lengths, capacity, cut, lambda sizes: _longest_first(sizes, capacity))
+    return _pack_cut(lengths, capacity, cut, lambda sizes: _best_fit_decreasing(sizes, capacity))
 
 
-def concatenate(lengths: Indices, capacity: int) -> Pieces:
+def pack_concatenated(lengths: Indices, capacity: int) -> Pieces:
     """One item after the other, cut wherever a bin is full; only the last bin can have room left.
 
     Args:
         lengths: units of each item, (items,).
         capacity: units that a bin holds.
     """
-    lengths = _checked(lengths, capacity)
+    lengths = _check_lengths(lengths, capacity)
     ends = np.cumsum(lengths)
     starts = ends - lengths
     there = np.flatnonzero(lengths)
     first_bin, last_bin = starts[there] // capacity, (ends[there] - 1) // capacity
     item = np.repeat(there, last_bin - first_bin + 1)
-    bin_ = _ranges(first_bin, last_bin - first_bin + 1)
+    bin_ = _concatenate_ranges(first_bin, last_bin - first_bin + 1)
     first = np.maximum(bin_ * capacity, starts[item]) - starts[item]
     last = np.minimum((bin_ + 1) * capacity, ends[item]) - starts[item]
     return Pieces(bin_, item, first, last, int(bin_[-1]) + 1 if len(bin_) else 0)
@@ -111,7 +111,7 @@ def concatenate(lengths: Indices, capacity: int) -> Pieces:
 # decisions --------------------------------------------------------------------------------------------------------
 
 
-def _in_order(sizes: Indices, capacity: int, open_bins: int) -> Indices:  # (pieces,), below capacity -> (pieces,)
+def _best_fit(sizes: Indices, capacity: int, open_bins: int) -> Indices:  # (pieces,), below capacity -> (pieces,)
     """The bin of each piece. An open bin is its free room · 2³² + its number, so that of equals the oldest is taken."""
     bins: list[int] = []
     place = bins.append
@@ -134,13 +134,13 @@ def _in_order(sizes: Indices, capacity: int, open_bins: int) -> Indices:  # (pie
     return np.asarray(bins, dtype=np.int64)
 
 
-def _longest_first(sizes: Indices, capacity: int) -> Indices:  # (pieces,), below capacity -> (pieces,)
+def _best_fit_decreasing(sizes: Indices, capacity: int) -> Indices:  # (pieces,), below capacity -> (pieces,)
     """The bin of each piece.
 
     Bins that were opened together are a run (first, bins), and runs are kept by the free room of their bins. A
     decision fills a run: so many pieces into each of its first bins.
     """
-    order = _sorted(capacity - sizes)
+    order = _radix_argsort(capacity - sizes)
     per_length = np.bincount(sizes, minlength=1)
     smallest = int(sizes.min(initial=capacity))
     rooms: list[int] = []  # ascending, those of which there is a run
@@ -192,7 +192,7 @@ def _longest_first(sizes: Indices, capacity: int) -> Indices:  # (pieces,), belo
                 bins -= 1
             if bins:
                 keep(room, first, bins)
-    bins_filled = _ranges(np.asarray(firsts, dtype=np.int64), np.asarray(filled, dtype=np.int64))
+    bins_filled = _concatenate_ranges(np.asarray(firsts, dtype=np.int64), np.asarray(filled, dtype=np.int64))
     result = np.empty(len(sizes), dtype=np.int64)
     result[order] = np.repeat(bins_filled, np.repeat(np.asarray(each, dtype=np.int64), filled))
     return result
@@ -201,9 +201,9 @@ def _longest_first(sizes: Indices, capacity: int) -> Indices:  # (pieces,), belo
 # around them ------------------------------------------------------------------------------------------------------
 
 
-def _packed(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indices], Indices]) -> Pieces:
+def _pack_cut(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indices], Indices]) -> Pieces:
     """Cut, let the decisions be made for what does not fill a bin, and number and sort the bins."""
-    lengths = _checked(lengths, capacity)
+    lengths = _check_lengths(lengths, capacity)
     longest = int(lengths.argmax()) if len(lengths) else 0
     if cut == "never" and len(lengths) and lengths[longest] > capacity:
         raise DataError(
@@ -212,7 +212,7 @@ def _packed(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indices
         )
     pieces = -(-lengths // capacity)
     item = np.repeat(np.arange(len(lengths)), pieces)
-    first = _ranges(np.zeros_like(pieces), pieces) * capacity
+    first = _concatenate_ranges(np.zeros_like(pieces), pieces) * capacity
     last = np.minimum(first + capacity, lengths[item])
     sizes = last - first
     part = sizes < capacity
@@ -227,11 +227,11 @@ def _packed(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indices
     number = np.empty(total, dtype=np.int64)
     number[bins[earliest[bins] == places]] = np.arange(total)
     bins = number[bins]
-    order = _sorted(bins)
+    order = _radix_argsort(bins)
     return Pieces(bins[order], item[order], first[order], last[order], total)
 
 
-def _checked(lengths: Indices, capacity: int) -> Indices:
+def _check_lengths(lengths: Indices, capacity: int) -> Indices:
     if capacity < 1:
         raise DataError(f"capacity={capacity}: a bin has to hold at least one unit")
     lengths = np.asarray(lengths)
@@ -242,13 +242,13 @@ def _checked(lengths: Indices, capacity: int) -> Indices:
     return lengths.astype(np.int64)
 
 
-def _ranges(starts: Indices, counts: Indices) -> Indices:  # (n,), (n,) -> (Σ counts,)
+def _concatenate_ranges(starts: Indices, counts: Indices) -> Indices:  # (n,), (n,) -> (Σ counts,)
     """`starts[0], starts[0] + 1, …` for each range, one range after the other."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
 
 
-def _sorted(values: NDArray[np.int64]) -> Indices:  # (n,), non-negative -> (n,)
+def _radix_argsort(values: NDArray[np.int64]) -> Indices:  # (n,), non-negative -> (n,)
     """The stable order of values, by 16 bits at a time: NumPy sorts those by their digits, and others by comparing."""
     order = np.argsort(values.astype(np.uint16), kind="stable")
     rest = values >> 16

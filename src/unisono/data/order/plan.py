@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from unisono.data.order.order import Indices
 from unisono.runtime.errors import ConfigError
 
-_NEAR = 1024  # positions that are worked out at once
+_LOOKAHEAD = 1024  # positions that are worked out at once
 
 
 @dataclass(frozen=True)
-class Taken:
+class SampleIndices:
     """Samples and where they stand, each array of shape (samples,).
 
     Attributes:
@@ -41,9 +41,9 @@ class Taken:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, which: slice | NDArray[np.bool_]) -> Taken:
+    def __getitem__(self, which: slice | NDArray[np.bool_]) -> SampleIndices:
         """Some of the samples: a stretch of them, or where a mask of shape (samples,) is true."""
-        return Taken(*(column[which] for column in self.columns))
+        return SampleIndices(*(column[which] for column in self.columns))
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int, int]]:
         """Slot, row, epoch, first and last unit of each sample."""
@@ -55,7 +55,7 @@ class Taken:
         return self.slots, self.rows, self.epochs, self.first, self.last
 
 
-NOTHING = Taken(*[np.zeros(0, dtype=np.int64)] * 3)
+NO_SAMPLES = SampleIndices(*[np.zeros(0, dtype=np.int64)] * 3)
 
 
 class Stream(Protocol):
@@ -95,7 +95,7 @@ class Plan(Protocol):
     def rows(self, step: int) -> int:
         """Rows in the global batch of a step."""
 
-    def taken(self, step: int, rows: range) -> Taken:
+    def samples(self, step: int, rows: range) -> SampleIndices:
         """The samples that stand in these rows of the global batch of a step."""
 
     def state(self, step: int, rows: range) -> Any:
@@ -122,7 +122,7 @@ class StreamPlan:
     _near: list[tuple[int, Indices, Indices]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, stream: Stream, global_batch: int, steps: int | None, epochs: float | None) -> StreamPlan:
+    def create(cls, stream: Stream, global_batch: int, steps: int | None, epochs: float | None) -> StreamPlan:
         """The plan of a run counted in steps or in epochs."""
         if steps is not None:
             return cls(stream, global_batch, steps * global_batch)
@@ -146,20 +146,20 @@ class StreamPlan:
         """Rows in the global batch of a step."""
         return min(self.global_batch, self.length - step * self.global_batch)
 
-    def taken(self, step: int, rows: range) -> Taken:
+    def samples(self, step: int, rows: range) -> SampleIndices:
         """The samples that stand in these rows of the global batch of a step."""
         first = step * self.global_batch + rows.start
-        return Taken(np.arange(rows.start, rows.stop, dtype=np.int64), *self._of(first, first + len(rows)))
+        return SampleIndices(np.arange(rows.start, rows.stop, dtype=np.int64), *self._lookup(first, first + len(rows)))
 
     def batch(self, step: int) -> Indices:  # -> (rows,)
         """Source rows of the global batch of a step, in order."""
-        return self.taken(step, range(self.rows(step))).rows
+        return self.samples(step, range(self.rows(step))).rows
 
-    def _of(self, first: int, last: int) -> tuple[Indices, Indices]:
+    def _lookup(self, first: int, last: int) -> tuple[Indices, Indices]:
         """Rows and epochs at positions; a thousand of them cost no more than a few, so they are kept for the next."""
         near = self._near[0] if self._near else None  # another thread may come and put others there
         if near is None or not (near[0] <= first and last <= near[0] + len(near[1])):
-            until = max(last, min(first + _NEAR, self.length))
+            until = max(last, min(first + _LOOKAHEAD, self.length))
             near = (first, *self.stream.at(np.arange(first, until, dtype=np.int64)))
             self._near[:] = [near]
         start, rows, epochs = near

@@ -1,4 +1,4 @@
-"""From a run's settings to its rows and its plan: what is mixed, shuffled and packed, and which numbers cannot be."""
+"""Builds the source and the plan of a run from its settings: mixing, shuffling and packing, with their checks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.batch_builder import refuse_mask
-from unisono.data.loading.loader import Measured, check_draws
+from unisono.data.loading.loader import MeasuredLengths, check_draws
 from unisono.data.order import lanes as lanes_
-from unisono.data.order.blocks import Blocks, CachedBlocks
-from unisono.data.order.lanes import ONE, Lanes
-from unisono.data.order.mixture import Joined, Mixture
+from unisono.data.order.blocks import BlockOrder, CachedBlocks
+from unisono.data.order.lanes import SINGLE_LANE, Lanes
+from unisono.data.order.mixture import Joined, MixtureOrder
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
 from unisono.data.order.plan import Plan, Stream, StreamPlan
-from unisono.protocols import capacity, packable
+from unisono.protocols import packed_capacity, require_packable
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import key
-from unisono.task import Source, Task, set_up
+from unisono.task import Source, Task, run_setup
 
 
-def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) -> Source:
+def build_source(task: Task, config: RunConfig | None = None, world_size: int = 1) -> Source:
     """The task's rows, joined into one source where they are several, or an error that says why they cannot be used.
 
     Args:
@@ -31,19 +31,19 @@ def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) 
         config: of the run; None where only the rows matter.
         world_size: processes, among which the lanes are divided.
     """
-    set_up(task)
+    run_setup(task)
     given = task.data()
     several = isinstance(given, Mapping)
     sources: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
     if not sources or not all(isinstance(name, str) for name in sources):
-        fault = f"names its sources {list(sources)[:3]}; name them by texts" if sources else "has no sources"
+        fault = f"names its sources {list(sources)[:3]}; the names must be strings" if sources else "has no sources"
         raise DataError(f"{type(task).__name__}.data() {fault}")
     sources = dict(sorted(sources.items()))  # so that the order in which they are named changes nothing
     for name, one in sources.items():
         _check_rows(one, f"{type(task).__name__}.data()" + (f"[{name!r}]" if several else ""))
     sources = {name: one if hasattr(one, "__getitem__") else CachedBlocks(one) for name, one in sources.items()}
     if config is not None and config.data.shuffle == "blocks":
-        kept = _open_blocks(sources, config, world_size)
+        kept = _blocks_to_keep(sources, config, world_size)
         for one in sources.values():
             if hasattr(one, "keep_blocks"):  # others have nothing to gain
                 one.keep_blocks(kept)
@@ -57,12 +57,12 @@ def source_of(task: Task, config: RunConfig | None = None, world_size: int = 1) 
     return Joined(sources) if several else sources[""]
 
 
-def plan_of(task: Task, source: Source, config: RunConfig, world_size: int | None = None) -> Plan:
+def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | None = None) -> Plan:
     """Which samples each step takes.
 
     Args:
         task: what is trained.
-        source: as `source_of` gave it.
+        source: as `build_source` gave it.
         config: of the run.
         world_size: processes; None for those of the layout.
 
@@ -83,30 +83,32 @@ def plan_of(task: Task, source: Source, config: RunConfig, world_size: int | Non
             f"{type(task).__name__}.data() has a source that reads whole blocks only, and data.shuffle=full would read "
             "one for nearly every row; use data.shuffle=blocks, or give the source a __getitem__"
         )
-    blocks = _most_blocks(sources) if data.shuffle == "blocks" else None
+    blocks = _max_blocks(sources) if data.shuffle == "blocks" else None
     if data.packing is None and blocks is None:
-        return StreamPlan.of(_stream(task, source, config, ONE), train.global_batch, train.steps, train.epochs)
-    count = lanes_.count_of(data.lanes, train.global_batch, world, blocks)
+        return StreamPlan.create(
+            _build_stream(task, source, config, SINGLE_LANE), train.global_batch, train.steps, train.epochs
+        )
+    count = lanes_.resolve_lane_count(data.lanes, train.global_batch, world, blocks)
     if data.packing is not None:
-        chunks = ONE if blocks is None else Lanes(count, data.packing.chunk)
-        return _packed(task, source, _stream(task, source, config, chunks), config, count)
-    stream = _stream(task, source, config, Lanes(count, train.global_batch // count))
+        chunks = SINGLE_LANE if blocks is None else Lanes(count, data.packing.chunk)
+        return _build_packed_plan(task, source, _build_stream(task, source, config, chunks), config, count)
+    stream = _build_stream(task, source, config, Lanes(count, train.global_batch // count))
     if train.epochs is not None:
         _check_epochs(stream, train.global_batch, train.epochs)
-    return StreamPlan.of(stream, train.global_batch, train.steps, train.epochs)
+    return StreamPlan.create(stream, train.global_batch, train.steps, train.epochs)
 
 
-def facts_of(source: Source) -> dict[str, Any]:
+def source_facts(source: Source) -> dict[str, Any]:
     """What is worth knowing of the rows before the start, as JSON."""
-    told: dict[str, Any] = {"rows": len(source)}
+    facts: dict[str, Any] = {"rows": len(source)}
     if isinstance(source, Joined):
-        told["sources"] = {name: len(one) for name, one in source.sources.items()}
+        facts["sources"] = {name: len(one) for name, one in source.sources.items()}
     if fingerprint := getattr(source, "fingerprint", None):
-        told["fingerprint"] = fingerprint
-    return told
+        facts["fingerprint"] = fingerprint
+    return facts
 
 
-def files_of(source: Source) -> dict[str, list[dict[str, Any]]]:
+def source_files(source: Source) -> dict[str, list[dict[str, Any]]]:
     """The files of each source that tells them in its `manifest`, so that one that has changed can be named."""
     sources = source.sources if isinstance(source, Joined) else {"": source}
     manifests = {name: getattr(one, "manifest", None) for name, one in sources.items()}
@@ -114,7 +116,7 @@ def files_of(source: Source) -> dict[str, list[dict[str, Any]]]:
 
 
 @runtime_checkable
-class Watched(Protocol):
+class CheckableSource(Protocol):
     """A source that can say whether its files are still what they were."""
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
@@ -125,19 +127,19 @@ class Watched(Protocol):
         """
 
 
-def watched(source: Source) -> list[Watched]:
+def checkable_sources(source: Source) -> list[CheckableSource]:
     """The sources whose files can be looked at while they are trained on."""
     sources = source.sources.values() if isinstance(source, Joined) else [source]
-    return [one for one in sources if isinstance(one, Watched)]
+    return [one for one in sources if isinstance(one, CheckableSource)]
 
 
-def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
+def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
     """What stands at each position, where so many lanes read for themselves."""
     data, seed = config.data, config.run.seed
 
     def of(one: Any, seed: int) -> Stream:
         if data.shuffle == "blocks":
-            return Blocks(one.blocks, seed, data.window, lanes)
+            return BlockOrder(one.blocks, seed, data.window, lanes)
         return Order(len(one), seed, shuffle=data.shuffle == "full")
 
     if data.mixture is None:
@@ -146,26 +148,28 @@ def _stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stre
     streams = [of(one, key(seed, "source", name)) for name, one in source.sources.items()]
     batch = config.train.global_batch
     units = None
-    if data.packing is not None and (room := data.packing.length or capacity(task)):
+    if data.packing is not None and (room := data.packing.length or packed_capacity(task)):
         units = room * batch
-    return Mixture.of(data.mixture, source, streams, seed, batch, lanes, units)
+    return MixtureOrder.from_config(data.mixture, source, streams, seed, batch, lanes, units)
 
 
-def _packed(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
+def _build_packed_plan(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
     """The plan of packed rows."""
-    packable(task)
+    require_packable(task)
     lengths = getattr(source, "lengths", None)
     if lengths is None:  # known only once samples are made
-        lengths = Measured(task, source, config.run.seed, mask=config.data.on_error == "mask")
-    return PackedPlan.of(stream, lengths, config.train, config.data, capacity=capacity(task), lanes=lanes)
+        lengths = MeasuredLengths(task, source, config.run.seed, mask=config.data.on_error == "mask")
+    return PackedPlan.from_config(
+        stream, lengths, config.train, config.data, capacity=packed_capacity(task), lanes=lanes
+    )
 
 
 def _check_rows(source: Any, name: str) -> None:
     by_number = hasattr(source, "__getitem__") or hasattr(source, "read_block")
     if not (hasattr(source, "__len__") and by_number):
         raise DataError(
-            f"{name} returned a {type(source).__name__}, whose rows cannot be had by number. Give it __len__ and "
-            "__getitem__ (a map-style Dataset), or list the rows."
+            f"{name} returned a {type(source).__name__}, whose rows cannot be accessed by index. Give it __len__ and "
+            "__getitem__ (a map-style Dataset), or return a list of rows."
         )
     if len(source) == 0:
         raise DataError(f"{name} has no rows")
@@ -174,7 +178,7 @@ def _check_rows(source: Any, name: str) -> None:
         raise DataError(f"{name} has {len(source)} rows, but its blocks have {int(np.sum(blocks))}")
 
 
-def _most_blocks(sources: Mapping[str, Any]) -> int:
+def _max_blocks(sources: Mapping[str, Any]) -> int:
     """Blocks of the source that has most.
 
     Raises:
@@ -189,10 +193,10 @@ def _most_blocks(sources: Mapping[str, Any]) -> int:
     return max(len(one.blocks) for one in sources.values())
 
 
-def _open_blocks(sources: Mapping[str, Any], config: RunConfig, world_size: int) -> int:
+def _blocks_to_keep(sources: Mapping[str, Any], config: RunConfig, world_size: int) -> int:
     """Blocks of a source that a process keeps: those of its lanes' windows, and a few of the next ones."""
     data = config.data
-    lanes = lanes_.count_of(data.lanes, config.train.global_batch, world_size, _most_blocks(sources))
+    lanes = lanes_.resolve_lane_count(data.lanes, config.train.global_batch, world_size, _max_blocks(sources))
     kept: int = (data.window + 2) * (lanes // world_size)
     return kept
 
@@ -200,10 +204,10 @@ def _open_blocks(sources: Mapping[str, Any], config: RunConfig, world_size: int)
 def _check_epochs(stream: Stream, global_batch: int, epochs: float) -> None:
     """Refuse epochs that lanes do not end together, with the steps that come nearest."""
     steps, rest = divmod(round(epochs * stream.size), global_batch)
-    if isinstance(stream, Blocks) and not rest and stream.ends_together(epochs, steps * stream.lanes.stretch):
+    if isinstance(stream, BlockOrder) and not rest and stream.lanes_end_together(epochs, steps * stream.lanes.stretch):
         return
     raise ConfigError(
-        f"train.epochs={epochs:g} with data.shuffle=blocks: {stream.size} rows in blocks are not alike for all lanes, "
-        "so some rows would be seen once more than others; count the run in steps: "
+        f"train.epochs={epochs:g} with data.shuffle=blocks: the blocks of {stream.size} rows do not divide evenly "
+        "among the lanes, so some rows would be seen once more than others; count the run in steps: "
         f"train.steps={steps + (rest > 0)} train.epochs=null"
     )

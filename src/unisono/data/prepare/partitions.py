@@ -1,4 +1,4 @@
-"""The shards of a folder before it is finished: planned, made in shares, noted one by one, and put together.
+"""The shards of an unfinished folder: planned, made in parts, noted one by one, and merged.
 
 `plan.json` is written before anything is made, a note beside each shard when it is there, and `manifest.json`, without
 which nothing takes the folder for finished, when all notes are there and fit each other.
@@ -13,27 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.data.prepare.shards import MANIFEST, Shards, damaged, manifest_of, read_json, write_json
-from unisono.runtime.communicator import cores
-from unisono.runtime.errors import ConfigError, DataError, ranges
+from unisono.data.prepare.manifest import MANIFEST_FILE, build_manifest, read_json, write_json
+from unisono.data.prepare.shards import Shards, damaged_error
+from unisono.runtime.communicator import usable_cores
+from unisono.runtime.errors import ConfigError, DataError, format_ranges
 from unisono.runtime.files import file_hash
 
-PLAN = "plan.json"
+PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
-class Share:
+class Partition:
     """The `number`-th of `count` shares of the shards, counted from 1."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
-    def of(cls, text: str) -> Share:
+    def parse(cls, text: str) -> Partition:
         """From `i/n`.
 
-        >>> Share.of("2/3")
-        Share(number=2, count=3)
+        >>> Partition.parse("2/3")
+        Partition(number=2, count=3)
         """
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -43,14 +44,14 @@ class Share:
     def shards(self, total: int) -> range:
         """Which of `total` shards are its own.
 
-        >>> [list(Share(i, 3).shards(7)) for i in (1, 2, 3)]
+        >>> [list(Partition(i, 3).shards(7)) for i in (1, 2, 3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
         return range((self.number - 1) * total // self.count, self.number * total // self.count)
 
 
 @dataclass(frozen=True)
-class Shard:
+class PlannedShard:
     """One shard of a plan: its number, how many there are, and the records it is made of."""
 
     number: int
@@ -74,33 +75,33 @@ class Shard:
         return f"{self.stem}.json"
 
 
-def merge(folder: Path) -> Shards:
+def merge_partitions(folder: Path) -> Shards:
     """Put the shares of a folder together: check that all shards are there, and of one and the same, and finish it.
 
     Raises:
         DataError: naming what is missing, left over, damaged or of another source or tokenizer.
     """
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST_FILE).is_file():
         finished = Shards(folder)
         finished.verify()
         return finished
-    if not (folder / PLAN).is_file():
+    if not (folder / PLAN_FILE).is_file():
         raise DataError(
-            f"{folder} has no {PLAN}: nothing was prepared there; `unisono data prepare … out={folder}` does"
+            f"{folder} has no {PLAN_FILE}, so nothing was prepared there; run `unisono data prepare … out={folder}`"
         )
-    shards = shards_of(read_json(folder / PLAN)["bounds"])
+    shards = build_shards(read_json(folder / PLAN_FILE)["bounds"])
     missing = [shard.number for shard in shards if not (folder / shard.note).is_file()]
     if missing:
         raise DataError(
-            f"{folder}: {len(missing)} of {len(shards)} shards are missing ({ranges(missing)}); make them by "
-            "`unisono data prepare`, with the same words and with shard=i/n for each share that has not ended well"
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing ({format_ranges(missing)}); make them with "
+            "`unisono data prepare`, the same arguments, and shard=i/n for each part that did not finish"
         )
     known = {shard.note for shard in shards} | {shard.file for shard in shards}
     others = sorted(path.name for path in folder.glob("shard-*-of-*.*") if path.suffix in (".arrow", ".json"))
     if left_over := [name for name in others if name not in known]:
         raise DataError(
             f"{folder} also holds shards of another preparation, e.g. {left_over[0]}, which would overlap with the "
-            f"{len(shards)} of its plan; remove what does not belong to it"
+            f"{len(shards)} of its plan; remove the files that do not belong to it"
         )
     notes = [read_json(folder / shard.note) for shard in shards]
     for shard, note in zip(shards, notes, strict=True):
@@ -113,47 +114,47 @@ def merge(folder: Path) -> Shards:
             if note[what] != notes[0][what]:
                 raise DataError(
                     f"{folder}: {shard.file} and {shards[0].file} were not made of the same: "
-                    f"{difference(note[what], notes[0][what], what)}; make all shares from the same files with the "
-                    "same tokenizer"
+                    f"{describe_difference(note[what], notes[0][what], what)}; make all shares from the same files "
+                    "with the same tokenizer"
                 )
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         hashes = pool.map(lambda shard: file_hash(folder / shard.file), shards)
         for shard, note, found in zip(shards, notes, hashes, strict=True):
             if found != note["sha256"]:
                 (folder / shard.note).unlink()  # so that it is made again
-                raise damaged(folder / shard.file, "its hash is not the one that was noted when it was written")
-    entries = [{"file": shard.file, **entry_of(note)} for shard, note in zip(shards, notes, strict=True)]
-    manifest = manifest_of(notes[0]["column"], notes[0]["dtype"], notes[0]["of"], entries)
+                raise damaged_error(folder / shard.file, "its hash is not the one that was noted when it was written")
+    entries = [{"file": shard.file, **manifest_entry(note)} for shard, note in zip(shards, notes, strict=True)]
+    manifest = build_manifest(notes[0]["column"], notes[0]["dtype"], notes[0]["of"], entries)
     if not manifest["units"]:
         raise DataError(
-            f"{folder}: nothing could be made of the {shards[-1].last} records: {manifest['left_out']} were left out "
-            "as empty, and the others came to nothing. Is there text in the documents, and does the tokenizer know it?"
+            f"{folder}: the {shards[-1].last} records gave no rows: {manifest['left_out']} were left out "
+            "as empty, and the others yielded no units. Do the documents contain text that the tokenizer knows?"
         )
-    write_json(folder / MANIFEST, manifest)
-    clean(folder)
+    write_json(folder / MANIFEST_FILE, manifest)
+    remove_leftovers(folder)
     return Shards(folder)
 
 
-def shards_of(bounds: Sequence[int]) -> list[Shard]:
+def build_shards(bounds: Sequence[int]) -> list[PlannedShard]:
     """The shards of a plan."""
-    return [Shard(i, len(bounds) - 1, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1)]
+    return [PlannedShard(i, len(bounds) - 1, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1)]
 
 
-def entry_of(note: Mapping[str, Any]) -> dict[str, Any]:
+def manifest_entry(note: Mapping[str, Any]) -> dict[str, Any]:
     """What the manifest says of a shard."""
     names = ("rows", "units", "left_out", "bytes", "sha256", "content", "shortest", "longest", "mean")
     return {name: note[name] for name in names}
 
 
-def clean(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what a finished folder does not need."""
     for path in [*folder.glob("shard-*-of-*.json"), *folder.glob("*.writing")]:
         path.unlink(missing_ok=True)
 
 
-def difference(there: Any, here: Any, name: str) -> str:
+def describe_difference(there: Any, here: Any, name: str) -> str:
     """The first keys in which two JSON values differ."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         differing = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-        return "; ".join(difference(there.get(key), here.get(key), key) for key in differing[:3])
+        return "; ".join(describe_difference(there.get(key), here.get(key), key) for key in differing[:3])
     return f"{name} is {there!r} and {here!r}"

@@ -1,4 +1,4 @@
-"""Samples made ahead, shard by shard: in parallel, in shares on several machines, and as often interrupted as may be.
+"""Prepares samples shard by shard: in parallel, in parts on several machines, and safe to interrupt at any time.
 
 What a shard holds is decided by the source alone: a range of its records, planned before anything is made. So workers,
 shares and interruptions change when a shard is there and never a byte of it. A shard appears by one rename, with a note
@@ -21,30 +21,31 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from unisono.data.prepare.partitions import PLAN, Shard, Share, clean, difference, entry_of, merge, shards_of
-from unisono.data.prepare.shards import (
-    FORMAT,
-    MANIFEST,
-    Lengths,
-    Shards,
-    Units,
-    Writer,
-    read_json,
-    read_manifest,
-    write_json,
+from unisono.data.cache_lock import locked
+from unisono.data.prepare.content_hash import Lengths, Units
+from unisono.data.prepare.manifest import FORMAT, MANIFEST_FILE, read_json, read_manifest, write_json
+from unisono.data.prepare.partitions import (
+    PLAN_FILE,
+    Partition,
+    PlannedShard,
+    build_shards,
+    describe_difference,
+    manifest_entry,
+    merge_partitions,
+    remove_leftovers,
 )
+from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.data.sources import derived
-from unisono.runtime.communicator import cores
+from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import file_hash, sync, whole
+from unisono.runtime.files import atomic_file, file_hash, fsync_path
 
 SHARD_MB = 64.0  # of the source, per shard
-WHOLE = Share()
-_WAIT = 3600.0  # seconds to wait for another process that is at the same share
+ALL_SHARDS = Partition()
+_LOCK_TIMEOUT = 3600.0  # seconds to wait for another process that is at the same share
 
-Told = Callable[[int, int], None]  # records and units made since the last call
+ProgressCallback = Callable[[int, int], None]  # records and units made since the last call
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Made:
     left_out: int = 0
 
 
-class Maker(Protocol):
+class RowBuilder(Protocol):
     """Makes rows of records. It is sent to processes, so it can be pickled; it draws no random numbers."""
 
     @property
@@ -73,7 +74,7 @@ class Maker(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of the units, as NumPy writes it: `<u2`, `<u4`."""
+        """Of the units, as NumPy writes it: `<u1`, `<u2`, `<u4`."""
 
     @property
     def of(self) -> Mapping[str, Any]:
@@ -97,7 +98,7 @@ class Preparation(Protocol):
     def bounds(self, shard_mb: float) -> Sequence[int]:
         """Where shards begin, and the end: ascending record numbers from 0 to `records`."""
 
-    def begin(self, folder: Path) -> Maker:
+    def begin(self, folder: Path) -> RowBuilder:
         """Write what travels with the shards (a tokenizer), unless it is there; by one process at a time."""
 
 
@@ -122,11 +123,11 @@ def prepare(
     preparation: Preparation,
     folder: Path,
     *,
-    share: Share = WHOLE,
+    share: Partition = ALL_SHARDS,
     workers: int | None = 1,
     kind: Literal["threads", "processes"] = "threads",
     shard_mb: float | None = None,
-    told: Told | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Shards | None:
     """Make what is missing of a folder.
 
@@ -137,7 +138,7 @@ def prepare(
         workers: shards that are made at the same time; None for as many as this host has cores.
         kind: processes where Python itself is what takes the time.
         shard_mb: MB of the source per shard; None for 64, or what the folder was begun with.
-        told: called as rows are made; by any thread, but never by two at once.
+        progress: called as rows are made; by any thread, but never by two at once.
 
     Returns:
         The finished rows; None for a share of several, which `merge` puts together.
@@ -145,35 +146,37 @@ def prepare(
     Raises:
         DataError: for records that cannot be read, a folder that holds something else, or a disk that is full.
     """
-    with _reasons(folder):
+    with _wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _held(folder, f"share-{share.number}-of-{share.count}"):
-            with _held(folder, "plan"):
-                shards = _planned(preparation, folder, shard_mb)
+        with _hold_lock(folder, f"share-{share.number}-of-{share.count}"):
+            with _hold_lock(folder, "plan"):
+                shards = _load_plan(preparation, folder, shard_mb)
                 maker = preparation.begin(folder)
-                if _finished(folder, shards, maker):
+                if _is_complete(folder, shards, maker):
                     return Shards(folder)
             own = [shards[number] for number in share.shards(len(shards))]
-            _make_all(maker, folder, own, workers or cores(), kind, told or _silent)
+            _make_all(maker, folder, own, workers or usable_cores(), kind, progress or _ignore_progress)
             if share.count > 1:
                 return None
-            with _held(folder, "plan"):
-                return merge(folder)
+            with _hold_lock(folder, "plan"):
+                return merge_partitions(folder)
 
 
 # one folder -------------------------------------------------------------------------------------------------------
 
 
-def _planned(preparation: Preparation, folder: Path, shard_mb: float | None) -> list[Shard]:
+def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -> list[PlannedShard]:
     """The shards of a folder; their bounds are written before anything else."""
     if not preparation.records:
-        raise DataError(f"{folder}: there is nothing to prepare, the source has no records")
+        raise DataError(f"{folder}: there is nothing to prepare: the source has no records")
     asked = json.loads(json.dumps(preparation.asked))
-    path = folder / PLAN
+    path = folder / PLAN_FILE
     if not path.is_file():
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".") and p.suffix != ".writing")
         if others:
-            raise DataError(f"{folder} is not empty and is no prepared data (it has {others[0]}); choose another")
+            raise DataError(
+                f"{folder} is not empty and does not hold prepared data (it has {others[0]}); choose another folder"
+            )
         bounds = list(preparation.bounds(shard_mb or SHARD_MB))
         assert bounds[0] == 0 and bounds[-1] == preparation.records
         write_json(path, {"format": FORMAT, "asked": asked, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})
@@ -181,51 +184,53 @@ def _planned(preparation: Preparation, folder: Path, shard_mb: float | None) -> 
     found = read_json(path)
     if found.get("format") != FORMAT or found["asked"] != asked:
         raise DataError(
-            f"{folder} was begun with something else: {difference(found.get('asked'), asked, 'asked')} (there, here); "
-            "choose another folder (out=…), or remove this one"
+            f"{folder} was begun with something else: {describe_difference(found.get('asked'), asked, 'asked')} "
+            "(there, here); choose another folder (out=…), or remove this one"
         )
     if shard_mb is not None and found["shard_mb"] != shard_mb:
         raise DataError(
             f"{folder} was begun with shard_mb={found['shard_mb']:g}, not {shard_mb:g}: leave it out, or choose "
             "another folder (out=…)"
         )
-    return shards_of(found["bounds"])
+    return build_shards(found["bounds"])
 
 
-def _finished(folder: Path, shards: list[Shard], maker: Maker) -> bool:
+def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) -> bool:
     """Whether all is there. Where a shard of a finished folder is not what it was, the folder is unfinished again."""
-    if not (folder / MANIFEST).is_file():
+    if not (folder / MANIFEST_FILE).is_file():
         return False
     manifest = read_manifest(folder)
     if manifest["of"] != dict(maker.of):
         raise DataError(
             f"{folder} holds rows that were made of something else: "
-            f"{difference(manifest['of'], dict(maker.of), 'of')} (there, here); choose another folder (out=…), or "
-            "remove this one"
+            f"{describe_difference(manifest['of'], dict(maker.of), 'of')} (there, here); choose another folder "
+            "(out=…), or remove this one"
         )
     whole = {
         entry["file"]: entry for entry in manifest["shards"] if file_hash(folder / entry["file"]) == entry["sha256"]
     }
     if len(whole) == len(shards):
-        clean(folder)
+        remove_leftovers(folder)
         return True
     for shard in shards:
         if shard.file in whole:
-            write_json(folder / shard.note, _note(shard, maker, whole[shard.file]))
-    (folder / MANIFEST).unlink()
-    sync(folder)
+            write_json(folder / shard.note, _build_note(shard, maker, whole[shard.file]))
+    (folder / MANIFEST_FILE).unlink()
+    fsync_path(folder)
     return False
 
 
-def _make_all(maker: Maker, folder: Path, shards: list[Shard], workers: int, kind: str, told: Told) -> None:
+def _make_all(
+    maker: RowBuilder, folder: Path, shards: list[PlannedShard], workers: int, kind: str, progress: ProgressCallback
+) -> None:
     """Make the shards that are not there yet."""
     missing = []
     for shard in shards:
         for rest in folder.glob(f"{shard.stem}.*.writing"):
             rest.unlink()
-        if _is_made(folder, shard, maker):
+        if _is_shard_made(folder, shard, maker):
             note = read_json(folder / shard.note)
-            told(shard.last - shard.first, note["units"])
+            progress(shard.last - shard.first, note["units"])
         else:
             missing.append(shard)
     workers = max(1, min(workers, len(missing)))
@@ -235,24 +240,24 @@ def _make_all(maker: Maker, folder: Path, shards: list[Shard], workers: int, kin
         if stopped.is_set():
             raise _StoppedError
         with telling:
-            told(records, units)
+            progress(records, units)
 
     pool: Executor
     if kind == "processes":
         spawn = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
-        each = max(1, cores() // workers)
-        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin_worker, initargs=(each,))
-        jobs: dict[Future[dict[str, Any]], Shard] = {
-            pool.submit(_make, maker, folder, shard, None): shard for shard in missing
+        each = max(1, usable_cores() // workers)
+        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_init_worker, initargs=(each,))
+        jobs: dict[Future[dict[str, Any]], PlannedShard] = {
+            pool.submit(_make_shard, maker, folder, shard, None): shard for shard in missing
         }
     else:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="unisono-prepare")
-        jobs = {pool.submit(_make, maker, folder, shard, counted): shard for shard in missing}
+        jobs = {pool.submit(_make_shard, maker, folder, shard, counted): shard for shard in missing}
     try:
         for job in as_completed(jobs):
             note = job.result()
             if kind == "processes":
-                told(jobs[job].last - jobs[job].first, note["units"])
+                progress(jobs[job].last - jobs[job].first, note["units"])
     except BaseException:
         stopped.set()
         raise
@@ -260,34 +265,36 @@ def _make_all(maker: Maker, folder: Path, shards: list[Shard], workers: int, kin
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _make(maker: Maker, folder: Path, shard: Shard, told: Told | None) -> dict[str, Any]:
+def _make_shard(
+    maker: RowBuilder, folder: Path, shard: PlannedShard, progress: ProgressCallback | None
+) -> dict[str, Any]:
     """Make one shard and the note beside it; each appears by one rename."""
     records = left_out = 0
     try:
-        with whole(folder / shard.file) as temporary:
-            with Writer(temporary, maker.column, maker.dtype) as writer:
+        with atomic_file(folder / shard.file) as temporary:
+            with ShardWriter(temporary, maker.column, maker.dtype) as writer:
                 for made in maker.make(shard.first, shard.last):
                     writer.add(made.values, made.lengths)
                     records, left_out = records + made.records, left_out + made.left_out
-                    if told is not None:
-                        told(made.records, len(made.values))
+                    if progress is not None:
+                        progress(made.records, len(made.values))
                 entry = {**writer.close(), "left_out": left_out}
             assert records == shard.last - shard.first, f"{records} records of {shard}"
-        note = _note(shard, maker, entry)
+        note = _build_note(shard, maker, entry)
         write_json(folder / shard.note, note, lasting=False)  # a shard whose note is lost is made again
         return note
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(
-                f"{folder}: no room for shard {shard.number} of {shard.total} ({os.strerror(error.errno)}). What is "
-                "there stays; make room and give the same command again, which goes on from there"
+                f"{folder}: no room for shard {shard.number} of {shard.total} ({os.strerror(error.errno)}). Finished "
+                "shards are kept; free some space and give the same command again to resume"
             ) from error
         raise
 
 
-def _note(shard: Shard, maker: Maker, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _build_note(shard: PlannedShard, maker: RowBuilder, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **entry_of(entry),
+        **manifest_entry(entry),
         "format": FORMAT,
         "range": [shard.first, shard.last],
         "column": maker.column,
@@ -296,15 +303,15 @@ def _note(shard: Shard, maker: Maker, entry: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _is_made(folder: Path, shard: Shard, maker: Maker) -> bool:
+def _is_shard_made(folder: Path, shard: PlannedShard, maker: RowBuilder) -> bool:
     path = folder / shard.note
     if not path.is_file():
         return False
     note = read_json(path)
     if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.of):
         raise DataError(
-            f"{path} was made of something else: {difference(note['of'], dict(maker.of), 'of')} (there, here); choose "
-            "another folder (out=…), or remove this one"
+            f"{path} was made of something else: {describe_difference(note['of'], dict(maker.of), 'of')} (there, "
+            "here); choose another folder (out=…), or remove this one"
         )
     return file_hash(folder / shard.file) == str(note["sha256"])
 
@@ -313,7 +320,7 @@ class _StoppedError(Exception):
     """Another shard could not be made."""
 
 
-def _begin_worker(threads: int) -> None:
+def _init_worker(threads: int) -> None:
     """Give a worker process its share of the cores, and end it when its parent is killed.
 
     A native library (tokenizers) would take all cores in each; a pool's process would wait for work for ever.
@@ -330,19 +337,14 @@ def _begin_worker(threads: int) -> None:
 
 
 @contextmanager
-def _held(folder: Path, name: str) -> Iterator[None]:
+def _hold_lock(folder: Path, name: str) -> Iterator[None]:
     """Hold a lock file of the folder; the kernel lets go of it when this process ends, however it does."""
-    try:
-        with FileLock(folder / f".{name}.lock", timeout=_WAIT):
-            yield
-    except Timeout as error:
-        raise DataError(
-            f"another process has been preparing {folder} ({name}) for over {_WAIT:g} s; is it alive?"
-        ) from error
+    with locked(folder / f".{name}", _LOCK_TIMEOUT):
+        yield
 
 
 @contextmanager
-def _reasons(folder: Path) -> Iterator[None]:
+def _wrap_write_errors(folder: Path) -> Iterator[None]:
     """Say where it was that something could not be written."""
     try:
         yield
@@ -352,5 +354,5 @@ def _reasons(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _silent(records: int, units: int) -> None:
+def _ignore_progress(records: int, units: int) -> None:
     pass

@@ -1,4 +1,4 @@
-"""Prepared rows in another number of shards: the same rows in the same order, which their content hash shows."""
+"""Writes prepared rows into another number of shards: same rows, same order, verified by their content hash."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.prepare.partitions import PLAN
-from unisono.data.prepare.preparation import Made, Maker, Told, prepare
-from unisono.data.prepare.shards import MANIFEST, Lengths, Shards
+from unisono.data.prepare.content_hash import Lengths
+from unisono.data.prepare.manifest import MANIFEST_FILE
+from unisono.data.prepare.partitions import PLAN_FILE
+from unisono.data.prepare.preparation import Made, ProgressCallback, RowBuilder, prepare
+from unisono.data.prepare.shards import Shards
 from unisono.runtime.errors import DataError
 
 
-def reshard(folder: Path, shards: int, out: Path, told: Told | None = None) -> Shards:
+def reshard(folder: Path, shards: int, out: Path, progress: ProgressCallback | None = None) -> Shards:
     """The same rows in the same order in another number of shards of about equally many units, in another folder.
 
     Raises:
@@ -27,12 +29,12 @@ def reshard(folder: Path, shards: int, out: Path, told: Told | None = None) -> S
     if out.resolve() == folder.resolve():
         raise DataError(f"out={out} is the folder that is read; choose another one")
     source.verify()
-    made = prepare(Resharding(folder, shards), out, told=told)
+    made = prepare(ReshardPreparation(folder, shards), out, progress=progress)
     assert made is not None and made.fingerprint == source.fingerprint
     return made
 
 
-class Resharding:
+class ReshardPreparation:
     """Rows that were made before, as records.
 
     Args:
@@ -63,11 +65,15 @@ class Resharding:
         """Such that shards have about equally many units."""
         return bounds_by_units(self._source.lengths, self._shards)
 
-    def begin(self, folder: Path) -> Maker:
+    def begin(self, folder: Path) -> RowBuilder:
         """Copy what travels with the shards."""
         shards = {entry["file"] for entry in self._source.manifest["shards"]}
         for path in self._folder.iterdir():
-            own = path.name in shards | {MANIFEST, PLAN} or path.suffix == ".writing" or path.name.startswith(".")
+            own = (
+                path.name in shards | {MANIFEST_FILE, PLAN_FILE}
+                or path.suffix == ".writing"
+                or path.name.startswith(".")
+            )
             if path.is_file() and not own:
                 shutil.copyfile(path, folder / path.name)
         return self

@@ -1,16 +1,15 @@
 """Rows made ahead, on disk: Arrow IPC files with one column of lists, and a manifest that is written last.
 
 A folder that has no `manifest.json` is not finished, whatever else lies in it. Rows are read through memory maps
-without a copy, and any row is an index lookup. What the rows are is told by `content`, a hash that does not depend on
-how they are cut into shards, so two folders with the same rows in the same order have the same one.
+without a copy, and any row is an index lookup. `content` identifies the rows: a hash that does not depend on how they
+are cut into shards, so two folders with the same rows in the same order have the same one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,21 +18,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from unisono.data.sources.storage import File, reading
+from unisono.data.prepare.content_hash import ContentHash, Lengths, Units
+from unisono.data.prepare.manifest import MANIFEST_FILE, read_manifest
+from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import file_hash, write_whole
-from unisono.runtime.rng import key
+from unisono.runtime.files import file_hash
 
-FORMAT = 1  # of the folder; a change makes old folders unknown
-MANIFEST = "manifest.json"
-_BLOCK = 1 << 18  # units after which a record batch is full
-_PRIME = (1 << 127) - 1
-_BASE = key("content of a row")
-
-Units = NDArray[Any]  # unsigned integers, (n,)
-Lengths = NDArray[np.int64]
+_BATCH_UNITS = 1 << 18  # units after which a record batch is full
 
 
 class Shards:
@@ -54,7 +46,7 @@ class Shards:
         self._values: list[Units] = []
         for entry in self.manifest["shards"]:
             path = folder / entry["file"]
-            for begin, values in _opened(path, entry, self.manifest):
+            for begin, values in _open_batches(path, entry, self.manifest):
                 offsets.append(begin)
                 self._values.append(values)
             self._files.append(File.of(path, "arrow", entry["file"]))
@@ -62,6 +54,8 @@ class Shards:
         self.blocks: Lengths = np.asarray([count for count in counts if count], dtype=np.int64)
         self._ends: Lengths = np.cumsum(counts, dtype=np.int64)  # rows up to the end of each record batch
         self._offsets = offsets
+        if self.manifest["rows"] != sum(counts):
+            raise damaged_error(folder / MANIFEST_FILE, f"{sum(counts)} rows instead of {self.manifest['rows']}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder,)
@@ -109,7 +103,9 @@ class Shards:
         """
         for entry in self.manifest["shards"]:
             if file_hash(self.folder / entry["file"]) != entry["sha256"]:
-                raise damaged(self.folder / entry["file"], "its bytes are not those that the manifest has the hash of")
+                raise damaged_error(
+                    self.folder / entry["file"], "its bytes are not those that the manifest has the hash of"
+                )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse shards that have changed since they were opened, as far as they are those of this share of them.
@@ -122,10 +118,10 @@ class Shards:
         """
         for number in range(share, len(self._files), shares):
             file = self._files[number]
-            with reading(file), suppress(FileNotFoundError):
+            with wrap_read_errors(file), suppress(FileNotFoundError):
                 now = file.now()
                 if now != file and file_hash(Path(file.path)) != self.manifest["shards"][number]["sha256"]:
-                    raise file.changed(now)
+                    raise file.changed_error(now)
                 self._files[number] = now
 
     def _place(self, row: int) -> tuple[Units, int, int]:
@@ -137,13 +133,13 @@ class Shards:
         return self._values[batch], int(begin[inside]), int(begin[inside + 1])
 
 
-class Writer:
+class ShardWriter:
     """Writes one shard, such that its bytes depend on the rows alone and not on how they are handed over.
 
     Args:
         path: of the file.
         column: name of its column.
-        dtype: of the units: `<u2` or `<u4`.
+        dtype: of the units: `<u1`, `<u2` or `<u4`.
     """
 
     def __init__(self, path: Path, column: str, dtype: str) -> None:
@@ -153,12 +149,12 @@ class Writer:
         self._values: list[Units] = []
         self._lengths: list[Lengths] = []
         self._waiting = 0
-        self._content = Content()
+        self._content = ContentHash()
         self._units, self._shortest, self._longest = 0, 0, 0
-        self._sink = _Hashing(path)
+        self._sink = _HashingFile(path)
         self._file = pa.ipc.new_file(self._sink, self._schema)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(
@@ -180,7 +176,7 @@ class Writer:
         self._values.append(values)
         self._lengths.append(lengths)
         self._waiting += len(values)
-        if self._waiting >= _BLOCK:
+        if self._waiting >= _BATCH_UNITS:
             self._write_full()
 
     def close(self) -> dict[str, Any]:
@@ -208,8 +204,8 @@ class Writer:
         values, lengths = np.concatenate(self._values), np.concatenate(self._lengths)
         ends = np.cumsum(lengths)
         row = unit = 0
-        while len(values) - unit >= _BLOCK:
-            last = int(np.searchsorted(ends, unit + _BLOCK)) + 1  # rows up to the one that fills it
+        while len(values) - unit >= _BATCH_UNITS:
+            last = int(np.searchsorted(ends, unit + _BATCH_UNITS)) + 1  # rows up to the one that fills it
             self._write(values[unit : ends[last - 1]], lengths[row:last])
             row, unit = last, int(ends[last - 1])
         self._values, self._lengths, self._waiting = [values[unit:]], [lengths[row:]], len(values) - unit
@@ -222,39 +218,7 @@ class Writer:
         self._file.write_batch(pa.record_batch([column], schema=self._schema))
 
 
-class Content:
-    """A hash of rows in their order, that can be made of parts: the rows' own hashes are digits of one number.
-
-    `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards are hashed in parallel and put together after.
-    """
-
-    def __init__(self, rows: int = 0, number: int = 0) -> None:
-        self.rows, self._number = rows, number
-
-    @classmethod
-    def of(cls, entries: Sequence[Mapping[str, Any]]) -> Content:
-        """The hash of shards one after the other, from what a manifest says of each."""
-        number = 0
-        for entry in entries:
-            number = (number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
-        return cls(sum(entry["rows"] for entry in entries), number)
-
-    def add(self, values: Units, lengths: Lengths) -> None:
-        """More rows: units (n,) and how many of them each row has (rows,)."""
-        data, size, begin, number = values.data.cast("B"), values.itemsize, 0, self._number
-        for end in (np.cumsum(lengths) * size).tolist():
-            digit = int.from_bytes(hashlib.blake2b(data[begin:end], digest_size=16).digest(), "little")
-            number, begin = (number * _BASE + digit) % _PRIME, end
-        self._number = number
-        self.rows += len(lengths)
-
-    @property
-    def hex(self) -> str:
-        """32 digits."""
-        return f"{self._number:032x}"
-
-
-class _Hashing:
+class _HashingFile:
     """A file for Arrow to write to, that hashes what goes through it."""
 
     def __init__(self, path: Path) -> None:
@@ -294,87 +258,7 @@ class _Hashing:
         return True
 
 
-# the manifest -----------------------------------------------------------------------------------------------------
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a finished folder says of itself.
-
-    Raises:
-        DataError: where it is not finished, or of a format this version does not know.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        begun = any(folder.glob("*.json")) if folder.is_dir() else False
-        raise DataError(
-            f"{folder} is not finished: it has no {MANIFEST}. The command that began it goes on with what is missing; "
-            "where its shares were made apart, `unisono data merge` puts them together"
-            if begun
-            else f"{folder} holds no prepared data (no {MANIFEST}); `unisono data prepare` makes them"
-        )
-    found = read_json(path)
-    if found.get("format") != FORMAT:
-        raise DataError(
-            f"{path} has format {found.get('format')}, this version of Unisono knows {FORMAT}: prepare the data again"
-        )
-    return found
-
-
-def manifest_of(column: str, dtype: str, of: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The manifest of these shards.
-
-    Args:
-        column: of the shards.
-        dtype: of their units.
-        of: all that decides what the rows are, as JSON.
-        entries: what `Writer.close` says of each shard, its `file`, and how many records were `left_out`.
-    """
-    rows, units = sum(entry["rows"] for entry in entries), sum(entry["units"] for entry in entries)
-    filled = [entry for entry in entries if entry["rows"]]
-    return {
-        "format": FORMAT,
-        "column": column,
-        "dtype": dtype,
-        "rows": rows,
-        "units": units,
-        "left_out": sum(entry["left_out"] for entry in entries),
-        "shortest": min((entry["shortest"] for entry in filled), default=0),
-        "longest": max((entry["longest"] for entry in filled), default=0),
-        "mean": round(units / max(1, rows), 3),
-        "content": Content.of(entries).hex,
-        "of": dict(of),
-        "shards": [dict(entry) for entry in entries],
-    }
-
-
-def write_json(path: Path, value: Any, lasting: bool = True) -> None:
-    """Write a file that is there whole or not at all; `lasting`, even if the power fails now."""
-    write_whole(path, json.dumps(value, indent=1), lasting=lasting)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        DataError: for anything else.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}; remove it and prepare the data again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is no JSON object; remove it and prepare the data again")
-    return found
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a folder of shards is finished, and all its files are there."""
-    if not (folder / MANIFEST).is_file():
-        return False
-    return all((folder / shard["file"]).is_file() for shard in read_manifest(folder)["shards"])
-
-
-def damaged(path: Path, why: str) -> DataError:
+def damaged_error(path: Path, why: str) -> DataError:
     """The error for a shard that cannot be used."""
     return DataError(
         f"{path} is damaged ({why}); remove this file and prepare the data again, which makes only what is missing, or "
@@ -382,15 +266,15 @@ def damaged(path: Path, why: str) -> DataError:
     )
 
 
-def _opened(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[tuple[Lengths, Units]]:
+def _open_batches(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[tuple[Lengths, Units]]:
     """The offsets and units of each record batch of a shard, as views of the memory map."""
     if not path.is_file():
         raise DataError(
-            f"{path} is missing, which the manifest lists; prepare the data again, which makes only what is missing, "
+            f"{path} is listed in the manifest but missing; prepare the data again, which makes only what is missing, "
             "or copy it once more from where it was made"
         )
     if path.stat().st_size != entry["bytes"]:  # before it is mapped: reading past the end of a file kills the process
-        raise damaged(path, f"{path.stat().st_size} bytes instead of {entry['bytes']}")
+        raise damaged_error(path, f"{path.stat().st_size} bytes instead of {entry['bytes']}")
     rows = units = 0
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -405,4 +289,4 @@ def _opened(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]) -
         if (rows, units) != (entry["rows"], entry["units"]):
             raise ValueError(f"{rows} rows of {units} units instead of {entry['rows']} of {entry['units']}")
     except (OSError, ValueError, KeyError, AttributeError, pa.ArrowException) as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_error(path, str(error)) from error

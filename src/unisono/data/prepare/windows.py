@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unisono.data.prepare.shards import Shards
 
 
-class Store(Protocol):
+class RowStore(Protocol):
     """Rows that can be read in part."""
 
     shards: Shards
@@ -40,7 +40,7 @@ class Windows:
         overlap: units that a window shares with the next one, and that it has besides `size`.
     """
 
-    def __init__(self, store: Store, chosen: NDArray[np.int64], size: int | None, overlap: int = 0) -> None:
+    def __init__(self, store: RowStore, chosen: NDArray[np.int64], size: int | None, overlap: int = 0) -> None:
         units = np.maximum(store.lengths[chosen] - overlap, 0)
         self._store, self._size, self._overlap = store, size or int(units.max(initial=1)), overlap
         self._chosen, self._units = chosen[units > 0], units[units > 0]
@@ -86,5 +86,5 @@ class Windows:
         """What the windows are, in hex."""
         chosen = hashlib.sha256(self._chosen.astype("<i8").tobytes()).hexdigest()
         cut = self._size if self._overlap == 1 else [self._size, self._overlap]  # as runs know it since there is one
-        told = [self._store.shards.fingerprint, chosen, cut]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+        facts = [self._store.shards.fingerprint, chosen, cut]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -1,6 +1,6 @@
 """Recordings as sources: rows with audio and labels, out of tables, folders with metadata, and WebDataset archives."""
 
 from unisono.data.recordings.source import Recordings, open_recordings
-from unisono.data.recordings.windowed import Windowed, cut_windows
+from unisono.data.recordings.windowed import WindowedRecordings, cut_windows
 
-__all__ = ["Recordings", "Windowed", "cut_windows", "open_recordings"]
+__all__ = ["Recordings", "WindowedRecordings", "cut_windows", "open_recordings"]

@@ -9,18 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from unisono.audio.recordings import ByteRange, data_of
-from unisono.data.recordings.metadata import ENDINGS
+from unisono.data.recordings.metadata import AUDIO_SUFFIXES
 from unisono.data.sources.storage import is_remote
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 
 
-def expanded(paths: Sequence[str]) -> list[str]:
+def expand_paths(paths: Sequence[str]) -> list[str]:
     """Paths, with globs and folders of archives written out; others are as they were."""
     found: list[str] = []
     for path in paths:
@@ -52,10 +53,10 @@ class Archives:
         self._rows = [row for index in indices for row in index]
         if not self._rows:
             raise DataError(
-                f"{key}: there is no recording in {', '.join(paths[:3])}; known endings are {', '.join(ENDINGS)}"
+                f"{key}: no recording found in {', '.join(paths[:3])}; known file types are {', '.join(AUDIO_SUFFIXES)}"
             )
-        self.columns: dict[str, str] = self._typed()
-        self._sizes = [(path, _size(path)) for path in paths]
+        self.columns: dict[str, str] = self._infer_columns()
+        self._sizes = [(path, _stat(path)) for path in paths]
         said = json.dumps([[[name, size] for name, (_, size) in sorted(row.items())] for _, _, row in self._rows])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
 
@@ -68,12 +69,20 @@ class Archives:
         record: dict[str, Any] = {"key": name}
         for ending, (first, size) in members.items():
             part = ByteRange(path, first, first + size)
-            if f".{ending.rpartition('.')[2]}" in ENDINGS:
+            if f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES:
                 record["audio"] = part
             elif ending in ("json", "cls", "txt", "text"):
                 content = bytes(data_of(part))
-                record.update(_values(ending, content, f"{path}, {name}.{ending}"))
+                record.update(_parse_member(ending, content, f"{path}, {name}.{ending}"))
         return {**dict.fromkeys(self.columns), **record, "name": f"{path}, {name}"}
+
+    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """These columns of every row; a recording is no file of its own."""
+        return ({**self.record(row), "audio": None} for row in range(len(self)))
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Not known."""
+        return None
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -85,24 +94,23 @@ class Archives:
         """Refuse other data than those of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
             raise DataError(
-                "not the data of before: the archives have other members. Bring them back, or begin another run"
+                "the data changed since the last start: the archives have other members. Restore them, or start a "
+                "new run"
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse archives that have changed since they were opened."""
         for path, size in self._sizes[share::shares]:
-            if _size(path) != size:
-                raise DataError(
-                    f"{path} has changed since it was opened; bring it back as it was, or begin another run"
-                )
+            if _stat(path) != size:
+                raise DataError(f"{path} has changed since it was opened; restore it, or start a new run")
 
-    def _typed(self) -> dict[str, str]:
+    def _infer_columns(self) -> dict[str, str]:
         """Columns, from the first row."""
         path, name, members = self._rows[0]
         found: dict[str, str] = {"key": "text"}
         for ending, (first, size) in members.items():
             if ending in ("json", "cls", "txt", "text"):
-                values = _values(
+                values = _parse_member(
                     ending, bytes(data_of(ByteRange(path, first, first + size))), f"{path}, {name}.{ending}"
                 )
                 found.update({key: {int: "int64", float: "float64"}.get(type(v), "text") for key, v in values.items()})
@@ -128,7 +136,7 @@ class Archives:
         return [
             (path, name, members)
             for name, members in rows.items()
-            if any(f".{ending.rpartition('.')[2]}" in ENDINGS for ending in members)
+            if any(f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES for ending in members)
         ]
 
     def _opened(self, path: str) -> Any:
@@ -139,11 +147,11 @@ class Archives:
         return fsspec.open(path, "rb", **self._storage).open()
 
 
-def _values(ending: str, content: bytes, where: str) -> dict[str, Any]:
+def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
     """What a member that is not a recording says."""
     try:
         if ending == "json":
-            found = json.loads(content)
+            found = safe_paths.parse_json(content)
             return found if isinstance(found, dict) else {"json": found}
         text = content.decode()
         return {"cls": int(text)} if ending == "cls" else {"txt": text}
@@ -151,7 +159,7 @@ def _values(ending: str, content: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where} cannot be read: {error}") from error
 
 
-def _size(path: str) -> tuple[int, int]:
+def _stat(path: str) -> tuple[int, int]:
     if is_remote(path):
         return 0, 0
     status = Path(path).stat()

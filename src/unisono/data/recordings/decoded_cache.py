@@ -1,8 +1,8 @@
 """Recordings made once for many epochs: features, or samples at one rate, in memory-mapped arrays on the disk.
 
-A cache is a folder: `values.npy` (rows, frames, width) or (rows, samples), `lengths.npy`, `rows.npy` (the row of the source
-that each is of) and `cache.json`, which says what it was made of. It is made in stretches; one that was interrupted resumes,
-and a folder without `cache.json` is not finished.
+A cache is a folder: `values.npy` (rows, frames, width) or (rows, samples), `lengths.npy`, `rows.npy` (which row of the
+source each comes from) and `cache.json`, which says what it was made of. It is made in chunks; an interrupted one
+resumes, and a folder without `cache.json` is not finished.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from unisono.audio import CENTRE, FIRST, Pipeline, Window
-from unisono.data.recordings.source import Recordings, hash_of
-from unisono.data.recordings.windowed import Windowed, cut_windows
+from unisono.data.recordings.source import Recordings, hash_rows
+from unisono.data.recordings.windowed import WindowedRecordings, cut_windows
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono.runtime.files import write_whole
 
-_AT_ONCE = 64
-_TAG = "CACHEDIR.TAG"
-_MARK = "Signature: 8a477f597d28d172789f06886806bc55\n"
+_CHUNK_ROWS = 64
+_TAG_FILE = "CACHEDIR.TAG"
+_TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n"
 
 
 def make_cache(
@@ -36,7 +36,7 @@ def make_cache(
     dtype: Literal["float32", "float16"] = "float32",
     on_error: Literal["stop", "mask"] = "stop",
     workers: int = 1,
-    told: Callable[[int, int], None] = lambda rows, bad: None,
+    progress: Callable[[int, int], None] = lambda rows, bad: None,
 ) -> DecodedCache:
     """Make what a pipeline makes of each recording, once.
 
@@ -48,15 +48,15 @@ def make_cache(
         dtype: of the values; float16 halves the space, and rounds features to 3 digits.
         on_error: `mask` leaves recordings out that cannot be used.
         workers: threads.
-        told: is called with rows and bad rows since the last call.
+        progress: is called with rows and bad rows since the last call.
 
     Raises:
         DataError: naming the recording that cannot be used.
         ConfigError: if the folder holds something else.
     """
     if None in pipeline.shape:
-        raise ConfigError("a cache has rows of one shape: give the pipeline a duration")
-    rows: Recordings | Windowed = source
+        raise ConfigError("all rows of a cache have one shape; give the pipeline a duration")
+    rows: Recordings | WindowedRecordings = source
     if windows == "all":
         assert pipeline.duration is not None
         rows = cut_windows(source, pipeline.duration)
@@ -65,16 +65,16 @@ def make_cache(
         "source": rows.fingerprint, "pipeline": pipeline.fingerprint(), "windows": windows, "dtype": dtype,
         "rows": len(rows), "on_error": on_error,
     }  # fmt: skip
-    done = _begun(folder, made_of)
+    done = _load_progress(folder, made_of)
     if done is None:
         return DecodedCache(folder)
     shape = (len(rows), *pipeline.shape)
-    values = _array(folder / "values.npy", np.dtype(dtype), shape)
-    lengths = _array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
-    told(sum(min(_AT_ONCE, len(rows) - first) for first in done), 0)
+    values = _open_array(folder / "values.npy", np.dtype(dtype), shape)
+    lengths = _open_array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
+    progress(sum(min(_CHUNK_ROWS, len(rows) - first) for first in done), 0)
 
     def make(first: int) -> tuple[int, dict[int, str]]:
-        numbers = range(first, min(first + _AT_ONCE, len(rows)))
+        numbers = range(first, min(first + _CHUNK_ROWS, len(rows)))
         records = [rows[row] for row in numbers]
         places: list[Window] = [record.get("window", window) for record in records]
         batch = pipeline([r["audio"] for r in records], places, names=[r["name"] for r in records], on_error="mask")
@@ -86,7 +86,7 @@ def make_cache(
         lengths[first : first + len(records)] = batch.lengths
         return first, {first + row: text for row, text in batch.errors.items()}
 
-    missing = [first for first in range(0, len(rows), _AT_ONCE) if first not in done]
+    missing = [first for first in range(0, len(rows), _CHUNK_ROWS) if first not in done]
     with ThreadPoolExecutor(workers) as pool, (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
         for first, bad in pool.map(make, missing):
             values.flush()
@@ -94,7 +94,7 @@ def make_cache(
             file.write(json.dumps({"first": first, "bad": bad}) + "\n")
             file.flush()
             done[first] = bad
-            told(min(_AT_ONCE, len(rows) - first), len(bad))
+            progress(min(_CHUNK_ROWS, len(rows) - first), len(bad))
     left_out = {row: text for bad in done.values() for row, text in bad.items()}
     numbers = np.array(
         [rows[row]["row"] for row in range(len(rows))] if windows == "all" else source.rows, dtype=np.int64
@@ -127,13 +127,11 @@ class DecodedCache:
             self.about: dict[str, Any] = json.loads((self.folder / "cache.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{folder} is not a finished cache: {error}; make it by `unisono data audio-cache`"
+                f"{folder} is not a finished cache: {error}; make it with `unisono data audio-cache`"
             ) from error
         if pipeline is not None and self.about["pipeline"] != json.loads(json.dumps(pipeline.fingerprint())):
             other = [key for key, value in pipeline.fingerprint().items() if self.about["pipeline"].get(key) != value]
-            raise DataError(
-                f"{folder} was made with another {', '.join(other)}; make it anew, or set these as they were"
-            )
+            raise DataError(f"{folder} was made with another {', '.join(other)}; rebuild it, or set these back")
         left_out = [int(row) for row in self.about["left_out"]]
         self.kept = np.setdiff1d(np.arange(self.about["rows"]), np.array(left_out, dtype=np.int64))
 
@@ -160,7 +158,7 @@ class DecodedCache:
     @property
     def fingerprint(self) -> str:
         """Of what it was made of."""
-        return hash_of(np.frombuffer(json.dumps(self.about, sort_keys=True).encode().ljust(8), dtype=np.uint8))
+        return hash_rows(np.frombuffer(json.dumps(self.about, sort_keys=True).encode().ljust(8), dtype=np.uint8))
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -170,10 +168,12 @@ class DecodedCache:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Refuse another cache than that of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
-            raise DataError(f"{self.folder} is not the cache of before; bring it back, or begin another run")
+            raise DataError(
+                f"{self.folder} is not the cache that this run started with; restore it, or start a new run"
+            )
 
 
-def _begun(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] | None:
+def _load_progress(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] | None:
     """Stretches that are done in a folder, with their bad rows; None for a cache that is finished."""
     about = folder / "about.json"
     wanted = json.loads(json.dumps(made_of))
@@ -181,11 +181,13 @@ def _begun(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] |
         found = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
         if {key: found.get(key) for key in wanted} == wanted:
             return None
-        raise ConfigError(f"{folder} holds a cache of other data or settings; choose another folder, or take it away")
+        raise ConfigError(
+            f"{folder} holds a cache of other data or settings; choose another folder, or remove this one"
+        )
     if about.exists():
         if json.loads(about.read_text(encoding="utf-8")) != wanted:
             raise ConfigError(
-                f"{folder} holds a part of a cache of other data or settings; choose another, or take it away"
+                f"{folder} holds part of a cache of other data or settings; choose another folder, or remove this one"
             )
         done: dict[int, dict[int, str]] = {}
         journal = folder / "progress.jsonl"
@@ -195,14 +197,14 @@ def _begun(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] |
                 done[entry["first"]] = {int(row): text for row, text in entry["bad"].items()}
         return done
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty, and not a cache; choose another folder")
+        raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _TAG).write_text(_MARK, encoding="utf-8")
+    (folder / _TAG_FILE).write_text(_TAG_TEXT, encoding="utf-8")
     write_whole(about, json.dumps(wanted, indent=1))
     return {}
 
 
-def _array(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _open_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
     if path.exists():
         return np.lib.format.open_memmap(path, mode="r+")
     return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)

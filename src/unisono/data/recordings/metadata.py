@@ -5,16 +5,19 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from unisono.data.sources.storage import is_remote
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
+from unisono.runtime.text import one_line
 
-NAMES = ("file", "file_name", "filename", "path", "audio", "audio_file", "audio_filepath", "audio_path", "wav")
-ENDINGS = (
+_LONGEST = 4096  # characters of a path
+PATH_COLUMNS = ("file", "file_name", "filename", "path", "audio", "audio_file", "audio_filepath", "audio_path", "wav")
+AUDIO_SUFFIXES = (
     ".wav",
     ".flac",
     ".ogg",
@@ -30,23 +33,23 @@ ENDINGS = (
     ".w64",
     ".webm",
 )
-_TABLES = (".csv", ".tsv", ".json", ".jsonl")
+_TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 
 
-def find(path: str) -> Path | None:
+def find_metadata(path: str) -> Path | None:
     """The metadata at a path, or the folder itself where recordings lie in it without; None for something else."""
     place = Path(path)
     if is_remote(path) or not place.exists():
         return None
     if place.is_file():
-        return place if place.suffix.lower() in _TABLES else None
-    for ending in _TABLES:
+        return place if place.suffix.lower() in _TABLE_SUFFIXES else None
+    for ending in _TABLE_SUFFIXES:
         if (file := place / f"metadata{ending}").is_file():
             return file
     return place if next(_audio_files(place), None) is not None else None
 
 
-class Listed:
+class MetadataTable:
     """Rows of a metadata file, or one row for each file of a folder in the order of their paths.
 
     Args:
@@ -65,22 +68,22 @@ class Listed:
         if not self._rows:
             raise DataError(f"{key}: {place} has no rows")
         names = list(self._rows[0])
-        self._audio = audio or next((name for name in NAMES if name in names), "")
+        self._audio = audio or next((name for name in PATH_COLUMNS if name in names), "")
         if self._audio not in names:
-            wanted = f"'{audio}'" if audio else f"of paths ({', '.join(NAMES)})"
+            wanted = f"'{audio}'" if audio else f"of paths ({', '.join(PATH_COLUMNS)})"
             raise DataError(
                 f"{key}: {place} has no column {wanted}, {nearest(audio or 'file', names)}; name it by audio="
             )
-        self.columns: dict[str, str] = {name: _typed(self._rows, name) for name in names if name != self._audio}
-        self._paths = [_path(folder, row, self._audio, place, number) for number, row in enumerate(self._rows)]
+        self.columns: dict[str, str] = {name: _infer_type(self._rows, name) for name in names if name != self._audio}
+        self._paths = [_resolve_path(folder, row, self._audio, place, number) for number, row in enumerate(self._rows)]
         with ThreadPoolExecutor(16) as pool:
-            self._status = list(pool.map(_status, self._paths))
+            self._status = list(pool.map(_stat, self._paths))
         missing = [number for number, status in enumerate(self._status) if status is None]
         if missing:
             raise DataError(
                 f"{key}: {place}, row {missing[0]} (from 0): {self._paths[missing[0]]} does not exist"
                 + (f", nor do {len(missing) - 1} others" if len(missing) > 1 else "")
-                + "; correct the paths, or take the rows out"
+                + "; correct the paths, or remove the rows"
             )
         said = json.dumps([self._rows, [status and status[0] for status in self._status]], sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
@@ -93,6 +96,14 @@ class Listed:
         kept = {name: value for name, value in self._rows[row].items() if name != self._audio}
         return {**kept, "audio": self._paths[row], "name": self._paths[row]}
 
+    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """These columns of every row; `audio` is the path as it stands there."""
+        return ({**row, "audio": row[self._audio]} for row in self._rows)
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Not known."""
+        return None
+
     @property
     def manifest(self) -> dict[str, Any]:
         """The file of metadata, as JSON."""
@@ -102,21 +113,21 @@ class Listed:
         """Refuse other data than those of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"not the data of before: {self._place}, or the sizes of its recordings, are others. Bring them back as they "
-                "were, or begin another run"
+                f"the data changed since the last start: {self._place} or the sizes of its recordings differ. Restore "
+                "them, or start a new run"
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse recordings that have changed since they were found, as far as they are those of this share."""
         for row in range(share, len(self._paths), shares):
-            now, before = _status(self._paths[row]), self._status[row]
+            now, before = _stat(self._paths[row]), self._status[row]
             if now == before or before is None:
                 continue
             what = "is gone" if now is None else f"had {before[0]} bytes and has {now[0]}"
             if now is not None and now[0] == before[0]:
                 what = "was written again"
             raise DataError(
-                f"{self._paths[row]} has changed since it was found: it {what}; bring it back as it was, or begin another run"
+                f"{self._paths[row]} has changed since it was found: it {what}; restore it, or start a new run"
             )
 
 
@@ -124,11 +135,12 @@ def _audio_files(folder: Path) -> Any:
     return (
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in ENDINGS and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in AUDIO_SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
 
 
-def _status(path: str) -> tuple[int, int] | None:
+def _stat(path: str) -> tuple[int, int] | None:
     """Size and time of a local file; zeros for what is behind a URL."""
     if is_remote(path):
         return 0, 0
@@ -139,14 +151,14 @@ def _status(path: str) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def _path(folder: Path, row: Mapping[str, Any], column: str, place: Path, number: int) -> str:
+def _resolve_path(folder: Path, row: Mapping[str, Any], column: str, place: Path, number: int) -> str:
     name = row[column]
-    if not isinstance(name, str) or not name:
-        raise DataError(f"{place}, row {number} (from 0): column '{column}' is {name!r}, not a path")
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST or not name.isprintable():
+        raise DataError(f"{place}, row {number} (from 0): column '{column}' is '{one_line(name)}', not a path")
     return name if is_remote(name) or Path(name).is_absolute() else str(folder / name)
 
 
-def _separated(place: Path, delimiter: str) -> list[dict[str, Any]]:
+def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
     with place.open(encoding="utf-8-sig", newline="") as file:
         try:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -154,7 +166,8 @@ def _separated(place: Path, delimiter: str) -> list[dict[str, Any]]:
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{place}, row {number} (from 0): it has not the {len(reader.fieldnames or [])} columns of its head"
+                        f"{place}, row {number} (from 0): it does not have the {len(reader.fieldnames or [])} columns "
+                        "of the header"
                     )
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
@@ -172,45 +185,47 @@ def _separated(place: Path, delimiter: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _json(place: Path) -> list[dict[str, Any]]:
+def _read_json(place: Path) -> list[dict[str, Any]]:
     try:
-        found = json.loads(place.read_text(encoding="utf-8"))
+        found = safe_paths.parse_json(place.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{place} cannot be read as JSON: {error}") from error
     if isinstance(found, dict):  # a list under one of these names, beside what is said of all of them
         found = next(
             (found[name] for name in ("samples", "data", "rows", "items") if isinstance(found.get(name), list)), None
         )
-    return _records(place, found)
+    return _check_records(place, found)
 
 
-def _json_lines(place: Path) -> list[dict[str, Any]]:
+def _read_json_lines(place: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(place.read_text(encoding="utf-8").splitlines()):
         if line.strip():
             try:
-                rows.append(json.loads(line))
+                rows.append(safe_paths.parse_json(line))
             except ValueError as error:
                 raise DataError(f"{place}, line {number + 1} cannot be read as JSON: {error}") from error
-    return _records(place, rows)
+    return _check_records(place, rows)
 
 
-def _records(place: Path, found: Any) -> list[dict[str, Any]]:
+def _check_records(place: Path, found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise DataError(f"{place} is not a list of objects, nor has one as 'samples' or 'data'")
+        raise DataError(
+            f"{place} is neither a list of objects nor an object with such a list under 'samples' or 'data'"
+        )
     names = dict.fromkeys(name for row in found for name in row)
     return [{name: row.get(name) for name in names} for row in found]
 
 
 _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    ".csv": lambda place: _separated(place, ","),
-    ".tsv": lambda place: _separated(place, "\t"),
-    ".json": _json,
-    ".jsonl": _json_lines,
+    ".csv": lambda place: _read_delimited(place, ","),
+    ".tsv": lambda place: _read_delimited(place, "\t"),
+    ".json": _read_json,
+    ".jsonl": _read_json_lines,
 }
 
 
-def _typed(rows: list[dict[str, Any]], name: str) -> str:
+def _infer_type(rows: list[dict[str, Any]], name: str) -> str:
     """What a column holds, as a word."""
     kinds = {type(row[name]) for row in rows} - {type(None)}
     if not kinds:

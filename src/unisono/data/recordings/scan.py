@@ -19,11 +19,11 @@ from unisono.data.recordings.source import Recordings
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
 
-_AT_ONCE = 64  # rows that a worker decodes before it says so
+_CHUNK_ROWS = 64  # rows that a worker decodes before it says so
 
 
 @dataclass(frozen=True)
-class Scan:
+class ScanResult:
     """What a scan found.
 
     Attributes:
@@ -42,63 +42,63 @@ def scan(
     out: Path,
     *,
     workers: int | None = None,
-    told: Callable[[int, int], None] = lambda rows, bad: None,
-) -> Scan:
+    progress: Callable[[int, int], None] = lambda rows, bad: None,
+) -> ScanResult:
     """Decode every recording whole, and write down those that cannot be.
 
-    What was done is kept beside the result, so a scan that was interrupted resumes; one that is finished is not repeated
-    unless the data have changed.
+    Progress is kept beside the result, so an interrupted scan resumes; a finished one is not repeated unless the data
+    have changed.
 
     Args:
         source: the recordings.
         out: the file to write, `*.jsonl`.
         workers: threads where the native core is, else processes; None for the cores.
-        told: is called with rows and bad rows since the last call.
+        progress: is called with rows and bad rows since the last call.
 
     Raises:
         DataError: if `out` is of other data.
     """
     workers = workers or os.cpu_count() or 1
     journal = out.with_name(out.name + ".progress")
-    done, bad = _resumed(out, journal, source)
-    told(len(done), len(bad))
-    missing = [first for first in range(0, len(source), _AT_ONCE) if first not in done]
+    done, bad = _load_progress(out, journal, source)
+    progress(len(done), len(bad))
+    missing = [first for first in range(0, len(source), _CHUNK_ROWS) if first not in done]
     pool_type: Any = ThreadPoolExecutor if audio.Pipeline(features=None).native else ProcessPoolExecutor
     out.parent.mkdir(parents=True, exist_ok=True)
     with journal.open("a", encoding="utf-8") as file, pool_type(workers) as pool:
         if not file.tell():
             file.write(json.dumps({"fingerprint": source.fingerprint, "rows": len(source)}) + "\n")
-        for first, found in _bounded(pool, source, missing, 2 * workers):
-            rows = min(_AT_ONCE, len(source) - first)
+        for first, found in _map_bounded(pool, source, missing, 2 * workers):
+            rows = min(_CHUNK_ROWS, len(source) - first)
             file.write(json.dumps({"first": first, "rows": rows, "bad": found}) + "\n")
             file.flush()
             bad.update(found)
-            told(rows, len(found))
+            progress(rows, len(found))
     ordered = {row: bad[row] for row in sorted(bad)}
     head = {"scanned": len(source), "bad": len(bad), "fingerprint": source.fingerprint}
     lines = [json.dumps(head), *(json.dumps({"row": row, "reason": reason}) for row, reason in ordered.items())]
     write_whole(out, "\n".join(lines) + "\n")
     journal.unlink()
-    return Scan(len(source), ordered, out)
+    return ScanResult(len(source), ordered, out)
 
 
-def _bounded(pool: Any, source: Recordings, missing: list[int], ahead: int) -> Iterator[tuple[int, dict[int, str]]]:
+def _map_bounded(pool: Any, source: Recordings, missing: list[int], ahead: int) -> Iterator[tuple[int, dict[int, str]]]:
     """Results in order, with a bounded number asked for ahead."""
     firsts, asked = iter(missing), list[tuple[int, Future[dict[int, str]]]]()
     for first in islice(firsts, ahead):
-        asked.append((first, pool.submit(_look, source, first)))
+        asked.append((first, pool.submit(_scan_rows, source, first)))
     while asked:
         first, future = asked.pop(0)
         yield first, future.result()
         for following in islice(firsts, 1):
-            asked.append((following, pool.submit(_look, source, following)))
+            asked.append((following, pool.submit(_scan_rows, source, following)))
 
 
-def _look(source: Recordings, first: int) -> dict[int, str]:
+def _scan_rows(source: Recordings, first: int) -> dict[int, str]:
     """Bad rows of a stretch: number of the row in its source -> why."""
     whole = audio.Pipeline(duration=None, features=None)
     bad: dict[int, str] = {}
-    for row in range(first, min(first + _AT_ONCE, len(source))):
+    for row in range(first, min(first + _CHUNK_ROWS, len(source))):
         number = int(source.rows[row])
         try:
             record = source[row]
@@ -110,7 +110,7 @@ def _look(source: Recordings, first: int) -> dict[int, str]:
     return bad
 
 
-def _resumed(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, int], dict[int, str]]:
+def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, int], dict[int, str]]:
     """Stretches that are done, by their first row, and the bad rows among them."""
     done: dict[int, int] = {}
     bad: dict[int, str] = {}
@@ -118,7 +118,7 @@ def _resumed(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, in
         lines = journal.read_text(encoding="utf-8").splitlines(keepends=True)
         head = json.loads(lines[0]) if lines and lines[0].endswith("\n") else {"fingerprint": source.fingerprint}
         if head.get("fingerprint") != source.fingerprint:
-            raise DataError(f"{journal} is of a scan of other data; take it away, or choose another out=")
+            raise DataError(f"{journal} belongs to a scan of other data; remove it, or choose another out=")
         for line in lines[1:]:
             if line.endswith("\n"):  # a last line may be cut off
                 entry = json.loads(line)
@@ -127,6 +127,6 @@ def _resumed(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, in
     elif out.exists():
         head, *entries = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
         if head.get("fingerprint") == source.fingerprint:
-            done = dict.fromkeys(range(0, len(source), _AT_ONCE), _AT_ONCE)
+            done = dict.fromkeys(range(0, len(source), _CHUNK_ROWS), _CHUNK_ROWS)
             bad = {entry["row"]: entry["reason"] for entry in entries}
     return done, bad

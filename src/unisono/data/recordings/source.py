@@ -7,7 +7,8 @@ source, before any row was left out), and the other columns. Nothing is decoded 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.recordings import archives, metadata
-from unisono.data.sources.column_schema import Type, is_bytes, is_text, plain
+from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import Files, open_source
 from unisono.data.sources.storage import is_remote
 from unisono.runtime.errors import ConfigError, DataError, nearest
 
+log = logging.getLogger(__name__)
 
-class Table(Protocol):
+
+class RecordingTable(Protocol):
     """Rows with a column of recordings.
 
     Attributes:
@@ -44,6 +47,12 @@ class Table(Protocol):
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
 
+    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """These columns of every row, without the recordings."""
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Names of a column's classes; None where the data do not say."""
+
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Refuse other data than those of an earlier manifest."""
 
@@ -64,9 +73,9 @@ def open_recordings(
     """Open recordings.
 
     Args:
-        paths: Arrow streams and files, Parquet (a struct of `bytes` and `path`, as `datasets` writes `Audio`, or a column
-            of bytes or paths); a CSV, TSV, JSON or JSON Lines file with paths, or the folder it is in; a folder of
-            recordings; WebDataset archives (`.tar`).
+        paths: Arrow streams and files, Parquet (a struct of `bytes` and `path`, as `datasets` writes `Audio`, or a
+            column of bytes or paths); a CSV, TSV, JSON or JSON Lines file with paths, or the folder it is in; a
+            folder of recordings; WebDataset archives (`.tar`).
         audio: the column of the recordings; None for one that is called `audio`, or, of metadata, `file` and the like.
         label: a column that must hold integers or nulls.
         columns: others that are wanted; None for all.
@@ -80,15 +89,15 @@ def open_recordings(
     given = [fspath(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     if not given:
         raise ConfigError(f"{key} names no recordings")
-    table: Table
-    if all(path.endswith(".tar") for path in archives.expanded(given)):
-        table = archives.Archives(archives.expanded(given), storage, key)
-    elif len(given) == 1 and (found := metadata.find(given[0])) is not None:
-        table = metadata.Listed(found, audio, key)
+    table: RecordingTable
+    if all(path.endswith(".tar") for path in archives.expand_paths(given)):
+        table = archives.Archives(archives.expand_paths(given), storage, key)
+    elif len(given) == 1 and (found := metadata.find_metadata(given[0])) is not None:
+        table = metadata.MetadataTable(found, audio, key)
     else:
-        table = _Columns(given, audio, label, columns, storage, key)
+        table = _ColumnTable(given, audio, label, columns, storage, key)
     _check_label(table, label, key)
-    return Recordings(table, label, columns, _left_out(leave_out, len(table)))
+    return Recordings(table, label, columns, _read_left_out(leave_out, len(table)))
 
 
 class Recordings:
@@ -100,7 +109,7 @@ class Recordings:
     """
 
     def __init__(
-        self, table: Table, label: str | None, columns: Sequence[str] | None, left_out: NDArray[np.int64]
+        self, table: RecordingTable, label: str | None, columns: Sequence[str] | None, left_out: NDArray[np.int64]
     ) -> None:
         self.table, self._label = table, label
         self._columns = None if columns is None else {*columns, *([label] if label else [])}
@@ -108,7 +117,7 @@ class Recordings:
             raise DataError(f"there is no column '{unknown[0]}', {nearest(unknown[0], table.columns)}")
         self.rows: NDArray[np.int64] = np.setdiff1d(np.arange(len(table), dtype=np.int64), left_out)
         if not len(self.rows):
-            raise DataError("no row is left: leave_out names all of them")
+            raise DataError("leave_out names all rows, so none is left")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,11 +138,36 @@ class Recordings:
         return {**kept, "row": number}
 
     @property
+    def columns(self) -> dict[str, str]:
+        """The types of all columns but the recordings', as words."""
+        return self.table.columns
+
+    def read_columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Columns of all rows that are read, without reading a recording: what splits and labels are made from.
+
+        Args:
+            names: of the columns; `audio` gives paths, as the data have them, where recordings are files; else None.
+
+        Raises:
+            DataError: for a column that is not there.
+        """
+        for name in names:
+            if name != "audio" and name not in self.table.columns:
+                raise DataError(f"there is no column '{name}', {nearest(name, self.table.columns)}")
+        kept, read = set(self.rows.tolist()), self.table.read_columns(list(names))
+        rows = [record for number, record in enumerate(read) if number in kept]
+        return {name: [row[name] for row in rows] for name in names}
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Names of the classes of a column, as `datasets` keeps them of a ClassLabel; None where there are none."""
+        return self.table.class_names(column)
+
+    @property
     def fingerprint(self) -> str:
         """Of the data, and of which rows are left out."""
         if len(self.rows) == len(self.table):
             return self.table.fingerprint
-        return f"{self.table.fingerprint}-{hash_of(self.rows)}"
+        return f"{self.table.fingerprint}-{hash_rows(self.rows)}"
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -145,7 +179,7 @@ class Recordings:
         self.table.check_same(before)
         if before.get("read") != self.fingerprint:
             raise DataError(
-                "not the rows of before: leave_out names others. Name those of before, or begin another run"
+                "the rows changed since the last start: leave_out names different ones. Set it back, or start a new run"
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
@@ -153,7 +187,7 @@ class Recordings:
         self.table.check_files(share, shares)
 
 
-class _Columns:
+class _ColumnTable:
     """Arrow and Parquet: a column of structs, of bytes or of paths."""
 
     def __init__(
@@ -165,15 +199,17 @@ class _Columns:
         storage: Mapping[str, Any] | None,
         key: str,
     ) -> None:
+        self._paths, self._storage, self._key = paths, storage, key
         schema = open_source(paths, storage=storage, key=key).schema
-        kinds = {field.name: plain(field.type) for field in schema}
+        kinds = {field.name: unwrap_type(field.type) for field in schema}
         self._audio = audio or "audio"
         if self._audio not in kinds:
             raise DataError(
-                f"{key}: there is no column '{self._audio}' of recordings, {nearest(self._audio, kinds)}; name it by audio="
+                f"{key}: there is no column '{self._audio}' of recordings, {nearest(self._audio, kinds)}; name it "
+                "with audio="
             )
         kind = kinds[self._audio]
-        parts = {kind.field(i).name: plain(kind.field(i).type) for i in range(kind.num_fields)}
+        parts = {kind.field(i).name: unwrap_type(kind.field(i).type) for i in range(kind.num_fields)}
         if not (is_bytes(kind) or is_text(kind) or {"bytes", "path"}.intersection(parts)):
             raise DataError(
                 f"{key}: column '{self._audio}' is {kind}, not recordings: a struct of bytes and path, bytes, or paths"
@@ -203,6 +239,33 @@ class _Columns:
         where = f"{path}, row {local} (from 0)" + (f", {inner}" if inner else "")
         return {**record, "audio": b"" if held is None else held, "name": where}
 
+    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        audio = {self._audio: None} if "audio" in names else {}
+        paths = bool(audio) and is_text(unwrap_type(self._files.schema.field(self._audio).type))
+        wanted = [name for name in names if name != "audio"] + [self._audio] * paths
+        if not wanted:
+            yield from ({"audio": None} for _ in range(len(self)))
+            return
+        for record in open_source(self._paths, wanted, storage=self._storage, key=self._key):
+            yield {**record, **({"audio": record[self._audio] if paths else None} if audio else {})}
+
+    def class_names(self, column: str) -> list[str] | None:
+        """From the features that `datasets` writes into the schema's metadata."""
+        content = (self._files.schema.metadata or {}).get(b"huggingface")
+        try:
+            feature = json.loads(content)["info"]["features"][column] if content else None
+        except (ValueError, KeyError, TypeError) as error:
+            log.debug("the schema says nothing of the classes of '%s': %r", column, error)
+            return None
+        while isinstance(feature, list | dict):
+            inner = feature[0] if isinstance(feature, list) and feature else feature
+            if not isinstance(inner, dict):
+                return None
+            if isinstance(names := inner.get("names"), list):
+                return [str(name) for name in names]
+            feature = inner.get("feature")
+        return None
+
     @property
     def fingerprint(self) -> str:
         return self._files.fingerprint
@@ -218,14 +281,14 @@ class _Columns:
         self._files.check_files(share, shares)
 
 
-def hash_of(rows: NDArray[np.int64]) -> str:
+def hash_rows(rows: NDArray[np.int64]) -> str:
     """A short digest of row numbers."""
     import hashlib
 
     return hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
 
 
-def _check_label(table: Table, label: str | None, key: str) -> None:
+def _check_label(table: RecordingTable, label: str | None, key: str) -> None:
     if label is None:
         return
     if label not in table.columns:
@@ -233,12 +296,12 @@ def _check_label(table: Table, label: str | None, key: str) -> None:
     kind = table.columns[label]
     if not kind.startswith(("int", "uint", "null")):
         raise DataError(
-            f"{key}: column '{label}' is {kind}, not {Type.of('int64?')}; labels are integers (a ClassLabel) or null. Map "
-            "its values to numbers where the data is written, or choose another column"
+            f"{key}: column '{label}' is {kind}, not {ColumnType.parse('int64?')}; labels are integers (a ClassLabel) "
+            "or null. Map its values to numbers where the data is written, or choose another column"
         )
 
 
-def _left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: int) -> NDArray[np.int64]:
+def _read_left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: int) -> NDArray[np.int64]:
     if leave_out is None:
         return np.zeros(0, dtype=np.int64)
     if isinstance(leave_out, str | PathLike):
@@ -251,6 +314,6 @@ def _left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: int) 
     found = np.unique(np.fromiter(leave_out, dtype=np.int64))
     if len(found) and not 0 <= found[0] <= found[-1] < rows:
         raise DataError(
-            f"leave_out names row {int(found[-1] if found[-1] >= rows else found[0])}, and there are {rows}"
+            f"leave_out names row {int(found[-1] if found[-1] >= rows else found[0])}, but there are only {rows} rows"
         )
     return found

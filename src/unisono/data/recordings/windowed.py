@@ -13,7 +13,7 @@ from unisono.data.recordings.source import Recordings
 from unisono.runtime.errors import DataError
 
 
-def cut_windows(source: Recordings, duration: float, hop: float | None = None, threads: int = 8) -> Windowed:
+def cut_windows(source: Recordings, duration: float, hop: float | None = None, threads: int = 8) -> WindowedRecordings:
     """Every window of every recording, a row each.
 
     Args:
@@ -33,16 +33,16 @@ def cut_windows(source: Recordings, duration: float, hop: float | None = None, t
         except DataError as error:
             raise DataError(f"row {record['row']} of the source, {record['name']}: {error}") from error
         if header.frames is None:
-            raise DataError(f"row {record['row']} of the source, {record['name']}: it does not say how long it is")
+            raise DataError(f"row {record['row']} of the source, {record['name']}: its header does not give its length")
         return [window.start or 0.0 for window in audio.windows(header.frames, header.rate, duration, hop)]
 
     with ThreadPoolExecutor(threads) as pool:
         starts = list(pool.map(count, range(len(source))))
     rows = np.repeat(np.arange(len(source), dtype=np.int64), [len(each) for each in starts])
-    return Windowed(source, rows, np.concatenate([np.array(each) for each in starts]))
+    return WindowedRecordings(source, rows, np.concatenate([np.array(each) for each in starts]))
 
 
-class Windowed:
+class WindowedRecordings:
     """A row for each window: the recording's record, and `window`.
 
     Args:
@@ -64,9 +64,9 @@ class Windowed:
     @property
     def fingerprint(self) -> str:
         """Of the recordings and the windows."""
-        from unisono.data.recordings.source import hash_of
+        from unisono.data.recordings.source import hash_rows
 
-        return f"{self.source.fingerprint}-{hash_of(self.rows)}-{hash_of(self.starts.view(np.int64))}"
+        return f"{self.source.fingerprint}-{hash_rows(self.rows)}-{hash_rows(self.starts.view(np.int64))}"
 
     @property
     def manifest(self) -> dict[str, Any]:

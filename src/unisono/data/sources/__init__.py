@@ -1,8 +1,8 @@
 """Where rows come from: files of six formats, on this host or behind a URL, as one numbered sequence."""
 
-from unisono.data.sources.column_schema import Wanted
+from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.discovery import Found, find
 from unisono.data.sources.files import Files, open_source, records
 from unisono.data.sources.storage import File, derived
 
-__all__ = ["File", "Files", "Found", "Wanted", "derived", "find", "open_source", "records"]
+__all__ = ["ColumnRequest", "File", "Files", "Found", "derived", "find", "open_source", "records"]

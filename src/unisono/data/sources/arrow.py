@@ -19,17 +19,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.data.sources import tables
-from unisono.data.sources.column_schema import Wanted
-from unisono.data.sources.storage import File, is_remote, reading
+from unisono.data.sources.column_schema import ColumnRequest
+from unisono.data.sources.storage import File, is_remote, wrap_read_errors
 from unisono.data.sources.tables import TableBlock
 from unisono.runtime.errors import DataError
 
-_MARK = b"ARROW1"
+_MAGIC = b"ARROW1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
 
 
 @dataclass(frozen=True)
-class Message:
+class ArrowMessage:
     """Where a message lies, and what its head says.
 
     Attributes:
@@ -49,15 +49,15 @@ class Message:
     compressed: bool = False
 
 
-class Reader:
+class ArrowReader:
     """A file and its record batches."""
 
-    def __init__(self, file: File, wanted: Wanted) -> None:
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
         digest = hashlib.blake2b(digest_size=16)
-        with reading(file), file.open() as source:
+        with wrap_read_errors(file), file.open() as source:
             messages = list(_messages(file, source, digest))
-            self.schema = pa.ipc.read_schema(pa.py_buffer(_read(source, messages[0].first, messages[0].last)))
+            self.schema = pa.ipc.read_schema(pa.py_buffer(_read_range(source, messages[0].first, messages[0].last)))
             self._content = None if is_remote(file.path) else file.content()
         wanted.check(file.path, self.schema)
         batches = [message for message in messages if message.kind == _BATCH]
@@ -66,6 +66,9 @@ class Reader:
         self._begin = np.array([message.first for message in batches], dtype=np.int64)
         self._end = np.array([message.last for message in batches], dtype=np.int64)
         self._compressed = any(message.compressed for message in batches)
+        for message in batches:
+            file.check_rows(message.rows)
+        file.check_rows(sum(message.rows for message in batches))
         self.rows = np.array([message.rows for message in batches], dtype=np.int64)
         self._firsts = np.cumsum([0, *self.rows])
         self.digest, self.weight = digest.hexdigest(), 64 * len(messages)
@@ -74,7 +77,7 @@ class Reader:
 
     def block(self, number: int) -> TableBlock:
         """A record batch."""
-        with reading(self._file):
+        with wrap_read_errors(self._file):
             batch = self._batch(number, self._names)
             batch.validate()  # offsets that point elsewhere would end the process; costs nothing beside them
         mapped = self._content is not None and not self._compressed
@@ -86,8 +89,8 @@ class Reader:
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """Of the lists of a column, or what a column of integers says, (rows,)."""
-        with reading(self._file):
-            each = [tables.lengths(self._batch(number, [column]).column(0)) for number in range(len(self.rows))]
+        with wrap_read_errors(self._file):
+            each = [tables.column_lengths(self._batch(number, [column]).column(0)) for number in range(len(self.rows))]
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
 
     def _batch(self, number: int, names: list[str]) -> Any:
@@ -97,15 +100,15 @@ class Reader:
             return pa.ipc.read_record_batch(self._content.slice(first, last - first), self.schema).select(names)
         with self._file.open() as source:  # a stream of nothing but what this batch needs
             needed = [(part.first, part.last) for part in (self._head, *before)]
-            parts = [_read(source, *part) for part in (*needed, (first, last))]
+            parts = [_read_range(source, *part) for part in (*needed, (first, last))]
         chosen = [self.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=sorted(chosen))
         with pa.ipc.open_stream(pa.BufferReader(b"".join(parts)), options=options) as reader:
             return reader.read_next_batch().select(names)
 
-    def _check_nulls(self, batches: list[Message]) -> None:
+    def _check_nulls(self, batches: list[ArrowMessage]) -> None:
         """Refuse nulls where none may be, as far as the heads tell: for whole columns."""
-        nodes = np.cumsum([0, *(_nodes(field.type) for field in self.schema)])
+        nodes = np.cumsum([0, *(_count_nodes(field.type) for field in self.schema)])
         for steps in self._wanted.without_nulls:
             node = int(nodes[self.schema.get_field_index(steps[0])]) if steps[0] in self.schema.names else -1
             for number, message in enumerate(batches):
@@ -114,13 +117,13 @@ class Reader:
                         pass
 
 
-def _messages(file: File, source: Any, digest: Any) -> Iterator[Message]:
+def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
     """The messages of a file or a stream, in order, up to its end mark."""
-    framed = source.read(len(_MARK)) == _MARK
+    framed = source.read(len(_MAGIC)) == _MAGIC
     if framed:
-        source.seek(file.size - len(_MARK))
-        if source.read(len(_MARK)) != _MARK:
-            raise _damaged(file, "it is cut off: its end mark is missing")
+        source.seek(file.size - len(_MAGIC))
+        if source.read(len(_MAGIC)) != _MAGIC:
+            raise _damaged_error(file, "it is cut off: its end mark is missing")
     at, kind = 8 if framed else 0, 0
     while True:
         source.seek(at)
@@ -128,42 +131,44 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[Message]:
         marked = head[:4] == b"\xff" * 4  # Arrow before 0.15 had no such mark
         start = 8 if marked else 4
         if len(head) < start:
-            raise _damaged(file, "it is cut off: a stream ends with a mark, and there is none" if at else "it is empty")
+            raise _damaged_error(file, "it is cut off: the end mark of the stream is missing" if at else "it is empty")
         size = struct.unpack("<i", head[start - 4 : start])[0]
         if size == 0 and kind:
             return
         if size <= 0 or at + start + size > file.size:
-            raise _damaged(file, "it is cut off in a message" if kind else "it is neither an Arrow file nor a stream")
+            raise _damaged_error(
+                file, "it is cut off in a message" if kind else "it is neither an Arrow file nor a stream"
+            )
         source.seek(at + start)
         meta = bytes(source.read(size))
         try:
             message = _message(at, at + start + size, meta)
-        except (struct.error, IndexError) as error:
-            raise _damaged(file, f"the head of the message at byte {at} makes no sense") from error
+        except (struct.error, IndexError, OverflowError) as error:
+            raise _damaged_error(file, f"the header of the message at byte {at} is invalid") from error
         if message.last > file.size:
-            raise _damaged(file, "it is cut off in a record batch")
+            raise _damaged_error(file, "it is cut off in a record batch")
         if kind == 0 and message.kind != _SCHEMA:
-            raise _damaged(file, "it does not begin with a schema")
+            raise _damaged_error(file, "it does not begin with a schema")
         digest.update(meta)
         kind, at = message.kind, message.last
         yield message
 
 
-def _message(first: int, body: int, meta: bytes) -> Message:
+def _message(first: int, body: int, meta: bytes) -> ArrowMessage:
     """The head of a message: a flatbuffer `Message` around one of `Schema`, `DictionaryBatch` or `RecordBatch`."""
-    message = _Table(meta, struct.unpack_from("<I", meta, 0)[0])
+    message = _FlatTable(meta, struct.unpack_from("<I", meta, 0)[0])
     kind, size = message.number(1, "<B"), message.number(3, "<q")
     if size < 0:
         raise IndexError(size)
     if kind != _BATCH:
-        return Message(first, body + size, kind)
+        return ArrowMessage(first, body + size, kind)
     batch = message.table(2)
     count, nodes = batch.vector(1)
     nulls = tuple(struct.unpack_from("<qq", meta, nodes + 16 * node)[1] for node in range(count))
-    return Message(first, body + size, kind, batch.number(0, "<q"), nulls, batch.offset(3) > 0)
+    return ArrowMessage(first, body + size, kind, batch.number(0, "<q"), nulls, batch.offset(3) > 0)
 
 
-class _Table:
+class _FlatTable:
     """A table of a flatbuffer (https://flatbuffers.dev/internals/)."""
 
     def __init__(self, content: bytes, at: int) -> None:
@@ -181,9 +186,9 @@ class _Table:
         offset = self.offset(field)
         return int(struct.unpack_from(form, self._content, self._at + offset)[0]) if offset else 0
 
-    def table(self, field: int) -> _Table:
+    def table(self, field: int) -> _FlatTable:
         """A table within."""
-        return _Table(self._content, self._target(field))
+        return _FlatTable(self._content, self._target(field))
 
     def vector(self, field: int) -> tuple[int, int]:
         """Length of a vector, and where its elements begin."""
@@ -197,19 +202,19 @@ class _Table:
         return at + int(struct.unpack_from("<I", self._content, at)[0])
 
 
-def _read(source: Any, first: int, last: int) -> bytes:
+def _read_range(source: Any, first: int, last: int) -> bytes:
     source.seek(first)
     return bytes(source.read(last - first))
 
 
-def _nodes(kind: Any) -> int:
+def _count_nodes(kind: Any) -> int:
     """Nodes that a column takes in the head of a record batch: its own, and those of its children."""
     if isinstance(kind, pa.BaseExtensionType):
-        return _nodes(kind.storage_type)
+        return _count_nodes(kind.storage_type)
     if isinstance(kind, pa.DictionaryType):
         return 1
-    return 1 + sum(_nodes(kind.field(i).type) for i in range(kind.num_fields))
+    return 1 + sum(_count_nodes(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _damaged(file: File, what: str) -> DataError:
+def _damaged_error(file: File, what: str) -> DataError:
     return DataError(f"{file.path} cannot be read as arrow: {what}; write or copy it again")

@@ -1,4 +1,4 @@
-"""The last things that were used, as far as memory allows: blocks that are read, files that are open."""
+"""A cache of the most recently used things (blocks, open files), bounded by their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Cache(Generic[T]):
+class LruCache(Generic[T]):
     """Least recently used goes first. Threads that want the same thing wait for one of them to make it.
 
     Args:

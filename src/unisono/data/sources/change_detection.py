@@ -1,4 +1,4 @@
-"""What is no longer as it was: files that were trained on, held against those that are there now."""
+"""Detects changed files: those that were trained on, compared with those that are there now."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 Entry = Mapping[str, Any]  # of a file: its name, and whatever else of it must stay: rows, digest, size, stamp
 
 
-def what_changed(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:
+def find_change(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:
     """What happened to the first file that is not what it was; None where all are.
 
-    >>> what_changed([{"name": "a.npy", "rows": 3}], [{"name": "a.npy", "rows": 2}])
+    >>> find_change([{"name": "a.npy", "rows": 3}], [{"name": "a.npy", "rows": 2}])
     'a.npy has changed: it had 3 rows and has 2'
     """
     pairs = list(zip(before, now, strict=False))
     for part in ("name", "rows", "digest", "size", "stamp"):  # a time says least: copies have times of their own
         for old, new in pairs:
             if old.get(part) != new.get(part):
-                return _told(part, old, new, [file["name"] for file in before], [file["name"] for file in now])
+                return _describe_change(
+                    part, old, new, [file["name"] for file in before], [file["name"] for file in now]
+                )
     if len(before) != len(now):
         longer, what = (now, "was not there") if len(now) > len(before) else (before, "is gone")
         return f"{longer[len(pairs)]['name']} {what}"
     return None
 
 
-def _told(part: str, old: Entry, new: Entry, before: Sequence[str], now: Sequence[str]) -> str:
+def _describe_change(part: str, old: Entry, new: Entry, before: Sequence[str], now: Sequence[str]) -> str:
     if part == "name":
         if old["name"] not in now:
             return f"{old['name']} is gone"

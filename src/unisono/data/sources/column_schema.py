@@ -22,7 +22,7 @@ _ALIASES = {"str": "text", "string": "text", "binary": "bytes", "double": "float
 
 
 @dataclass(frozen=True)
-class Type:
+class ColumnType:
     """What a column must hold.
 
     Attributes:
@@ -33,10 +33,10 @@ class Type:
 
     word: str
     nulls: bool = False
-    item: Type | None = None
+    item: ColumnType | None = None
 
     @classmethod
-    def of(cls, written: str) -> Type:
+    def parse(cls, written: str) -> ColumnType:
         """From its text, e.g. `int64?` or `list<int64>`.
 
         Raises:
@@ -45,10 +45,10 @@ class Type:
         text = written.strip()
         nulls, text = text.endswith("?"), text.removesuffix("?").strip()
         if text.startswith("list<") and text.endswith(">"):
-            return cls("list", nulls, cls.of(text[5:-1]))
+            return cls("list", nulls, cls.parse(text[5:-1]))
         word = _ALIASES.get(text, text)
         if word not in _WORDS:
-            raise ConfigError(f"'{written}' is no type of a column, {nearest(word, _WORDS)}")
+            raise ConfigError(f"'{written}' is not a column type, {nearest(word, _WORDS)}")
         return cls(word, nulls)
 
     def __str__(self) -> str:
@@ -56,19 +56,21 @@ class Type:
 
     def fits(self, kind: Any) -> bool:
         """Whether a column of this Arrow type can be it."""
-        kind = plain(kind)
+        kind = unwrap_type(kind)
         if pa.types.is_null(kind):
             return self.nulls
         if self.word == "list":
             return is_list(kind) and (self.item is None or self.item.fits(kind.value_type))
-        return bool(_FITS[self.word](kind) if self.word in _FITS else kind == pa.type_for_alias(self.word))
+        return bool(
+            _TYPE_CHECKS[self.word](kind) if self.word in _TYPE_CHECKS else kind == pa.type_for_alias(self.word)
+        )
 
     def read(self, value: Any) -> tuple[bool, Any]:
         """Whether a value of JSON can be it, and if so the value as the other formats give it: lists as arrays."""
         if value is None:
             return self.nulls, None
         if self.word != "list":
-            fits = type(value) in _TAKES.get(self.word, (int, float)) and (
+            fits = type(value) in _JSON_TYPES.get(self.word, (int, float)) and (
                 not self._whole or self._limits[0] <= value <= self._limits[1]
             )
             return fits, float(value) if fits and self.word.startswith("float") else value
@@ -80,7 +82,7 @@ class Type:
         return all(fits for fits, _ in read), [part for _, part in read]
 
     def _array(self, values: list[Any]) -> tuple[bool, Any]:
-        if not set(map(type, values)) <= set(_TAKES.get(self.word, (int, float))):
+        if not set(map(type, values)) <= set(_JSON_TYPES.get(self.word, (int, float))):
             return False, values
         if not self._whole:
             return True, np.asarray(values, dtype=self.dtype)
@@ -129,27 +131,27 @@ def is_number(kind: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
-def plain(kind: Any) -> Any:
+def unwrap_type(kind: Any) -> Any:
     """A type without its dictionary or its extension."""
     while isinstance(kind, pa.DictionaryType | pa.BaseExtensionType):
         kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind.storage_type
     return kind
 
 
-def alike(one: Any, other: Any) -> bool:
+def is_same_type(one: Any, other: Any) -> bool:
     """Whether columns of these types give values of the same type."""
-    one, other = plain(one), plain(other)
+    one, other = unwrap_type(one), unwrap_type(other)
     if is_list(one) and is_list(other):
-        return alike(one.value_type, other.value_type)
+        return is_same_type(one.value_type, other.value_type)
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         names = {one.field(i).name for i in range(one.num_fields)}
         if names != {other.field(i).name for i in range(other.num_fields)}:
             return False
-        return all(alike(one.field(name).type, other.field(name).type) for name in names)
+        return all(is_same_type(one.field(name).type, other.field(name).type) for name in names)
     return bool((is_text(one) and is_text(other)) or (is_bytes(one) and is_bytes(other)) or one == other)
 
 
-_FITS = {
+_TYPE_CHECKS = {
     "text": is_text,
     "bytes": is_bytes,
     "bool": pa.types.is_boolean,
@@ -158,14 +160,14 @@ _FITS = {
     "number": lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind),
     "struct": pa.types.is_struct,
 }
-_TAKES: dict[str, tuple[type, ...]] = {
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
     "text": (str,), "bytes": (), "bool": (bool,), "struct": (dict,),
     **{word: (int,) for word in _WORDS if word.startswith(("int", "uint"))},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ColumnRequest:
     """What is asked of every file.
 
     Attributes:
@@ -176,7 +178,7 @@ class Wanted:
     """
 
     columns: tuple[str, ...] | None = None
-    types: tuple[tuple[str, Type], ...] = ()
+    types: tuple[tuple[str, ColumnType], ...] = ()
     separator: str | None = None
     hint: str = ""
 
@@ -187,18 +189,18 @@ class Wanted:
         expect: Mapping[str, str] | None = None,
         separator: str | None = None,
         hint: str = "",
-    ) -> Wanted:
+    ) -> ColumnRequest:
         """From what a user types.
 
         Raises:
             ConfigError: for an unknown type, or one of a column that is not asked for.
         """
-        types = tuple((name, Type.of(written)) for name, written in (expect or {}).items())
+        types = tuple((name, ColumnType.parse(written)) for name, written in (expect or {}).items())
         if columns is not None:
             for name, _ in types:
                 if name.split(".")[0] not in columns and name not in columns:
                     raise ConfigError(
-                        f"expect names the column '{name}', which is not asked for, {nearest(name, columns)}"
+                        f"expect names the column '{name}', which is not selected, {nearest(name, columns)}"
                     )
         return cls(None if columns is None else tuple(columns), types, separator, f" ({hint})" if hint else "")
 
@@ -217,7 +219,7 @@ class Wanted:
             if column not in schema.names:
                 raise DataError(f"{path} has no column '{column}', {nearest(column, schema.names)}{self.hint}")
         for name, kind in self.types:
-            there = _field(path, schema, name, self.hint)
+            there = _find_field(path, schema, name, self.hint)
             if not kind.fits(there):
                 raise DataError(
                     f"{path}: column '{name}' is {there}, not {kind}{self.hint}; convert it where the file is "
@@ -236,12 +238,12 @@ class Wanted:
                 value = value.get(step) if isinstance(value, Mapping) else None
             if value is None:
                 raise DataError(
-                    f"{where()}: column '{'.'.join(steps)}' is null{self.hint}; take the row out, or allow nulls "
-                    "(a type with ? behind it)"
+                    f"{where()}: column '{'.'.join(steps)}' is null{self.hint}; remove the row, or allow nulls "
+                    "(add ? to the type)"
                 )
 
 
-def _field(path: str, schema: Any, name: str, hint: str) -> Any:
+def _find_field(path: str, schema: Any, name: str, hint: str) -> Any:
     if name in schema.names:
         return schema.field(name).type
     steps = name.split(".")

@@ -7,7 +7,6 @@ wrong (`{"id": "text"}` keeps the zeros of "007"). An empty value is null, and a
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import io
 from collections.abc import Iterator
@@ -18,40 +17,42 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.data.sources import tables
-from unisono.data.sources.column_schema import Type, Wanted
-from unisono.data.sources.storage import File, reading
+from unisono.data.sources.column_schema import ColumnRequest, ColumnType
+from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError, find_duplicates, format_examples
 
-_ROWS = 4096  # of a block
+_BLOCK_ROWS = 4096  # of a block
 _INFERRED = (pa.int64(), pa.float64())
 
 
-class Reader:
+class DelimitedReader:
     """A file of delimited values."""
 
-    def __init__(self, file: File, wanted: Wanted) -> None:
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
-        with reading(file), file.stream() as stream:
+        with wrap_read_errors(file), file.unpacked() as stream:
             content = stream.read()
-        if file.compressed:
-            content = gzip.decompress(content)
         types = dict(wanted.types)
-        columns = _columns(file, content)
+        columns = _read_columns(file, content)
         self.schema = pa.schema([])
         if columns:
-            table = pa.table({name: _typed(file, name, values, types.get(name)) for name, values in columns.items()})
+            table = pa.table(
+                {name: _typed_column(file, name, values, types.get(name)) for name, values in columns.items()}
+            )
             wanted.check(file.path, table.schema)
             self._table = table.select(wanted.columns) if wanted.columns is not None else table
             self.schema = table.schema
         rows = len(next(iter(columns.values()), []))
-        self.rows: NDArray[np.int64] = np.diff([*range(0, rows, _ROWS), rows]) if rows else np.zeros(0, dtype=np.int64)
+        self.rows: NDArray[np.int64] = (
+            np.diff([*range(0, rows, _BLOCK_ROWS), rows]) if rows else np.zeros(0, dtype=np.int64)
+        )
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         self.weight = len(content)
 
     def block(self, number: int) -> tables.TableBlock:
         """Some thousand rows that stand together."""
-        first = number * _ROWS
-        part = self._table.slice(first, _ROWS)
+        first = number * _BLOCK_ROWS
+        part = self._table.slice(first, _BLOCK_ROWS)
         return tables.TableBlock(part, self._file.path, first, self._wanted, part.nbytes)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -59,11 +60,11 @@ class Reader:
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """What a column of integers says, (rows,)."""
-        found: NDArray[np.int64] = tables.lengths(self._table.column(column))
+        found: NDArray[np.int64] = tables.column_lengths(self._table.column(column))
         return found
 
 
-def _columns(file: File, content: bytes) -> dict[str, list[str]]:
+def _read_columns(file: File, content: bytes) -> dict[str, list[str]]:
     """Values of each column as text; none where there is no row."""
     delimiter = "," if file.format == "csv" else "\t"
     try:
@@ -79,14 +80,14 @@ def _columns(file: File, content: bytes) -> dict[str, list[str]]:
     for number, line in lines[1:]:
         if len(line) != len(header):
             raise DataError(
-                f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value may "
-                "hold a separator that is not quoted"
+                f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
+                "may hold a separator that is not quoted"
             )
     values = zip(*(line for _, line in lines[1:]), strict=True)
     return {name: list(column) for name, column in zip(header, values, strict=True)}
 
 
-def _typed(file: File, name: str, values: list[str], kind: Type | None) -> Any:
+def _typed_column(file: File, name: str, values: list[str], kind: ColumnType | None) -> Any:
     """A column of the type that is expected, or of the narrowest that holds all its values."""
     if kind is not None and kind.word == "text":
         return pa.array([value or None for value in values] if kind.nulls else values, pa.string())

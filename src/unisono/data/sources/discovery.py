@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from unisono.data.sources.duplicates import refuse
-from unisono.data.sources.storage import TAG, File, Where, asked, is_remote, told
-from unisono.runtime.errors import DataError
+from typing_extensions import TypedDict
 
-ENDINGS = {
+from unisono.data.sources.duplicates import refuse_duplicates
+from unisono.data.sources.storage import TAG, File, RemoteOptions, ask_remote, error_text, is_remote
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import DataError
+from unisono.runtime.shapes import misfit
+from unisono.runtime.text import one_line
+
+FORMAT_BY_SUFFIX = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
     ".arrow": "arrow", ".feather": "arrow", ".npy": "npy", ".csv": "csv", ".tsv": "tsv",
 }  # fmt: skip
@@ -39,7 +43,7 @@ class Found:
 
     @property
     def stamp(self) -> list[list[Any]]:
-        """Of each file its name, format, size and time of the last change, as JSON: changes when one is written again."""
+        """Name, format, size and modification time of each file, as JSON: changes when a file is written again."""
         return [[file.name, file.format, file.size, file.stamp] for file in self.files]
 
 
@@ -59,8 +63,8 @@ def find(
     split: str | None = None,
     *,
     format: str | None = None,
-    formats: Sequence[str] = tuple(dict.fromkeys(ENDINGS.values())),
-    where: Where | None = None,
+    formats: Sequence[str] = tuple(dict.fromkeys(FORMAT_BY_SUFFIX.values())),
+    where: RemoteOptions | None = None,
     duplicates: Literal["refuse", "allow"] = "refuse",
     key: str = "data.path",
 ) -> Found:
@@ -82,43 +86,48 @@ def find(
     given = [paths] if isinstance(paths, str | PathLike) else list(paths)
     files: list[File] = []
     ignored: list[str] = []
-    for place in _expanded([_plain(fspath(path)) for path in given], where or Where(), key):
-        place = place.of_split(split)
+    for place in _expand_places([_strip_file_scheme(fspath(path)) for path in given], where or RemoteOptions(), key):
+        place = place.choose_split(split)
         for entry in place.entries():
             ending = PurePosixPath(entry.inner.name.removesuffix(".gz")).suffix.lower()
-            kind = format or ENDINGS.get(ending) or ({".json": "jsonl"}.get(ending, "text") if pattern != "*" else None)
+            kind = (
+                format
+                or FORMAT_BY_SUFFIX.get(ending)
+                or ({".json": "jsonl"}.get(ending, "text") if pattern != "*" else None)
+            )
             if kind is None or kind not in formats or not entry.inner.match(pattern):
                 ignored.append(str(entry.inner))
             else:
                 name = f"{place.name}/{entry.inner}"
                 files.append(File(entry.path, kind, name, entry.size, entry.stamp, place.where))
     if not files:
-        wanted = ", ".join(sorted(ending for ending, kind in ENDINGS.items() if kind in formats))
+        wanted = ", ".join(sorted(ending for ending, kind in FORMAT_BY_SUFFIX.items() if kind in formats))
         raise DataError(
             f"{key}: no documents in {', '.join(map(str, given))} (pattern '{pattern}'); known endings are "
-            f"{wanted}, and others are read as text where data.pattern names them"
-            + (f"; passed over: {', '.join(ignored[:5])}" if ignored else "")
+            f"{wanted}; other files are read as text if data.pattern names them"
+            + (f"; ignored: {', '.join(ignored[:5])}" if ignored else "")
         )
     if duplicates == "refuse":
-        refuse(files, key)
+        refuse_duplicates(files, key)
     return Found(tuple(files), tuple(ignored))
 
 
-class _Local:
+class _LocalPlace:
     """A file or directory on this host."""
 
-    def __init__(self, path: Path, where: Where) -> None:
+    def __init__(self, path: Path, where: RemoteOptions) -> None:
         self.path, self.where = path, where
 
     @property
     def name(self) -> str:
         return self.path.name
 
-    def of_split(self, split: str | None) -> _Local:
+    def choose_split(self, split: str | None) -> _LocalPlace:
         if not (self.path / "dataset_dict.json").is_file():
             return self
-        return _Local(
-            self.path / _split_of(self.path, (self.path / "dataset_dict.json").read_bytes(), split), self.where
+        return _LocalPlace(
+            self.path / _choose_split(self.path, safe_paths.read_bytes(self.path, "dataset_dict.json"), split),
+            self.where,
         )
 
     def entries(self) -> Iterator[_Entry]:
@@ -127,28 +136,38 @@ class _Local:
             chosen, root = [path], path.parent
         elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
             there = {entry.name for entry in path.iterdir() if entry.is_file()}
-            chosen, root = [path / n for n in _saved_files(path, (path / "state.json").read_bytes(), there)], path
+            chosen, root = (
+                [path / n for n in _saved_files(path, safe_paths.read_bytes(path, "state.json"), there)],
+                path,
+            )
         else:
             below = {PurePosixPath(p.relative_to(path)): p for p in sorted(path.rglob("*"))}
-            chosen, root = [p for p in map(below.__getitem__, _data(below)) if p.is_file() or _broken(p)], path
+            chosen, root = (
+                [p for p in map(below.__getitem__, _data_paths(below)) if p.is_file() or _refuse_broken_link(p)],
+                path,
+            )
         for file in chosen:
             status = file.stat()
             yield _Entry(str(file), PurePosixPath(file.relative_to(root)), status.st_size, str(status.st_mtime_ns))
 
 
-class _Remote:
+class _RemotePlace:
     """An object or a prefix behind a URL."""
 
-    def __init__(self, url: str, where: Where) -> None:
+    def __init__(self, url: str, where: RemoteOptions) -> None:
         self.url, self.where = url.rstrip("/"), where
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
-    def of_split(self, split: str | None) -> _Remote:
+    def choose_split(self, split: str | None) -> _RemotePlace:
         content = self._content("dataset_dict.json")
-        return self if content is None else _Remote(f"{self.url}/{_split_of(self.url, content, split)}", self.where)
+        return (
+            self
+            if content is None
+            else _RemotePlace(f"{self.url}/{_choose_split(self.url, content, split)}", self.where)
+        )
 
     def entries(self) -> Iterator[_Entry]:
         def listing(system: Any, path: str) -> tuple[str, dict[str, Any]]:
@@ -159,9 +178,9 @@ class _Remote:
                 return root, {root: about}
             return root, system.find(root, detail=True)
 
-        root, listed = asked(self.url, self.where, listing)
+        root, listed = ask_remote(self.url, self.where, listing)
         inner = {path: PurePosixPath(path[len(root) :].lstrip("/") or self.name) for path in listed}
-        data = set(_data(inner.values()))
+        data = set(_data_paths(inner.values()))
         chosen = sorted((p for p in listed if p == root or inner[p] in data), key=lambda path: inner[path].parts)
         state = self._content("state.json") if any(str(inner[p]) == "state.json" for p in chosen) else None
         if state is not None and any(str(inner[p]) == "dataset_info.json" for p in chosen):
@@ -173,7 +192,7 @@ class _Remote:
 
     def _content(self, name: str) -> bytes | None:
         try:
-            return asked(f"{self.url}/{name}", self.where, lambda system, path: bytes(system.cat_file(path)))
+            return ask_remote(f"{self.url}/{name}", self.where, lambda system, path: bytes(system.cat_file(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DataError:
@@ -182,66 +201,66 @@ class _Remote:
             raise
 
 
-def _broken(path: Path) -> bool:
+def _refuse_broken_link(path: Path) -> bool:
     """Refuse a link that leads nowhere: what it led to would be missing, and nothing would say so."""
     if path.is_symlink() and not path.exists():
-        raise DataError(f"{path} is a link to {path.readlink()}, which does not exist; mend it or take it out")
+        raise DataError(f"{path} is a link to {path.readlink()}, which does not exist; repair or remove it")
     return False
 
 
-def _plain(path: str) -> str:
+def _strip_file_scheme(path: str) -> str:
     """A path without `file://`, which is a local one."""
     return path.removeprefix("file://") if path.startswith("file://") else path
 
 
-def _expanded(paths: Sequence[str], where: Where, key: str) -> Iterator[_Local | _Remote]:
+def _expand_places(paths: Sequence[str], where: RemoteOptions, key: str) -> Iterator[_LocalPlace | _RemotePlace]:
     for path in paths:
         try:
             if is_remote(path):
-                yield from _remote(path, where)
+                yield from _expand_remote(path, where)
             elif Path(path).exists():
-                yield _Local(Path(path), where)
+                yield _LocalPlace(Path(path), where)
             else:
-                matches = _matching(path)
+                matches = _glob_paths(path)
                 if not matches:
                     raise FileNotFoundError
-                yield from (_Local(match, where) for match in matches)
+                yield from (_LocalPlace(match, where) for match in matches)
         except FileNotFoundError as error:
             matching = "matches nothing" if any(sign in path for sign in "*?[") else "does not exist"
             raise DataError(f"{key}: {path} {matching}") from error
         except PermissionError as error:
-            raise DataError(f"{key}: {path} may not be read: {told(error)}") from error
+            raise DataError(f"{key}: {path} may not be read: {error_text(error)}") from error
 
 
-def _matching(path: str) -> list[Path]:
+def _glob_paths(path: str) -> list[Path]:
     """What a glob matches."""
     anchor = Path(path).anchor
     inner = path.removeprefix(anchor)
     matches = sorted(Path(anchor or ".").glob(inner)) if inner else []
-    return [match for match in matches if _seen(match.as_posix(), path)]
+    return [match for match in matches if _is_visible(match.as_posix(), path)]
 
 
-def _seen(match: str, pattern: str) -> bool:
+def _is_visible(match: str, pattern: str) -> bool:
     """Whether what a glob matches is hidden nowhere that the glob does not say."""
     said = PurePosixPath(pattern).parts
     return not any(part.startswith(".") and part not in said for part in PurePosixPath(match).parts)
 
 
-def _remote(url: str, where: Where) -> Iterator[_Remote]:
+def _expand_remote(url: str, where: RemoteOptions) -> Iterator[_RemotePlace]:
     protocol = url.partition("://")[0]
 
     def expand(system: Any, path: str) -> list[str]:
         system.invalidate_cache()
         if any(sign in path for sign in "*[") and not system.exists(path):
-            return [str(system.unstrip_protocol(match)) for match in system.glob(path) if _seen(match, path)]
+            return [str(system.unstrip_protocol(match)) for match in system.glob(path) if _is_visible(match, path)]
         system.info(path)  # raises where there is nothing
         return [url]
 
-    matches = asked(url, where, expand)
+    matches = ask_remote(url, where, expand)
     if not matches:
         raise FileNotFoundError
     for match in sorted(matches, key=lambda found: PurePosixPath(found).parts):
-        yield _Remote(match if "://" in match else f"{protocol}://{match}", where)
+        yield _RemotePlace(match if "://" in match else f"{protocol}://{match}", where)
 
 
 def _stamp(about: dict[str, Any]) -> str:
@@ -252,32 +271,60 @@ def _stamp(about: dict[str, Any]) -> str:
     return ""
 
 
-def _data(inner: Iterable[PurePosixPath]) -> list[PurePosixPath]:
+def _data_paths(inner: Iterable[PurePosixPath]) -> list[PurePosixPath]:
     """Those of the paths in a directory that are not hidden, nor in one of its own that is tagged as made again."""
-    paths = [path for path in inner if not _hidden(path)]
+    paths = [path for path in inner if not _is_hidden(path)]
     made = {path.parent for path in paths if path.name == TAG}
     return [path for path in paths if path.name != TAG and not made.intersection(list(path.parents)[:-1])]
 
 
-def _hidden(inner: PurePosixPath | Path) -> bool:
+def _is_hidden(inner: PurePosixPath | Path) -> bool:
     return any(part.startswith(".") for part in inner.parts)
 
 
-def _split_of(place: Any, content: bytes, split: str | None) -> str:
-    splits = json.loads(content)["splits"]
+def _choose_split(place: Any, content: bytes, split: str | None) -> str:
+    splits = _described(place, "dataset_dict.json", content, _Splits)["splits"]
     chosen = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else "")
     if chosen not in splits:
-        raise DataError(f"{place} has the splits {', '.join(splits)}; choose one by data.split")
+        raise DataError(f"{place} has the splits {one_line(', '.join(splits))}; choose one by data.split")
+    safe_paths.components(str(place), chosen)  # or it would lead elsewhere
     return str(chosen)
+
+
+class _Splits(TypedDict):
+    """`dataset_dict.json`."""
+
+    splits: list[str]
+
+
+class _SavedFile(TypedDict):
+    filename: str
+
+
+class _SavedSet(TypedDict):
+    """`state.json`, as far as it is read."""
+
+    _data_files: list[_SavedFile]
+
+
+def _described(place: Any, name: str, content: bytes, shape: Any) -> dict[str, Any]:
+    """A file of JSON in which `datasets` says what a folder holds."""
+    try:
+        found = safe_paths.parse_json(content)
+    except ValueError as error:
+        raise DataError(f"{place}/{name} cannot be read as JSON: {one_line(error)}") from error
+    if (wrong := misfit(found, shape)) is not None:
+        raise DataError(f"{place}/{name} does not describe a data set: {one_line(wrong)}; save it again by `datasets`")
+    return dict(found)
 
 
 def _saved_files(place: Any, content: bytes, there: set[str]) -> list[str]:
     """The Arrow files of a data set that `datasets` saved, in its own order."""
-    state = json.loads(content)
+    state = _described(place, "state.json", content, _SavedSet)
     if state.get("_indices_files"):
         raise DataError(f"{place} was saved with an indices mapping; save it again after dataset.flatten_indices()")
-    names = [str(entry["filename"]) for entry in state["_data_files"]]
+    names = [entry["filename"] for entry in state["_data_files"]]
     missing = [name for name in names if name not in there]
     if missing:
-        raise DataError(f"{place}: {missing[0]} is missing, which its state.json lists")
+        raise DataError(f"{place}: {missing[0]} is listed in state.json but missing")
     return names

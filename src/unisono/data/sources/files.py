@@ -21,23 +21,23 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.data.sources import arrow, delimited, index, lines, npy, parquet
-from unisono.data.sources.cache import Cache
-from unisono.data.sources.change_detection import what_changed
-from unisono.data.sources.column_schema import Type, Wanted, alike, is_list, is_number, plain
+from unisono.data.sources.cache import LruCache
+from unisono.data.sources.change_detection import find_change
+from unisono.data.sources.column_schema import ColumnRequest, ColumnType, is_list, is_number, is_same_type, unwrap_type
 from unisono.data.sources.discovery import Found, Place, find
-from unisono.data.sources.duplicates import ends
-from unisono.data.sources.storage import DEADLINE, File, Where, options, reading
+from unisono.data.sources.duplicates import digest_ends
+from unisono.data.sources.storage import DEADLINE, File, RemoteOptions, options, wrap_read_errors
 from unisono.runtime.errors import ConfigError, DataError, nearest
 
 log = logging.getLogger(__name__)
 Duplicates = Literal["refuse", "allow"]
-_OPEN = 256e6  # bytes of files that stay open: their maps, footers and indices, no handles
-_EACH = 16384.0  # bytes of one at least, so that there are no more maps than a system allows
-_AT_ONCE = 16  # files that are looked at together before the start
+_OPEN_BYTES = 256e6  # bytes of files that stay open: their maps, footers and indices, no handles
+_MIN_READER_BYTES = 16384.0  # bytes of one at least, so that there are no more maps than a system allows
+_OPEN_THREADS = 16  # files that are looked at together before the start
 _LENGTH = "length"  # the column of lengths that is looked for
 
 
-class Block(Protocol):
+class RowBlock(Protocol):
     """Rows that are read together."""
 
     weight: int
@@ -47,7 +47,7 @@ class Block(Protocol):
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
 
-class Reader(Protocol):
+class FileReader(Protocol):
     """A file of one of the formats.
 
     Attributes:
@@ -62,7 +62,7 @@ class Reader(Protocol):
     rows: NDArray[np.int64]
     digest: str
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> RowBlock:
         """The rows of a block."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
@@ -71,14 +71,16 @@ class Reader(Protocol):
         """Units of each row, by a column of integers or of lists, (rows,)."""
 
 
-_READERS: dict[str, Callable[[File, Wanted], Reader]] = {
-    "arrow": arrow.Reader,
-    "parquet": parquet.Reader,
-    "jsonl": lines.Reader,
-    "text": lambda file, wanted: lines.Reader(file, wanted) if wanted.separator else lines.Whole(file, wanted),
-    "npy": npy.Reader,
-    "csv": delimited.Reader,
-    "tsv": delimited.Reader,
+_READERS: dict[str, Callable[[File, ColumnRequest], FileReader]] = {
+    "arrow": arrow.ArrowReader,
+    "parquet": parquet.ParquetReader,
+    "jsonl": lines.LineReader,
+    "text": lambda file, wanted: (
+        lines.LineReader(file, wanted) if wanted.separator else lines.DocumentReader(file, wanted)
+    ),
+    "npy": npy.NpyReader,
+    "csv": delimited.DelimitedReader,
+    "tsv": delimited.DelimitedReader,
 }
 
 
@@ -120,25 +122,25 @@ def open_source(
     if format is not None and format not in _READERS:
         raise ConfigError(f"format='{format}' is not known, {nearest(format, _READERS)}")
     asked = [columns] if isinstance(columns, str) else columns
-    wanted = Wanted.of(asked, expect, separator)
-    where = Where(options(storage), deadline)
+    wanted = ColumnRequest.of(asked, expect, separator)
+    where = RemoteOptions(options(storage), deadline)
     found = find(paths, pattern, split, format=format, where=where, duplicates=duplicates, key=key)
     return Files(found, wanted, bare=isinstance(columns, str), cache_mb=cache_mb, key=key)
 
 
-def records(file: File, wanted: Wanted) -> Iterator[dict[str, Any]]:
+def records(file: File, wanted: ColumnRequest) -> Iterator[dict[str, Any]]:
     """The rows of a file from begin to end, in bounded memory and without an index.
 
     Raises:
         DataError: naming file, row and column.
     """
     if file.format in ("jsonl", "text"):
-        return lines.records(file, wanted)
+        return lines.read_records(file, wanted)
     return iter(_READERS[file.format](file, wanted))
 
 
 @dataclass(frozen=True)
-class Shard:
+class SourceFile:
     """A file, as it was before the start.
 
     Attributes:
@@ -166,26 +168,26 @@ class Files:
     def __init__(
         self,
         found: Found,
-        wanted: Wanted,
+        wanted: ColumnRequest,
         *,
         bare: bool = False,
         cache_mb: float = 256.0,
         key: str = "data.path",
     ) -> None:
         self._wanted, self._bare, self._budget, self._least = wanted, bare, cache_mb * 1e6, 1
-        self._fresh()
-        with ThreadPoolExecutor(min(_AT_ONCE, len(found.files)), thread_name_prefix="unisono-source") as pool:
-            seen = list(pool.map(self._look, found.files))
+        self._reset_caches()
+        with ThreadPoolExecutor(min(_OPEN_THREADS, len(found.files)), thread_name_prefix="unisono-source") as pool:
+            seen = list(pool.map(self._describe_file, found.files))
         filled = [shard for shard, _ in seen if shard.rows.sum()]
         empty = [shard.file.name for shard, _ in seen if not shard.rows.sum()]
         if not filled:
             raise DataError(
-                f"{key}: there is no row in {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}; "
-                "were the files written to their end, and is it the right path?"
+                f"{key}: {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''} contain no rows; "
+                "check the path, and that the files were written completely"
             )
         self.shards, self.ignored = tuple(filled), (*found.ignored, *empty)
         schemas = [(shard.file, schema) for shard, schema in seen if shard.rows.sum()]
-        _check_alike(schemas, wanted)
+        _check_same_columns(schemas, wanted)
         self.schema = schemas[0][1]
         self.blocks: NDArray[np.int64] = np.concatenate([shard.rows for shard in self.shards])
         self._ends = np.cumsum(self.blocks)
@@ -202,16 +204,16 @@ class Files:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         block = int(self._ends.searchsorted(row, side="right"))
-        return self._given(self._block(block)[int(row) - int(self._ends[block] - self.blocks[block])])
+        return self._unwrap(self._block(block)[int(row) - int(self._ends[block] - self.blocks[block])])
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._given(record) for block in range(len(self.blocks)) for record in self._block(block))
+        return (self._unwrap(record) for block in range(len(self.blocks)) for record in self._block(block))
 
     def read_block(self, block: int) -> list[Any]:
         """All records of a block, in order."""
         if not 0 <= block < len(self.blocks):
             raise IndexError(f"block {block} of {len(self.blocks)}")
-        return [self._given(record) for record in self._block(block)]
+        return [self._unwrap(record) for record in self._block(block)]
 
     def read(self, first: int, last: int) -> Iterator[Any]:
         """The records `first..last-1`, in order, read block by block."""
@@ -232,7 +234,7 @@ class Files:
         if column is None:
             return None
         each = [
-            index.kept(shard.file, f"lengths {column}", lambda i=i: self._reader(i).lengths(column))  # type: ignore[misc]
+            index.cached_array(shard.file, f"lengths {column}", lambda i=i: self._reader(i).lengths(column))  # type: ignore[misc]
             for i, shard in enumerate(self.shards)
         ]
         return np.concatenate(each)
@@ -250,59 +252,59 @@ class Files:
             DataError: naming the first file that differs.
         """
         if before["fingerprint"] != self.fingerprint:
-            what = what_changed(before["files"], self.manifest["files"])
+            what = find_change(before["files"], self.manifest["files"])
             raise DataError(
-                f"not the data of before: {what or 'their files are read otherwise'}. Bring the files back as they "
-                "were, or begin another run"
+                f"the data changed since the last start: {what or 'their files are read differently'}. Restore the "
+                "files, or start a new run"
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse files that have changed since they were opened, as far as they are those of this share of them.
 
-        One that was written again and holds what it held is told in the log, and read on. One that is gone is an error
-        only when it is read: what is open of it is what it was.
+        A file that was written again with the same content is logged, and reading continues. A missing file is an error
+        only when it is read, since what is open of it is unchanged.
 
         Raises:
             DataError: naming the first that has changed.
         """
         numbers = range(share, len(self.shards), shares)
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="unisono-source") as pool:
+        with ThreadPoolExecutor(_OPEN_THREADS, thread_name_prefix="unisono-source") as pool:
             for _ in pool.map(self._check_file, numbers):
                 pass
 
     def _check_file(self, number: int) -> None:
         shard = self.shards[number]
-        with reading(shard.file):
+        with wrap_read_errors(shard.file):
             try:
                 now = shard.file.now()
             except FileNotFoundError:
                 return
         if now == shard.file:
             return
-        if now.size != shard.file.size or (again := self._look(now)[0]).digest != shard.digest:
-            raise shard.file.changed(now)
-        log.warning("%s was written again; size, ends and index are what they were, so it is read on", now.path)
+        if now.size != shard.file.size or (again := self._describe_file(now)[0]).digest != shard.digest:
+            raise shard.file.changed_error(now)
+        log.warning("%s was written again with the same size, ends and index; reading continues", now.path)
         with self._lock:
             self.shards = (*self.shards[:number], again, *self.shards[number + 1 :])
 
     def _length_column(self) -> str | None:
         types = dict(self._wanted.types)
-        kinds = {field.name: plain(field.type) for field in self.schema}
+        kinds = {field.name: unwrap_type(field.type) for field in self.schema}
         if _LENGTH in kinds and pa.types.is_integer(kinds[_LENGTH]):
             return _LENGTH
         chosen = self._wanted.columns or tuple(kinds)
-        lists = [n for n in chosen if n in kinds and is_list(kinds[n]) and is_number(plain(kinds[n].value_type))]
-        lists = [name for name in lists if types.get(name, Type("list")).word == "list"]
+        lists = [n for n in chosen if n in kinds and is_list(kinds[n]) and is_number(unwrap_type(kinds[n].value_type))]
+        lists = [name for name in lists if types.get(name, ColumnType("list")).word == "list"]
         return lists[0] if len(lists) == 1 else None
 
-    def _given(self, record: dict[str, Any]) -> Any:
+    def _unwrap(self, record: dict[str, Any]) -> Any:
         return next(iter(record.values())) if self._bare else record
 
-    def _block(self, block: int) -> Block:
+    def _block(self, block: int) -> RowBlock:
         shard = int(self._first_block.searchsorted(block, side="right")) - 1
         number = block - int(self._first_block[shard])
         if self._process != os.getpid():  # after a fork: a thread that is not here may have held a lock
-            self._fresh()
+            self._reset_caches()
         file = self.shards[shard].file
         try:
             return self._blocks.get(block, lambda: self._reader(shard).block(number))
@@ -312,35 +314,43 @@ class Files:
                 raise
         return self._blocks.get(block, lambda: self._reader(shard).block(number))  # written again, as it was
 
-    def _reader(self, shard: int) -> Reader:
-        return self._opened(self.shards[shard].file)
+    def _reader(self, shard: int) -> FileReader:
+        return self._open_reader(self.shards[shard].file)
 
-    def _opened(self, file: File) -> Reader:
-        return self._readers.get((file.path, file.stamp), lambda: _READERS[file.format](file, self._wanted))
+    def _open_reader(self, file: File) -> FileReader:
+        return self._readers.get((file.path, file.stamp), lambda: self._new(file))
 
-    def _look(self, file: File) -> tuple[Shard, Any]:
-        reader = self._opened(file)
+    def _new(self, file: File) -> FileReader:
+        with wrap_read_errors(file):
+            return _READERS[file.format](file, self._wanted)
+
+    def _describe_file(self, file: File) -> tuple[SourceFile, Any]:
+        reader = self._open_reader(file)
         digest = hashlib.blake2b(reader.digest.encode(), digest_size=16)
-        digest.update(ends(file))
-        return Shard(file, reader.rows, digest.hexdigest()), reader.schema
+        digest.update(digest_ends(file))
+        return SourceFile(file, reader.rows, digest.hexdigest()), reader.schema
 
-    def _fresh(self) -> None:
+    def _reset_caches(self) -> None:
         self._process, self._lock = os.getpid(), threading.Lock()
-        self._blocks: Cache[Block] = Cache(self._budget, self._least, weigh=lambda block: block.weight + 1024.0)
-        self._readers: Cache[Reader] = Cache(_OPEN, weigh=lambda reader: reader.weight + _EACH)
+        self._blocks: LruCache[RowBlock] = LruCache(
+            self._budget, self._least, weigh=lambda block: block.weight + 1024.0
+        )
+        self._readers: LruCache[FileReader] = LruCache(
+            _OPEN_BYTES, weigh=lambda reader: reader.weight + _MIN_READER_BYTES
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_A_PROCESS}
+        return {name: value for name, value in self.__dict__.items() if name not in _PROCESS_LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._fresh()
+        self._reset_caches()
 
 
-_OF_A_PROCESS = ("_blocks", "_readers", "_lock")  # parts of a source
+_PROCESS_LOCAL = ("_blocks", "_readers", "_lock")  # parts of a source
 
 
-def _check_alike(schemas: Sequence[tuple[File, Any]], wanted: Wanted) -> None:
+def _check_same_columns(schemas: Sequence[tuple[File, Any]], wanted: ColumnRequest) -> None:
     """Refuse files whose columns differ, in those that are asked for; JSON is held to its types line by line."""
     typed = [(file, schema) for file, schema in schemas if file.format not in ("jsonl",)]
     for file, schema in typed[1:]:
@@ -350,13 +360,13 @@ def _check_alike(schemas: Sequence[tuple[File, Any]], wanted: Wanted) -> None:
         if missing:
             having, not_having = (first, file) if missing[0] in other.names else (file, first)
             raise DataError(
-                f"{not_having.path} has no column '{missing[0]}', and {having.path} has; name the columns that all "
-                "files have, or open them as sources of their own"
+                f"{not_having.path} has no column '{missing[0]}', but {having.path} has; select columns that all "
+                "files have, or open them as separate sources"
             )
         for name in names:
             one, two = other.field(name).type, schema.field(name).type
-            if not alike(one, two):
+            if not is_same_type(one, two):
                 raise DataError(
                     f"column '{name}' is {one} in {first.path} and {two} in {file.path}; write all files with the same "
-                    "types, or open them as sources of their own"
+                    "types, or open them as separate sources"
                 )

@@ -6,14 +6,13 @@ the middle, so for access by row they are unpacked into the cache, once; read fr
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
 import tokenize
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from unisono.data.sources import index
-from unisono.data.sources.column_schema import Wanted
-from unisono.data.sources.storage import File, is_remote, reading
+from unisono.data.sources.column_schema import ColumnRequest
+from unisono.data.sources.storage import File, is_remote, wrap_read_errors
 from unisono.runtime.errors import DataError, nearest
 
 TEXT = "text"  # the column of text files
@@ -35,7 +34,7 @@ _BOM = b"\xef\xbb\xbf"  # is no text; JSON drops it, too
 Record = dict[str, Any]
 
 
-class Block:
+class LineBlock:
     """Rows of a stretch of a file.
 
     Args:
@@ -72,20 +71,20 @@ class Block:
         return (self[row] for row in range(len(self)))
 
 
-class Whole:
+class DocumentReader:
     """A text file that is one document."""
 
-    def __init__(self, file: File, wanted: Wanted) -> None:
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
-        self.schema = pa.schema([(_column(wanted), pa.string())])
+        self.schema = pa.schema([(_text_column(wanted), pa.string())])
         self.rows = np.ones(1, dtype=np.int64)
         self.digest, self.weight = "", 0
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> LineBlock:
         """The document."""
-        with reading(self._file), _plain(self._file) as stream:
+        with wrap_read_errors(self._file), self._file.unpacked() as stream:
             content = stream.read()
-        return Block(content, np.zeros(1, np.int64), np.array([len(content)]), self._made, len(content))
+        return LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._made, len(content))
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.block(0))
@@ -95,19 +94,19 @@ class Whole:
         raise KeyError(column)
 
     def _made(self, content: bytes, first: int) -> Record:
-        return {_column(self._wanted): _decoded(self._file, content, first)}
+        return {_text_column(self._wanted): _decode(self._file, content, first)}
 
 
-class Reader:
+class LineReader:
     """A file and where its rows begin."""
 
-    def __init__(self, file: File, wanted: Wanted) -> None:
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
         self._text = file.format == "text"
         self._mark = (wanted.separator or "").encode() if self._text else b"\n"
-        self._plain = index.unpacked(file) if file.compressed else file
-        with reading(file):
-            self._starts = index.kept(self._plain, f"{file.format} {self._mark!r}", self._find)
+        self._plain = index.unpack_file(file) if file.compressed else file
+        with wrap_read_errors(file):
+            self._starts = index.cached_array(self._plain, f"{file.format} {self._mark!r}", self._find)
             self._content = None if is_remote(self._plain.path) else self._plain.content()
         stretches = np.arange(0, self._plain.size + 1, _BLOCK)
         firsts = np.unique(np.searchsorted(self._starts, stretches))
@@ -115,14 +114,14 @@ class Reader:
         self.rows: NDArray[np.int64] = np.diff([*self._firsts, len(self._starts)])
         self.weight = self._starts.nbytes * self._starts.flags.owndata  # or mapped
         self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
-        self.schema = pa.schema([(_column(wanted), pa.string())]) if self._text else self._sampled()
+        self.schema = pa.schema([(_text_column(wanted), pa.string())]) if self._text else self._sampled()
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> LineBlock:
         """Rows that begin in the same stretch of the file."""
         return self._rows(int(self._firsts[number]), int(self._firsts[number] + self.rows[number]))
 
     def __iter__(self) -> Iterator[Record]:
-        return records(self._file, self._wanted)
+        return read_records(self._file, self._wanted)
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """What a column of integers says, or the lengths of its lists, (rows,); reads the whole file."""
@@ -132,24 +131,24 @@ class Reader:
 
     def _find(self) -> NDArray[np.int64]:
         with self._plain.stream() as content:
-            return _starts(content, self._mark) if self._text else _line_starts(content)
+            return _find_part_starts(content, self._mark) if self._text else _find_line_starts(content)
 
-    def _rows(self, first: int, last: int) -> Block:
+    def _rows(self, first: int, last: int) -> LineBlock:
         starts = self._starts[first:last]
         ends = np.append(self._starts[first + 1 : last + 1], self._plain.size)[: len(starts)]
         if self._text:
             ends = np.where(np.arange(first, last) == len(self._starts) - 1, ends, ends - len(self._mark))
         begin, end = int(starts[0]), int(ends[-1])
         if self._content is not None:
-            return Block(self._content.slice(begin, end - begin), starts, ends, self._made, 0)
-        with reading(self._file):
+            return LineBlock(self._content.slice(begin, end - begin), starts, ends, self._made, 0)
+        with wrap_read_errors(self._file):
             content = self._plain.range(begin, end)
-        return Block(content, starts, ends, self._made, len(content))
+        return LineBlock(content, starts, ends, self._made, len(content))
 
     def _made(self, content: bytes, first: int) -> Record:
         if self._text:
-            return {_column(self._wanted): _decoded(self._file, content, first)}
-        return record(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
+            return {_text_column(self._wanted): _decode(self._file, content, first)}
+        return parse_record(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
 
     def _line(self, first: int) -> str:
         """A place for an error, by the number of its line as an editor shows it."""
@@ -181,26 +180,26 @@ class Reader:
         if fault is not None and not good:
             raise fault
         names = dict.fromkeys(name for made in good for name in made)
-        return pa.schema([(name, _kind([made.get(name) for made in good])) for name in names])
+        return pa.schema([(name, _infer_type([made.get(name) for made in good])) for name in names])
 
 
-def records(file: File, wanted: Wanted) -> Iterator[Record]:
+def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
     """The rows one after the other, without an index; compressed or not.
 
     Raises:
         DataError: naming file and line.
     """
-    with reading(file), _plain(file) as content:
+    with wrap_read_errors(file), file.unpacked() as content:
         if file.format == "text":
-            for piece in _pieces(_decoded(file, content.read(), 0), wanted.separator):
-                yield {_column(wanted): piece}
+            for piece in _split_text(_decode(file, content.read(), 0), wanted.separator):
+                yield {_text_column(wanted): piece}
             return
         for number, line in enumerate(content, start=1):
             if line.strip():
-                yield record(line, wanted, lambda number=number: f"{file.path}, line {number}")  # type: ignore[misc]
+                yield parse_record(line, wanted, lambda number=number: f"{file.path}, line {number}")  # type: ignore[misc]
 
 
-def record(line: bytes, wanted: Wanted, where: Callable[[], str]) -> Record:
+def parse_record(line: bytes, wanted: ColumnRequest, where: Callable[[], str]) -> Record:
     """A line of JSON as the wanted columns.
 
     Raises:
@@ -248,11 +247,11 @@ def _check_encodable(where: Callable[[], str], column: str, value: Any) -> None:
         except UnicodeEncodeError as error:
             raise DataError(
                 f"{where()}: '{column}' holds half a character, the unpaired surrogate "
-                f"\\u{ord(value[error.start]):04x}, as its character {error.start}; repair the line or take it out"
+                f"\\u{ord(value[error.start]):04x}, as its character {error.start}; repair or remove the line"
             ) from error
 
 
-def _decoded(file: File, content: bytes, first: int) -> str:
+def _decode(file: File, content: bytes, first: int) -> str:
     """Text of a file from its byte `first` on."""
     try:
         return (content.removeprefix(_BOM) if first == 0 else content).decode("utf-8")
@@ -265,27 +264,16 @@ def _decoded(file: File, content: bytes, first: int) -> str:
         raise DataError(f"{file.path} is not UTF-8 text: byte {first + at} is 0x{content[at]:02x}") from error
 
 
-@contextmanager
-def _plain(file: File) -> Iterator[Any]:
-    """Its bytes one after the other, unpacked."""
-    with file.stream() as raw:
-        if not file.compressed:
-            yield raw
-            return
-        with gzip.open(raw) as content:
-            yield content
-
-
-def _pieces(text: str, separator: str | None) -> list[str]:
+def _split_text(text: str, separator: str | None) -> list[str]:
     return text.split(separator) if separator else [text]
 
 
-def _column(wanted: Wanted) -> str:
+def _text_column(wanted: ColumnRequest) -> str:
     """Text files have one column, which is called as it is asked for."""
     return wanted.columns[0] if wanted.columns and len(wanted.columns) == 1 else TEXT
 
 
-def _line_starts(content: Any) -> NDArray[np.int64]:
+def _find_line_starts(content: Any) -> NDArray[np.int64]:
     """Where the lines begin that are not blank."""
     starts, at = array("q"), 0
     for line in content:
@@ -295,7 +283,7 @@ def _line_starts(content: Any) -> NDArray[np.int64]:
     return np.array(starts, dtype=np.int64)
 
 
-def _starts(content: Any, mark: bytes) -> NDArray[np.int64]:
+def _find_part_starts(content: Any, mark: bytes) -> NDArray[np.int64]:
     """Where the parts between marks begin: the first at 0, and each other one behind a mark."""
     starts, at, left = array("q", [0]), 0, b""
     pattern = re.compile(re.escape(mark))
@@ -310,7 +298,7 @@ def _starts(content: Any, mark: bytes) -> NDArray[np.int64]:
     return np.array(starts, dtype=np.int64)
 
 
-def _kind(values: list[Any]) -> Any:
+def _infer_type(values: list[Any]) -> Any:
     """The Arrow type of values, null where there is none for them all."""
     with suppress(pa.ArrowException, OverflowError):
         return pa.infer_type(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,18 @@ import pyarrow as pa
 from numpy.lib import format as numpy_format
 from numpy.typing import NDArray
 
-from unisono.data.sources.column_schema import Wanted
-from unisono.data.sources.storage import File, is_remote, reading
+from unisono.data.sources.column_schema import ColumnRequest
+from unisono.data.sources.storage import File, is_remote, wrap_read_errors
 from unisono.runtime.errors import DataError
+from unisono.runtime.text import one_line
 
-COLUMN = "array"  # of files without named fields
+ARRAY_COLUMN = "array"  # of files without named fields
 _BLOCK = 1 << 20  # bytes of rows that are read together
 _HEADER = 1 << 16  # bytes; NumPy refuses longer ones
 
 
 @dataclass(frozen=True)
-class Header:
+class NpyHeader:
     """Of a file.
 
     Attributes:
@@ -39,10 +41,10 @@ class Header:
     @property
     def row(self) -> int:
         """Bytes of a row."""
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-def header(path: str, content: bytes) -> Header:
+def parse_header(path: str, content: bytes) -> NpyHeader:
     """What the beginning of a file says.
 
     Raises:
@@ -53,32 +55,34 @@ def header(path: str, content: bytes) -> Header:
         version = numpy_format.read_magic(begin)
         read = numpy_format.read_array_header_1_0 if version == (1, 0) else numpy_format.read_array_header_2_0
         shape, transposed, dtype = read(begin)
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read as npy: {error}") from error
+    except Exception as error:  # NumPy reads the header as Python's parser does, and as many errors come of it
+        raise DataError(f"{path} cannot be read as npy: {one_line(error)}") from error
+    if any(not 0 <= length < 1 << 62 for length in shape):
+        raise DataError(f"{path} cannot be read as npy: its header says that its shape is {one_line(shape)}")
     if dtype.hasobject:
         raise DataError(f"{path} holds Python objects, which would have to be unpickled; save numbers, or use Parquet")
     if not shape or (transposed and len(shape) > 1):
         why = "has no rows" if not shape else "is in Fortran order"
         raise DataError(f"{path} {why}; save it again by numpy.save(path, numpy.ascontiguousarray(array))")
-    return Header(shape, dtype, begin.tell())
+    return NpyHeader(shape, dtype, begin.tell())
 
 
-def array_of(path: Path) -> NDArray[Any]:
+def map_array(path: Path) -> NDArray[Any]:
     """A local file as an array: mapped, without a file handle, and read-only."""
     with pa.memory_map(str(path)) as source:
         content = source.read_buffer()
-    found = header(str(path), bytes(content[: min(_HEADER, content.size)]))
-    return _array(found, content, found.shape[0], found.begin)
+    found = parse_header(str(path), bytes(content[: min(_HEADER, content.size)]))
+    return _view_rows(found, content, found.shape[0], found.begin)
 
 
-def _array(found: Header, content: Any, rows: int, begin: int = 0) -> NDArray[Any]:
+def _view_rows(found: NpyHeader, content: Any, rows: int, begin: int = 0) -> NDArray[Any]:
     if rows == 0:
         return np.zeros((0, *found.shape[1:]), found.dtype)
-    count = rows * int(np.prod(found.shape[1:], dtype=np.int64))
+    count = rows * math.prod(found.shape[1:])
     return np.frombuffer(content, found.dtype, count, begin).reshape(rows, *found.shape[1:])
 
 
-class Block:
+class ArrayBlock:
     """Rows, as records of the wanted fields."""
 
     def __init__(self, rows: NDArray[Any], columns: tuple[str, ...] | None, weight: int) -> None:
@@ -91,32 +95,33 @@ class Block:
     def __getitem__(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
         if self._rows.dtype.names:
-            return {name: _own(value[name]) for name in self._columns or self._rows.dtype.names}
-        return {COLUMN: _own(value)}
+            return {name: _copy_value(value[name]) for name in self._columns or self._rows.dtype.names}
+        return {ARRAY_COLUMN: _copy_value(value)}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
 
-def _own(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Memory of its own; a number as Python has it."""
     return value.copy() if isinstance(value, np.ndarray) else value.item()
 
 
-class Reader:
+class NpyReader:
     """A file and its rows."""
 
-    def __init__(self, file: File, wanted: Wanted) -> None:
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
-        with reading(file):
-            self._header = found = header(file.path, file.range(0, min(_HEADER, file.size)))
+        with wrap_read_errors(file):
+            self._header = found = parse_header(file.path, file.range(0, min(_HEADER, file.size)))
+            file.check_rows(found.shape[0])
             if file.size < found.begin + found.shape[0] * found.row:
                 raise DataError(
                     f"{file.path} cannot be read as npy: {file.size} bytes do not make {found.shape} {found.dtype}: "
                     "it is cut off, so write or copy it again"
                 )
             self._content = None if is_remote(file.path) else file.content()
-        self.schema = _schema(found)
+        self.schema = _build_schema(found)
         wanted.check(file.path, self.schema)
         self._per_block = max(1, _BLOCK // max(1, found.row))
         whole, rest = divmod(found.shape[0], self._per_block)
@@ -124,15 +129,15 @@ class Reader:
         self.weight = self.rows.nbytes
         self.digest = f"{found.shape} {found.dtype.descr}"
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> ArrayBlock:
         """Rows of a block."""
         found, count = self._header, int(self.rows[number])
         begin = found.begin + number * self._per_block * found.row
         if self._content is not None:
-            return Block(_array(found, self._content, count, begin), self._wanted.columns, 0)
-        with reading(self._file):
+            return ArrayBlock(_view_rows(found, self._content, count, begin), self._wanted.columns, 0)
+        with wrap_read_errors(self._file):
             content = self._file.range(begin, begin + count * found.row)
-        return Block(_array(found, content, count), self._wanted.columns, len(content))
+        return ArrayBlock(_view_rows(found, content, count), self._wanted.columns, len(content))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (record for number in range(len(self.rows)) for record in self.block(number))
@@ -146,7 +151,7 @@ class Reader:
         return np.array([record[column] for block in blocks for record in block], dtype=np.int64)
 
 
-def _schema(found: Header) -> Any:
+def _build_schema(found: NpyHeader) -> Any:
     def kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         shape, dtype = (*shape, *dtype.shape), dtype.base
         words = {"U": pa.string(), "S": pa.binary(), "V": pa.binary()}
@@ -158,5 +163,5 @@ def _schema(found: Header) -> Any:
     if found.dtype.names:
         fields = [(name, kind(found.dtype[name], found.shape[1:])) for name in found.dtype.names]
     else:
-        fields = [(COLUMN, kind(found.dtype, found.shape[1:]))]
+        fields = [(ARRAY_COLUMN, kind(found.dtype, found.shape[1:]))]
     return pa.schema(fields)

@@ -12,26 +12,29 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from unisono.data.sources import tables
-from unisono.data.sources.column_schema import Wanted
-from unisono.data.sources.storage import File, reading
+from unisono.data.sources.column_schema import ColumnRequest
+from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.sources.tables import TableBlock
 
-_ROWS = 256  # that are made at a time where rows are read one after the other
+_BATCH_ROWS = 256  # that are made at a time where rows are read one after the other
 
 
-class Reader:
+class ParquetReader:
     """A file and its row groups; the file is opened for each reading, so none stays open and threads share nothing."""
 
-    def __init__(self, file: File, wanted: Wanted) -> None:
+    def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted, self._footer = file, wanted, None
-        with self._opened() as parquet:
+        with self._open_file() as parquet:
             self._footer, self.schema = parquet.metadata, parquet.schema_arrow
         wanted.check(file.path, self.schema)
         self._names = list(wanted.columns or self.schema.names)
         footer: Any = self._footer
+        file.check_rows(footer.num_rows)
         self.rows = np.array([footer.row_group(i).num_rows for i in range(footer.num_row_groups)], dtype=np.int64)
+        for rows in (self.rows.min(initial=0), self.rows.sum()):
+            file.check_rows(int(rows))
         self._firsts = np.cumsum([0, *self.rows])
-        with reading(file):
+        with wrap_read_errors(file):
             size = int.from_bytes(file.range(file.size - 8, file.size - 4), "little")
             content = file.range(max(0, file.size - 8 - size), file.size)
         self.weight = 4 * size  # unpacked; an estimate
@@ -40,31 +43,31 @@ class Reader:
 
     def block(self, number: int) -> TableBlock:
         """A row group."""
-        with self._opened() as parquet:
+        with self._open_file() as parquet:
             table = parquet.read_row_group(number, columns=self._names, use_threads=False).select(self._names)
         return TableBlock(table, self._file.path, int(self._firsts[number]), self._wanted, table.nbytes)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         first = 0
-        with self._opened() as parquet:
-            for batch in parquet.iter_batches(batch_size=_ROWS, columns=self._names, use_threads=False):
+        with self._open_file() as parquet:
+            for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=self._names, use_threads=False):
                 yield from TableBlock(batch.select(self._names), self._file.path, first, self._wanted, 0)
                 first += batch.num_rows
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """Of the lists of a column, or what a column of integers says, (rows,)."""
-        with self._opened() as parquet:
+        with self._open_file() as parquet:
             each = [
-                tables.lengths(chunk)
+                tables.column_lengths(chunk)
                 for number in range(len(self.rows))
                 for chunk in parquet.read_row_group(number, columns=[column], use_threads=False).column(0).chunks
             ]
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
 
     @contextmanager
-    def _opened(self) -> Iterator[Any]:
+    def _open_file(self) -> Iterator[Any]:
         with (
-            reading(self._file),
+            wrap_read_errors(self._file),
             self._file.open() as source,
             pq.ParquetFile(source, metadata=self._footer, pre_buffer=True) as parquet,
         ):

@@ -7,6 +7,7 @@ a hang.
 
 from __future__ import annotations
 
+import gzip
 import io
 import threading
 import zlib
@@ -23,8 +24,10 @@ from unisono.runtime.errors import DataError
 Options = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
 DEADLINE = 60.0  # seconds without an answer
-_PIECE = 8 << 20  # bytes asked for at a time, so that the deadline is one of progress
-_AHEAD = 1 << 20  # bytes that a remote file reads ahead
+_PIECE_BYTES = 8 << 20  # bytes asked for at a time, so that the deadline is one of progress
+_READ_AHEAD = 1 << 20  # bytes that a remote file reads ahead
+_RATIO, _FREE = 200, 64 << 20  # gzip may unpack a byte to so many, and so many bytes whatever they come from
+_ROWS_PER_BYTE = 4096  # of a file; a format that repeats one value in a few bytes has fewer in whatever is no attack
 
 
 TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
@@ -38,7 +41,7 @@ def derived(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Where:
+class RemoteOptions:
     """How remote places are reached.
 
     Attributes:
@@ -68,13 +71,13 @@ class File:
     name: str
     size: int
     stamp: str
-    where: Where = Where()
+    where: RemoteOptions = RemoteOptions()
 
     @classmethod
-    def of(cls, path: Path, format: str, name: str, where: Where | None = None) -> File:
+    def of(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
         """A local file, as it is now."""
         status = path.stat()
-        return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or Where())
+        return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions())
 
     @property
     def compressed(self) -> bool:
@@ -85,7 +88,7 @@ class File:
         """A `pyarrow.NativeFile`: a memory map, or ranges of a remote file. To be closed."""
         self.check()
         if is_remote(self.path):
-            return pa.PythonFile(_Remote(self), mode="r")
+            return pa.PythonFile(_RemoteFile(self), mode="r")
         return pa.memory_map(self.path) if self.size else pa.BufferReader(b"")
 
     def content(self) -> Any:
@@ -97,8 +100,30 @@ class File:
         """Its bytes one after the other, in bounded memory. To be closed."""
         self.check()
         if is_remote(self.path):
-            return io.BufferedReader(_Remote(self), buffer_size=_AHEAD)
+            return io.BufferedReader(_RemoteFile(self), buffer_size=_READ_AHEAD)
         return Path(self.path).open("rb")
+
+    @contextmanager
+    def unpacked(self) -> Iterator[io.BufferedReader]:
+        """Its bytes one after the other, unpacked where they are packed; more than gzip makes of text is an error."""
+        with self.stream() as raw:
+            if self.compressed:
+                with gzip.open(raw) as plain:
+                    yield io.BufferedReader(_Unpacked(self, plain), buffer_size=_READ_AHEAD)
+            else:
+                yield raw
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse a number of rows that no file of this size can hold, before memory is asked for them.
+
+        Raises:
+            DataError: naming the file.
+        """
+        if not 0 <= rows <= _ROWS_PER_BYTE * self.size:
+            raise DataError(
+                f"{self.path} cannot be read as {self.format}: it says that it has {rows} rows, which {self.size} "
+                "bytes cannot hold; it is damaged or forged, so write or copy it again"
+            )
 
     def range(self, first: int, last: int) -> bytes:
         """Bytes `first..last-1`."""
@@ -113,27 +138,38 @@ class File:
     def check(self) -> None:
         """Refuse a local file that is another one than was found."""
         if (now := self.now()) != self:
-            raise self.changed(now)
+            raise self.changed_error(now)
 
-    def changed(self, now: File) -> DataError:
+    def changed_error(self, now: File) -> DataError:
         """The error of a file that is another one now than was found."""
         size = f": it had {self.size} bytes and has {now.size}" if now.size != self.size else ""
         return DataError(
-            f"{self.path} has changed since it was opened{size}; bring it back as it was, or begin another run with "
+            f"{self.path} has changed since it was opened{size}; restore it, or start a new run with "
             "the data as they are now"
         )
 
 
 @contextmanager
-def reading(file: File) -> Iterator[None]:
+def wrap_read_errors(file: File) -> Iterator[None]:
     """What goes wrong below is an error that names the file."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-        raise DataError(f"{file.path} cannot be read as {file.format}: {told(error)}") from error
+    except DataError:
+        raise
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        pa.ArrowException,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:
+        raise DataError(f"{file.path} cannot be read as {file.format}: {error_text(error)}") from error
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What an error says; some of those of networks say nothing but their name."""
     return str(error) or type(error).__name__
 
@@ -143,7 +179,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def filesystem(url: str, where: Where) -> tuple[Any, str]:
+def open_filesystem(url: str, where: RemoteOptions) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path in it.
 
     fsspec keeps one for each process and thread, so this is cheap and safe after a fork.
@@ -163,7 +199,7 @@ def filesystem(url: str, where: Where) -> tuple[Any, str]:
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{url}: {error}; known are s3, gs, az, hf, http, https, file and all others of fsspec"
+            f"{url}: {error}; use s3, gs, az, hf, http, https, file, or another protocol of fsspec"
         ) from error
     return system, path
 
@@ -175,7 +211,7 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def asked(url: str, where: Where, ask: Callable[[Any, str], T], done: str = "read") -> T:
+def ask_remote(url: str, where: RemoteOptions, ask: Callable[[Any, str], T], done: str = "read") -> T:
     """What a remote file system answers, within the deadline.
 
     The thread of an answer that never comes is left behind; it is a daemon, so it holds up no exit. An error says what
@@ -189,7 +225,7 @@ def asked(url: str, where: Where, ask: Callable[[Any, str], T], done: str = "rea
 
     def run() -> None:
         try:
-            answers.append(ask(*filesystem(url, where)))
+            answers.append(ask(*open_filesystem(url, where)))
         except BaseException as error:  # of another thread: handed over, whatever it is
             errors.append(error)
 
@@ -199,11 +235,11 @@ def asked(url: str, where: Where, ask: Callable[[Any, str], T], done: str = "rea
     if answers:
         return answers[0]
     if not errors:
-        raise DataError(f"{url}: no answer for {where.deadline:g} s; is the server alive, and the network?")
+        raise DataError(f"{url}: no answer within {where.deadline:g} s; check the server and the network")
     error = errors[0]
     if isinstance(error, DataError | FileNotFoundError) or not isinstance(error, Exception):
         raise error
-    raise DataError(f"{url} cannot be {done}: {type(error).__name__}: {told(error)}") from error
+    raise DataError(f"{url} cannot be {done}: {type(error).__name__}: {error_text(error)}") from error
 
 
 def options(given: Mapping[str, Any] | None) -> Options:
@@ -211,7 +247,28 @@ def options(given: Mapping[str, Any] | None) -> Options:
     return tuple(sorted((given or {}).items()))
 
 
-class _Remote(io.RawIOBase):
+class _Unpacked(io.RawIOBase):
+    """What gzip makes of a file, up to a bound."""
+
+    def __init__(self, file: File, plain: gzip.GzipFile) -> None:
+        self._file, self._plain, self._left = file, plain, max(_FREE, _RATIO * file.size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._plain.read1(len(buffer))
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError(
+                f"{self._file.path} unpacks to more than {_RATIO} times its {self._file.size} bytes, as no text does; "
+                "if it is meant to, unpack it yourself"
+            )
+        buffer[: len(content)] = content
+        return len(content)
+
+
+class _RemoteFile(io.RawIOBase):
     """A remote file as Python's raw file: a position, and a request for every read."""
 
     def __init__(self, file: File) -> None:
@@ -236,7 +293,7 @@ class _Remote(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         last = self._file.size if size is None or size < 0 else min(self._at + size, self._file.size)
-        pieces = [self._range(first, min(first + _PIECE, last)) for first in range(self._at, last, _PIECE)]
+        pieces = [self._range(first, min(first + _PIECE_BYTES, last)) for first in range(self._at, last, _PIECE_BYTES)]
         self._at = max(self._at, last)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -247,7 +304,9 @@ class _Remote(io.RawIOBase):
 
     def _range(self, first: int, last: int) -> bytes:
         file = self._file
-        content: bytes = asked(file.path, file.where, lambda system, path: system.cat_file(path, start=first, end=last))
+        content: bytes = ask_remote(
+            file.path, file.where, lambda system, path: system.cat_file(path, start=first, end=last)
+        )
         if len(content) != last - first:
             raise DataError(
                 f"{file.path}: bytes {first} to {last} came as {len(content)}; it has changed since it was opened"

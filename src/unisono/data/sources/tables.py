@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unisono.data.sources.column_schema import Wanted, is_list, is_number, plain
+from unisono.data.sources.column_schema import ColumnRequest, is_list, is_number, unwrap_type
 from unisono.runtime.errors import DataError
 
-_AT_ONCE = 256  # rows that are made together, where they are read one after the other
+_ROWS_PER_BATCH = 256  # rows that are made together, where they are read one after the other
 
 
 class TableBlock:
@@ -29,10 +29,12 @@ class TableBlock:
         weight: bytes of memory that it takes.
     """
 
-    def __init__(self, table: Any, path: str, first: int, wanted: Wanted, weight: int) -> None:
+    def __init__(self, table: Any, path: str, first: int, wanted: ColumnRequest, weight: int) -> None:
         self.weight = weight
-        self._columns = {name: _whole(column) for name, column in zip(table.schema.names, table.columns, strict=True)}
-        self._made = {name: maker(column.type) for name, column in self._columns.items()}
+        self._columns = {
+            name: _single_chunk(column) for name, column in zip(table.schema.names, table.columns, strict=True)
+        }
+        self._made = {name: value_converter(column.type) for name, column in self._columns.items()}
         self._rows, self._path, self._first, self._wanted = table.num_rows, path, first, wanted
 
     def __len__(self) -> int:
@@ -44,8 +46,8 @@ class TableBlock:
         return record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for first in range(0, len(self), _AT_ONCE):
-            count = min(_AT_ONCE, len(self) - first)
+        for first in range(0, len(self), _ROWS_PER_BATCH):
+            count = min(_ROWS_PER_BATCH, len(self) - first)
             columns = [self._values(name, first, count) for name in self._columns]
             for place, values in enumerate(zip(*columns, strict=True)):
                 record = dict(zip(self._columns, values, strict=True))
@@ -70,28 +72,33 @@ class TableBlock:
                         f"{self._path}: row {row} (from 0) of column '{name}' is not UTF-8: {fault}"
                     ) from fault
             raise DataError(f"{self._path}: column '{name}' is not UTF-8: {error}") from error
+        except pa.ArrowException as error:  # e.g. a number beyond the dictionary
+            raise DataError(
+                f"{self._path}: column '{name}' is damaged at row {self._first + first} (from 0) or after it: {error}; "
+                "write or copy the file again"
+            ) from error
 
 
-def maker(kind: Any) -> Callable[[Any], list[Any]]:
+def value_converter(kind: Any) -> Callable[[Any], list[Any]]:
     """What makes values of a column of this type: lists of numbers as arrays, all else as Python has it."""
-    kind = plain(kind)
-    return _arrays if is_list(kind) and is_number(plain(kind.value_type)) else _pylist
+    kind = unwrap_type(kind)
+    return _to_arrays if is_list(kind) and is_number(unwrap_type(kind.value_type)) else _to_python
 
 
-def _pylist(column: Any) -> list[Any]:
+def _to_python(column: Any) -> list[Any]:
     return list(column.to_pylist())
 
 
-def _arrays(column: Any) -> list[Any]:
+def _to_arrays(column: Any) -> list[Any]:
     if isinstance(column, pa.ChunkedArray):
-        return [value for chunk in column.chunks for value in _arrays(chunk)]
+        return [value for chunk in column.chunks for value in _to_arrays(chunk)]
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     flat = column.flatten()
     if column.null_count or flat.null_count:  # row by row, so that no row depends on its neighbours
         if len(column) == 1:
-            return _pylist(column)
-        return [_arrays(column.slice(row, 1))[0] for row in range(len(column))]
+            return _to_python(column)
+        return [_to_arrays(column.slice(row, 1))[0] for row in range(len(column))]
     numbers = flat.to_numpy(zero_copy_only=False)
     if len(column) == 1:
         return [numbers.copy()]
@@ -99,13 +106,13 @@ def _arrays(column: Any) -> list[Any]:
     return [numbers[end - size : end].copy() for end, size in zip(ends, np.diff(ends, prepend=0), strict=True)]
 
 
-def _whole(column: Any) -> Any:
+def _single_chunk(column: Any) -> Any:
     """A column as one array, where it is one."""
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column
 
 
-def lengths(column: Any) -> Any:
+def column_lengths(column: Any) -> Any:
     """Of the lists of a column, or what a column of integers says, (rows,) int64; nulls are 0."""
-    if is_list(plain(column.type)):
+    if is_list(unwrap_type(column.type)):
         column = pc.list_value_length(column)
     return np.asarray(pc.fill_null(column, 0).to_numpy(), dtype=np.int64)

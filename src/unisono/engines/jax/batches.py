@@ -1,7 +1,7 @@
 """Micro-batches of this process as global arrays (passes, devices, rows, …) of one shape.
 
-A short micro-batch is padded by its last row, and says how many of its rows are real. The arrays of the next step are
-put on the devices while this one is computed.
+A short micro-batch is padded with its last row, and records which rows are real. The arrays of the next step are
+copied to the devices while this one is computed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel.mesh import BATCH, Grid
 from unisono.engines.peekable import Peekable
 from unisono.runtime.errors import ConfigError
 
-Host = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Micro-batches side by side, in pass and device; inside of a pass, one of them.
+class DeviceBatch:
+    """Micro-batches stacked by pass and device; inside a pass, one of them.
 
     Attributes:
         arrays: the batch, (passes, devices, rows, …).
@@ -44,12 +44,12 @@ class Pass:
     work: Any
 
 
-jax.tree_util.register_dataclass(Pass)
+jax.tree_util.register_dataclass(DeviceBatch)
 
 
 @dataclass(frozen=True)
-class Names:
-    """What columns mean.
+class ColumnNames:
+    """Names of columns.
 
     Attributes:
         terms: of the loss, as `Task.counts` names them.
@@ -60,7 +60,7 @@ class Names:
     work: tuple[str, ...]
 
     @classmethod
-    def of(cls, micro: MicroBatch) -> Names:
+    def of(cls, micro: MicroBatch) -> ColumnNames:
         """Those of a micro-batch."""
         return cls(tuple(sorted(micro.counts)), tuple(micro.work))
 
@@ -75,29 +75,31 @@ class Batches:
         part: the context of a part of the step, for a profile.
     """
 
-    def __init__(self, split: Split, grid: Grid, kind: str, part: Callable[[str], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, split: BatchSplit, grid: Grid, kind: str, part: Callable[[str], AbstractContextManager[Any]]
+    ) -> None:
         self._split, self._grid, self._kind, self._part = split, grid, kind, part
-        self._here = split.devices
-        self._coming: Peekable | None = None
-        self._begun: tuple[list[MicroBatch], Pass] | None = None
+        self._local_devices = split.devices
+        self._upcoming: Peekable | None = None
+        self._started: tuple[list[MicroBatch], DeviceBatch] | None = None
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """The same steps, the next of which `look_ahead` can put on the devices."""
-        self._coming, self._begun = Peekable(steps), None
-        return self._coming
+        """The same steps; `look_ahead` can copy the next one to the devices."""
+        self._upcoming, self._started = Peekable(steps), None
+        return self._upcoming
 
     def look_ahead(self) -> None:
-        """Put what the next step is made of on the devices: to be called while they compute this one."""
-        if self._coming is not None and (batches := self._coming.peek()):
+        """Copy the next step's arrays to the devices; call it while they compute this step."""
+        if self._upcoming is not None and (batches := self._upcoming.peek()):
             with suppress(ConfigError):  # it is raised when the turn of these batches comes
-                self._begun = batches, self.of(batches)
+                self._started = batches, self.of(batches)
 
-    def taken(self, batches: list[MicroBatch]) -> Pass:
-        """The arrays of a step, which may be on the devices already."""
-        begun, self._begun = self._begun, None
+    def take(self, batches: list[MicroBatch]) -> DeviceBatch:
+        """The arrays of a step, which may already be on the devices."""
+        begun, self._started = self._started, None
         return begun[1] if begun is not None and begun[0] is batches else self.of(batches)
 
-    def of(self, batches: Sequence[MicroBatch], rows: int | None = None) -> Pass:
+    def of(self, batches: Sequence[MicroBatch], rows: int | None = None) -> DeviceBatch:
         """Micro-batches of one step as global arrays.
 
         Args:
@@ -108,13 +110,13 @@ class Batches:
             ConfigError: naming an array that is not as wide in every micro-batch, or cannot be padded.
         """
         with self._part("transfer"):
-            return self._put([self.padded(micro, rows or self._split.micro_batch) for micro in batches])
+            return self._put([self.pad(micro, rows or self._split.micro_batch) for micro in batches])
 
-    def padded(self, micro: MicroBatch, rows: int) -> Pass:
+    def pad(self, micro: MicroBatch, rows: int) -> DeviceBatch:
         """A micro-batch of so many rows, as NumPy arrays without an axis for passes or devices."""
         size = micro.size
 
-        def fill(path: Any, value: Any) -> Host:
+        def fill(path: Any, value: Any) -> HostArray:
             name = keystr(path, simple=True, separator=".")
             array = np.asarray(value)
             if array.dtype.kind not in "fiubV" and array.dtype.name != "bfloat16":
@@ -128,8 +130,8 @@ class Batches:
                 array = np.concatenate([array, np.repeat(array[-1:], rows - size, axis=0)])
             return precision.on_host(array, self._kind, name)
 
-        wide = np.dtype(precision.wide(self._kind))
-        return Pass(
+        wide = np.dtype(precision.wide_dtype(self._kind))
+        return DeviceBatch(
             jax.tree_util.tree_map_with_path(fill, micro.arrays),
             np.uint32(micro.number),
             np.arange(rows) < (0 if micro.idle else size),
@@ -137,37 +139,37 @@ class Batches:
             np.array(list(micro.work.values()), dtype=wide),
         )
 
-    def _put(self, padded: Sequence[Pass]) -> Pass:
+    def _put(self, padded: Sequence[DeviceBatch]) -> DeviceBatch:
         structures = {jax.tree.structure(one.arrays) for one in padded}
         if len(structures) > 1:
-            raise ConfigError("collate() returned other arrays for one micro-batch than for another of the same step")
+            raise ConfigError("collate() returned different arrays for micro-batches of the same step")
 
-        def side_by_side(path: Any, *arrays: Host) -> jax.Array:
+        def side_by_side(path: Any, *arrays: HostArray) -> jax.Array:
             if len({array.shape for array in arrays}) > 1:
                 name = keystr(path[1:], simple=True, separator=".")
                 shapes = sorted({array.shape for array in arrays})
                 raise ConfigError(
-                    f"the batch's '{name}' has the shapes {shapes} in micro-batches of one step; a JAX step is compiled "
-                    "for one shape, so pad to a fixed length in collate()"
+                    f"the batch's '{name}' has the shapes {shapes} in micro-batches of one step; a JAX step is "
+                    "compiled for one shape, so pad to a fixed length in collate()"
                 )
             # Device by device: each computes a contiguous stretch of micro-batches, one in each pass.
-            local = np.stack(arrays).reshape(self._here, -1, *arrays[0].shape).swapaxes(0, 1)
+            local = np.stack(arrays).reshape(self._local_devices, -1, *arrays[0].shape).swapaxes(0, 1)
             return self.spread(local)
 
         return jax.tree_util.tree_map_with_path(side_by_side, padded[0], *padded[1:])
 
-    def spread(self, local: Host) -> jax.Array:
+    def spread(self, local: HostArray) -> jax.Array:
         """This process's part (passes, its devices, …) of a global array."""
         shape = (local.shape[0], self._grid.devices, *local.shape[2:])
         return jax.make_array_from_process_local_data(self._grid.batch, np.ascontiguousarray(local), shape)
 
 
-def specs_of(batch: Pass) -> Pass:
-    """How every array of it is cut."""
+def partition_specs(batch: DeviceBatch) -> DeviceBatch:
+    """The partition spec of every array."""
     return jax.tree.map(lambda _: BATCH, batch)
 
 
-def signature(batch: Pass) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Name, shape and dtype of every array, which decide what is compiled."""
+def signature(batch: DeviceBatch) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Name, shape and dtype of every array, which determine what is compiled."""
     leaves = jax.tree_util.tree_leaves_with_path(batch.arrays)
     return tuple((keystr(path, simple=True, separator="."), leaf.shape, str(leaf.dtype)) for path, leaf in leaves)

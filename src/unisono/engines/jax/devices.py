@@ -1,4 +1,4 @@
-"""Which devices JAX would compute on, asked without taking any: whoever starts processes must not hold their memory."""
+"""Finds JAX's devices without claiming them: a process that starts others must not hold device memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from unisono.config.schema.run import Layout
-from unisono.runtime.communicator import Place
+from unisono.config.schema.layout import Layout
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 _HARDWARE = {  # files of a kind of accelerator, and the packages by which JAX uses it
@@ -21,27 +21,27 @@ _HARDWARE = {  # files of a kind of accelerator, and the packages by which JAX u
     "AMD GPU": (("/dev/kfd",), ("jax-rocm60-plugin", "jax-rocm7-plugin"), "rocm"),
     "TPU": (("/dev/accel0", "/dev/vfio/0"), ("libtpu", "libtpu-nightly"), "tpu"),
 }
-_ASK = "import jax, json; d = jax.local_devices(); print(json.dumps([d[0].platform, len(d), d[0].device_kind]))"
-_PATIENCE = 300.0  # seconds for JAX to find its devices
+_QUERY = "import jax, json; d = jax.local_devices(); print(json.dumps([d[0].platform, len(d), d[0].device_kind]))"
+_QUERY_TIMEOUT = 300.0  # seconds for JAX to find its devices
 
 
 @cache
 def accelerators() -> tuple[str, int]:
     """Kind and number of this host's accelerators as JAX sees them; `("cpu", 0)` if there are none."""
-    kind, count, _ = _found()
+    kind, count, _ = _query_devices()
     return ("cpu", 0) if kind == "cpu" else (kind, count)
 
 
 @cache
 def fallback() -> str:
-    """Why a host with an accelerator computes on its CPU; empty where it does not, or has none."""
+    """Why a host with an accelerator computes on its CPU; empty if it does not, or has none."""
     if accelerators()[1] or os.environ.get("JAX_PLATFORMS") == "cpu":
         return ""
     for name, (files, packages, extra) in _HARDWARE.items():
         if any(Path(file).exists() for file in files):
-            if not _installed(packages):
+            if not _are_installed(packages):
                 return f"this host has a {name}, but JAX has no plugin for it: pip install 'jax[{extra}]'"
-            return f"this host has a {name}, but JAX could not start on it; `unisono doctor` shows what it says"
+            return f"this host has a {name}, but JAX could not use it; `unisono doctor` shows JAX's message"
     return ""
 
 
@@ -55,7 +55,7 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
         precision: of the run.
 
     Raises:
-        ConfigError: for a device that is not there.
+        ConfigError: if the device does not exist.
     """
     if layout.device == "cpu":
         return "cpu"
@@ -67,24 +67,24 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
     names = {kind, *({"cuda", "gpu", "rocm"} if kind in ("gpu", "cuda", "rocm") else ())}
     if layout.device not in names or not count:
         raise ConfigError(
-            f"layout.device={layout.device}: JAX finds {f'{count} × {kind}' if count else 'no accelerator'} on this host"
-            f"{f' ({fallback()})' if fallback() else ''}; use auto or cpu"
+            f"layout.device={layout.device}: JAX finds {f'{count} × {kind}' if count else 'no accelerator'} on this "
+            f"host{f' ({fallback()})' if fallback() else ''}; use auto or cpu"
         )
     if not enough:
         raise ConfigError(
-            f"layout.device={layout.device}: {local_world_size} processes × {wanted // local_world_size} devices are asked "
-            f"for, and this host has {count} × {kind}; use fewer, or layout.device=cpu"
+            f"layout.device={layout.device}: {local_world_size} processes × {wanted // local_world_size} devices were "
+            f"requested, but this host has {count} × {kind}; use fewer, or layout.device=cpu"
         )
     return kind
 
 
 def product(kind: str) -> str:
-    """What the maker calls this host's devices of a kind."""
-    return kind if kind == "cpu" else _found()[2]
+    """Product name of this host's devices of a kind."""
+    return kind if kind == "cpu" else _query_devices()[2]
 
 
-def machine(layout: Layout, place: Place) -> dict[str, Any]:
-    """What computes: the device's name, the processor, and how many threads share an operation."""
+def machine(layout: Layout, place: ProcessInfo) -> dict[str, Any]:
+    """The hardware: the device's name, the processor, and the number of threads."""
     import jax
 
     device = jax.local_devices()[0]
@@ -93,23 +93,23 @@ def machine(layout: Layout, place: Place) -> dict[str, Any]:
 
 
 @cache
-def _found() -> tuple[str, int, str]:
-    """Kind, number and name, as another process finds them; without hardware nobody is asked."""
+def _query_devices() -> tuple[str, int, str]:
+    """Kind, number and name of the devices, found by a subprocess if there is accelerator hardware."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "cpu", 0, "cpu"
-    if not any(_installed(packages) for _, packages, _ in _HARDWARE.values()):
+    if not any(_are_installed(packages) for _, packages, _ in _HARDWARE.values()):
         return "cpu", 0, "cpu"
     try:
-        told = subprocess.run(
-            [sys.executable, "-c", _ASK], capture_output=True, text=True, check=True, timeout=_PATIENCE
+        done = subprocess.run(
+            [sys.executable, "-c", _QUERY], capture_output=True, text=True, check=True, timeout=_QUERY_TIMEOUT
         )
-        kind, count, name = json.loads(told.stdout.strip().splitlines()[-1])
+        kind, count, name = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return "cpu", 0, "cpu"
     return str(kind), int(count), str(name)
 
 
-def _installed(packages: tuple[str, ...]) -> bool:
+def _are_installed(packages: tuple[str, ...]) -> bool:
     for package in packages:
         try:
             metadata.version(package)

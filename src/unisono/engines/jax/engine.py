@@ -14,24 +14,33 @@ import jax
 import numpy as np
 
 from unisono import protocols
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.jax import model, state
-from unisono.engines.jax.batches import Batches, Names, Pass
+from unisono.engines.jax.batches import Batches, ColumnNames, DeviceBatch
 from unisono.engines.jax.forward import Inputs
 from unisono.engines.jax.guards import checks, faults, replicas
 from unisono.engines.jax.guards.compilation import Compiler
 from unisono.engines.jax.numerics import optimizers, precision, results
 from unisono.engines.jax.parallel.mesh import Grid
-from unisono.engines.jax.profiler import Profiler
+from unisono.engines.jax.profiler import JaxProfiler
 from unisono.engines.jax.programs import Programs, Scalars
-from unisono.engines.jax.step import AVERAGE_KEPT, LARGEST, LOSS_LIMIT, NORM_LIMIT, Observed, Outcome, State, Step
+from unisono.engines.jax.step import (
+    AVERAGE_KEPT,
+    LARGEST,
+    LOSS_LIMIT,
+    NORM_LIMIT,
+    ObservedStep,
+    State,
+    Step,
+    StepOutcome,
+)
 from unisono.engines.jax.view import JaxModelView, local_outputs
 from unisono.engines.observers import Observer, Observers
-from unisono.engines.protocol import Facts, Job, StepResult
+from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
 from unisono.engines.spike_detection import SpikeDetection
-from unisono.engines.state import Reader, Shard
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.optim import ema
 from unisono.runtime import heartbeat
 from unisono.runtime.errors import ConfigError, GuardError
@@ -39,19 +48,19 @@ from unisono.runtime.errors import ConfigError, GuardError
 log = logging.getLogger(__name__)
 
 
-def create(job: Job) -> JaxEngine:
+def create(job: EngineJob) -> JaxEngine:
     """The engine of a job; see `unisono.engines.create_engine`.
 
     Raises:
         ConfigError: for what this engine has not.
     """
-    if job.rows_of not in (None, job.process.rank):
-        raise ConfigError("the JAX engine computes the rows of its own rank only: leave vary=[ranks] out")
+    if job.rows_of_rank not in (None, job.process.rank):
+        raise ConfigError("the JAX engine computes only the rows of its own rank: remove vary=[ranks]")
     return JaxEngine(job)
 
 
 class JaxEngine:
-    """One process's part of a JAX run; see `unisono.engines.protocol.Engine`. JAX is started by who starts the process.
+    """One process's part of a JAX run; see `unisono.engines.protocol.Engine`. The launcher starts JAX.
 
     Attributes:
         grid: of all devices.
@@ -70,55 +79,50 @@ class JaxEngine:
     constants: dict[str, Any]
     view: JaxModelView
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EngineJob) -> None:
         config = job.config
         self.communicator, self._job, self._config, self._split = job.communicator, job, config, job.split
         self.seed, self._kind = config.run.seed, config.train.precision
         self._switches = precision.pin(self._kind)
-        self.profiler = Profiler()
-        self._devices = _devices(job.split)
+        self.profiler = JaxProfiler()
+        self._devices = _all_devices(job.split)
         self.grid = Grid.of(config.layout, self._devices)
         self.batches = Batches(job.split, self.grid, self._kind, self.profiler.part)
         self._compiler = Compiler(job.communicator)
         self._spikes = SpikeDetection(config.optim.skip_spikes)
         self._observers = Observers([self.profiler, self._spikes])
-        self._observed = not job.guarded  # whether somebody looks at what is inside of a step; a proof does
+        self._observed = not job.check_updates  # whether somebody looks at what is inside of a step; a proof does
         self.random = False
-        self._started = False  # whether rows have a state that a step has left
+        self._carry_started = False  # whether rows have a state that a step has left
         self._steps_made = 0
         self._compared: int | None = None
 
     # setup ------------------------------------------------------------------------------------------------------
 
-    def setup(self, batches: list[MicroBatch], scalars: Scalars) -> Facts:
+    def setup(self, batches: list[MicroBatch], scalars: Scalars) -> ModelFacts:
         """Build, lay out, check and compile; see `Engine.setup`."""
         task = self._job.task
-        if unknown := [name for name in task.static_scalars if name not in scalars]:
-            raise ConfigError(
-                f"{type(task).__name__}.static_scalars: nothing schedules '{unknown[0]}'; set schedules.{unknown[0]}"
-            )
         kernels = rules.choose_kernels(task, self.communicator, self._devices[0].platform, self._kind)
-        self.structure = model.structure_of(task, self.seed)
-        recompute = model.recomputes(self.structure, self._config.layout)
-        self.optimizer = optimizers.build(self._config.optim, self.structure)
+        self.structure = model.build_structure(task, self.seed)
+        recompute = model.recompute_interval(self.structure, self._config.layout)
+        self.optimizer = optimizers.build_optimizer(self._config.optim, self.structure)
         given = tuple(sorted(name for name in scalars if name not in task.static_scalars))
         self.programs = Programs(
             task, self._config, self.structure, self.optimizer, self.grid, self._compiler, given, recompute
         )
         rules.sum_counts(batches)
-        names = Names.of(batches[0])
+        names = ColumnNames.of(batches[0])
         self._check_functions(batches[0], scalars, names)
         arrays = model.initialise(task, self.structure, self.seed, self.grid, self._kind)
         self.constants = {name: arrays.pop(name) for name in self.structure.names if name not in self.structure.trained}
-        kept = self._config.ema.decay is not None
-        average = jax.tree.map(lambda array: array.copy(), arrays) if kept else {}
+        average = {name: arrays[name].copy() for name in ema.averaged(self._config.ema, list(arrays))}
         placed = state.shardings(jax.eval_shape(self.optimizer.init, arrays), arrays, self.grid)
         batch = self.batches.of(batches)
         made = jax.jit(self.optimizer.init, out_shardings=placed)(arrays)
         self.train_state = State(arrays, average, made, self._initial_carry(batch))
         self.view = JaxModelView(self)
-        inputs = self.programs.inputs(0, scalars, self._started, {})
-        rows = self._rows_of(batches, "the first step")
+        inputs = self.programs.inputs(0, scalars, self._carry_started, {})
+        rows = self._count_rows(batches, "the first step")
         _, columns = self.programs.step(
             self.train_state, self.constants, batch, inputs, names, scalars, rows, self._observed
         )
@@ -128,24 +132,24 @@ class JaxEngine:
         replicas.check_copies(self._differing(self._digests), len(self._digests), 0)
         device = self._devices[0]
         size = sum(math.prod(array.shape) for array in arrays.values())
-        return Facts(
-            size, "cpu" if device.platform == "cpu" else device.device_kind, {**kernels, **self._described()},
-            tuple(self.optimizer.described(self.structure)), self._split.devices,
+        return ModelFacts(
+            size, "cpu" if device.platform == "cpu" else device.device_kind, {**kernels, **self._describe_mesh()},
+            tuple(self.optimizer.describe(self.structure)), self._split.devices,
         )  # fmt: skip
 
-    def _check_functions(self, micro: MicroBatch, scalars: Scalars, names: Names) -> None:
-        """What can be asked of the task's functions on one device, before anything is compiled."""
-        one = self.batches.padded(micro, self._split.micro_batch)
-        alone = Grid.one(jax.local_devices()[0])
+    def _check_functions(self, micro: MicroBatch, scalars: Scalars, names: ColumnNames) -> None:
+        """Check the task's functions on one device, before anything is compiled."""
+        one = self.batches.pad(micro, self._split.micro_batch)
+        alone = Grid.single_device(jax.local_devices()[0])
         for training in (True, False):
             forward = self.programs.forward(training, scalars, names, alone)
             inputs = self.programs.inputs(0, scalars, False, {} if training else None)
-            checks.padding(forward, one, inputs)
+            checks.check_padding(forward, one, inputs)
             if training:
-                checks.keeps_double(forward, one, inputs)
-                self.random = checks.draws(forward, one, inputs)
+                checks.check_double_precision(forward, one, inputs)
+                self.random = checks.draws_random_numbers(forward, one, inputs)
 
-    def _described(self) -> dict[str, str]:
+    def _describe_mesh(self) -> dict[str, str]:
         shapes = self.structure.shapes
         cut = sum(any(self.grid.spec(shape.shape)) for shape in shapes.values())
         shards = f", {cut} of {len(shapes)} arrays in {self.grid.shards} shards" if self.grid.shards > 1 else ""
@@ -153,8 +157,8 @@ class JaxEngine:
         cached = " (from the cache)" if self._compiler.cached else ""
         return {"mesh": where, "compiled": f"in {self._compiler.seconds:.1f} s{cached}"}
 
-    def _initial_carry(self, batch: Pass) -> dict[str, Any]:
-        """Room for the state of all rows."""
+    def _initial_carry(self, batch: DeviceBatch) -> dict[str, Any]:
+        """Allocate the state of all rows."""
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[2:], array.dtype), batch.arrays)
         shapes = jax.eval_shape(lambda arrays: protocols.initial_carry(self._job.task, arrays), one) or {}
         lead = batch.number.shape[0], self._split.devices
@@ -173,34 +177,34 @@ class JaxEngine:
 
     def step(self, batches: list[MicroBatch], step: int, scalars: Scalars) -> StepResult:
         """One update; see `Engine.step`."""
-        with self._waiting(f"the other processes in step {step + 1}", f"step {step + 1}"):
-            self._compiler.news.clear()
+        with self._translate_errors(f"the other processes in step {step + 1}", f"step {step + 1}"):
+            self._compiler.take_recompiled.clear()
             rules.sum_counts(batches)
             self.view.begin(scalars)
             self._observers.on_step_begin(step, batches)
-            batch, names = self.batches.taken(batches), Names.of(batches[0])
-            inputs = self.programs.inputs(step, scalars, self._started, self._controls(step, scalars))
+            batch, names = self.batches.take(batches), ColumnNames.of(batches[0])
+            inputs = self.programs.inputs(step, scalars, self._carry_started, self._controls(step, scalars))
             given = self.train_state, self.constants, batch, inputs
-            rows = self._rows_of(batches, f"step {step + 1}")
+            rows = self._count_rows(batches, f"step {step + 1}")
             program, columns = self.programs.step(*given, names, scalars, rows, self._observed)
             with self._observers.part("forward"):
                 after, outcome, *seen = program(*given)
             if not self._observed:
-                self.train_state = after  # what it was made from is gone
+                self.train_state = after  # the previous state was donated
             self.batches.look_ahead()
             with self._observers.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
                 outcome = jax.device_get(outcome)
-            result = results.result(columns, [outcome.reports], float(outcome.grad_norm))
+            result = results.combine_reports(columns, [outcome.reports], float(outcome.grad_norm))
             if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
-                self._refuse(batches, batch, names, result, step, scalars)
-            self._started = True
+                self._raise_not_finite(batches, batch, names, result, step, scalars)
+            self._carry_started = True
             for observed in seen:
-                self._show(observed, outcome, batches)
-            result = self._judge(result, outcome)
+                self._show_observers(observed, outcome, batches)
+            result = self._apply_verdicts(result, outcome)
             if self._observed:
-                self._take(after, seen[0], result, step, scalars)
-            if not result.skipped and self._job.guarded:
-                self._guard(step, scalars, outcome.squares)
+                self._accept_update(after, seen[0], result, step, scalars)
+            if not result.skipped and self._job.check_updates:
+                self._check_update(step, scalars, outcome.squares)
             self._observers.on_step_end(step, result)
             return result
 
@@ -212,20 +216,20 @@ class JaxEngine:
             NORM_LIMIT: limits.get("grad_norm", math.inf), AVERAGE_KEPT: 1.0 if kept is None else kept,
         }  # fmt: skip
 
-    def _show(self, seen: Observed, outcome: Outcome, batches: Sequence[MicroBatch]) -> None:
-        """Show observers the passes and the gradients of a step whose update is computed, and not taken yet."""
+    def _show_observers(self, seen: ObservedStep, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> None:
+        """Show observers the passes and gradients of a step whose update is computed but not accepted yet."""
         for micro, outputs in zip(batches, local_outputs(seen.outputs, batches), strict=True):
             self._observers.on_forward(micro, outputs, None)
         self.view.gradients = seen.raw
         self._observers.on_gradients()
 
-    def _judge(self, result: StepResult, outcome: Outcome) -> StepResult:
-        """The result with the verdicts of observers; by the device's own numbers, by which it has decided as well."""
+    def _apply_verdicts(self, result: StepResult, outcome: StepOutcome) -> StepResult:
+        """The result with the observers' verdicts, from the same numbers by which the device decided."""
         votes = self._observers.votes()
         if votes:
             everyone = self.communicator.gather(votes, "the votes of observers")
             votes = [sum(column) for column in zip(*everyone, strict=True)]
-        by_device = replace(result, loss=float(outcome.loss), recompiled="; ".join(self._compiler.news))
+        by_device = replace(result, loss=float(outcome.loss), recompiled="; ".join(self._compiler.take_recompiled))
         judged = self._observers.on_reduced(by_device, votes)
         if not self._observed and bool(outcome.updated) == bool(judged.skipped):
             raise GuardError(
@@ -234,8 +238,8 @@ class JaxEngine:
             )
         return replace(judged, loss=result.loss)
 
-    def _take(self, after: State, seen: Observed, result: StepResult, step: int, scalars: Scalars) -> None:
-        """Take over the update of an observed step, unless it is left out; the state of rows goes on in any case."""
+    def _accept_update(self, after: State, seen: ObservedStep, result: StepResult, step: int, scalars: Scalars) -> None:
+        """Accept the update of an observed step unless it is skipped; the state of rows is always kept."""
         if result.skipped:
             self.train_state = replace(self.train_state, carry=after.carry)
         else:
@@ -246,8 +250,8 @@ class JaxEngine:
 
     def update_from(self, gradients: Mapping[str, Any], step: int, scalars: Scalars) -> None:
         """Make one update from gradients that lie as their parameters do; no observer is called."""
-        forward = self.programs.forward(True, scalars, Names((), ()))
-        inputs = self.programs.inputs(step, scalars, self._started, self._controls(step, scalars))
+        forward = self.programs.forward(True, scalars, ColumnNames((), ()))
+        inputs = self.programs.inputs(step, scalars, self._carry_started, self._controls(step, scalars))
         made = Step(forward, self.optimizer, 1)
 
         def update(before: State, gradients: Mapping[str, Any], inputs: Inputs) -> State:
@@ -257,7 +261,7 @@ class JaxEngine:
         after = jax.jit(update, out_shardings=placed)(self.train_state, gradients, inputs)
         self.train_state = replace(after, carry=self.train_state.carry)
 
-    def _guard(self, step: int, scalars: Scalars, squares: Any) -> None:
+    def _check_update(self, step: int, scalars: Scalars, squares: Any) -> None:
         self._steps_made += 1
         if self._steps_made > 1 and (step + 1) % self._config.train.guard_every:
             return
@@ -266,25 +270,31 @@ class JaxEngine:
         if self._steps_made == 1:
             names = (f"{state.MODEL}{name}" for name in sorted(self.train_state.parameters))
             gradients = dict(zip(names, squares.tolist(), strict=True))
-            replicas.moved(before, self._digests, gradients, scalars["lr"])
+            replicas.check_moved(before, self._digests, gradients, scalars["lr"])
             if still := [name for name, square in gradients.items() if square == 0]:
                 log.warning(
-                    "%d parameters got no gradient in the first step (%s); they decay as the others do. `frozen` leaves "
-                    "them as they are", len(still), ", ".join(name.removeprefix(state.MODEL) for name in still[:4]),
+                    "%d parameters got no gradient in the first step (%s); they decay like the others. `frozen` keeps "
+                    "them unchanged", len(still), ", ".join(name.removeprefix(state.MODEL) for name in still[:4]),
                 )  # fmt: skip
 
-    def _refuse(
-        self, batches: Sequence[MicroBatch], batch: Pass, names: Names, result: StepResult, step: int, scalars: Scalars
+    def _raise_not_finite(
+        self,
+        batches: Sequence[MicroBatch],
+        batch: DeviceBatch,
+        names: ColumnNames,
+        result: StepResult,
+        step: int,
+        scalars: Scalars,
     ) -> NoReturn:
-        """Find out where the first number that is not finite came from, and stop every rank with it."""
-        inputs = self.programs.inputs(step, scalars, self._started, {})
+        """Find where the first non-finite number came from, and raise that on every rank."""
+        inputs = self.programs.inputs(step, scalars, self._carry_started, {})
         before = self.train_state
         search = self.programs.search(before, self.constants, batch, inputs, names, scalars)
         found = search(before.parameters, self.constants, before.carry, batch, inputs)
         task = self._job.task
-        faults.not_finite(
+        faults.raise_not_finite(
             self.communicator, batches, names, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
-            result, step, by_term=protocols.cross_sample(task) is None and not protocols.needs_totals(task),
+            result, step, by_term=protocols.cross_sample_mode(task) is None and not protocols.needs_totals(task),
         )  # fmt: skip
 
     # evaluation -------------------------------------------------------------------------------------------------
@@ -293,14 +303,16 @@ class JaxEngine:
         self, steps: Iterable[list[MicroBatch]], step: int, scalars: Scalars, average: bool = False
     ) -> StepResult:
         """Loss and metrics over all rows together; see `Engine.evaluate`."""
-        parameters = self.train_state.average if average else self.train_state.parameters
+        parameters = {**self.train_state.parameters, **(self.train_state.average if average else {})}
         reports: list[Any] = []
         columns, rows = None, 0
-        with self._waiting("the other processes in the evaluation", f"the evaluation after step {step}"):
+        with self._translate_errors("the other processes in the evaluation", f"the evaluation after step {step}"):
             for batches in steps:
-                names = Names.of(batches[0])
-                rows = rows or max(micro.size for micro in batches)
-                real = self._rows_of(batches, "the evaluation")
+                names = ColumnNames.of(batches[0])
+                if not rows:  # alike everywhere, though a first batch that is short gives some processes less
+                    own = max(micro.size for micro in batches)
+                    rows = max(self.communicator.gather(own, "the rows of a micro-batch of the evaluation"))
+                real = self._count_rows(batches, "the evaluation")
                 batch = self.batches.of(batches, rows)
                 inputs = self.programs.inputs(step, scalars, False, None)
                 program, columns = self.programs.evaluation(
@@ -311,12 +323,12 @@ class JaxEngine:
                     reports[-2] = np.asarray(reports[-2])
             assert columns is not None
             with heartbeat.phase("wait", "the sums of the evaluation"):
-                return results.result(columns, [np.asarray(part) for part in reports])
+                return results.combine_reports(columns, [np.asarray(part) for part in reports])
 
     # state ------------------------------------------------------------------------------------------------------
 
     def check_replicas(self, updates: int) -> None:
-        """Check that copies are copies; see `Engine.check_replicas`."""
+        """Check that replicas are identical; see `Engine.check_replicas`."""
         if self._compared != updates:
             self._digests = self.digests()
             replicas.check_copies(self._differing(self._digests), len(self._digests), updates)
@@ -324,44 +336,45 @@ class JaxEngine:
 
     def digests(self) -> dict[str, Any]:
         """By the name of every array a number for each device; collective."""
-        return replicas.digests(state.named(self.train_state, self.constants), self.grid)
+        return replicas.digests(state.named_arrays(self.train_state, self.constants), self.grid)
 
     def find_differing(self) -> dict[str, str]:
         """Arrays whose copies differ now, with the devices; collective."""
         return self._differing(self.digests())
 
     def _differing(self, digests: Mapping[str, Any]) -> dict[str, str]:
-        arrays = state.named(self.train_state, self.constants)
+        arrays = state.named_arrays(self.train_state, self.constants)
         return replicas.find_differing(digests, arrays, self.grid, [device.process_index for device in self._devices])
 
-    def state(self) -> list[Shard]:
-        """The pieces this process has to save; see `Engine.state`."""
-        shards = state.shards(self.train_state, self.constants, self._started)
+    def state(self) -> list[ArrayShard]:
+        """The pieces that this process saves; see `Engine.state`."""
+        shards = state.shards(self.train_state, self.constants, self._carry_started)
         if self._job.process.is_first:
             shards += [
-                Shard(f"{state.SPIKES}{n}", (len(v),), (0,), np.array(v)) for n, v in self._spikes.state().items()
+                ArrayShard(f"{state.SPIKES}{n}", (len(v),), (0,), np.array(v)) for n, v in self._spikes.state().items()
             ]
         return shards
 
-    def load(self, reader: Reader, weights_only: bool = False) -> None:
-        """Take over a saved state; see `Engine.load`."""
+    def load(self, reader: StateReader, weights_only: bool = False) -> None:
+        """Load a saved state; see `Engine.load`."""
         kinds: tuple[str, ...] = (state.MODEL,) if weights_only else (state.MODEL, state.OPTIMIZER)
         averaged = bool(self.train_state.average)
         saved = any(name.startswith(state.AVERAGE) for name in reader.shapes)
         kinds += (state.AVERAGE,) if averaged and saved else ()
         self.train_state, self.constants = state.load(self.train_state, self.constants, reader, kinds)
         if averaged and not saved:
-            log.warning("the checkpoint has no moving average of the weights; one begins with the weights as they are")
-            self.train_state.average = jax.tree.map(lambda array: array.copy(), self.train_state.parameters)
+            log.warning("the checkpoint has no moving average of the weights; it starts from the current weights")
+            weights = self.train_state.parameters
+            self.train_state.average = {name: weights[name].copy() for name in self.train_state.average}
         if not weights_only:
-            self._started = state.load_rows(self.train_state, reader)
+            self._carry_started = state.load_rows(self.train_state, reader)
             spikes = [name for name in reader.shapes if name.startswith(state.SPIKES)]
             found = {name: reader.read(name, (0,), reader.shapes[name]).tolist() for name in spikes}
             self._spikes.load({name.removeprefix(state.SPIKES): values for name, values in found.items()})
         self._digests = self.digests()
 
     def close(self) -> None:
-        """Let go of the arrays, and of JAX's switches."""
+        """Release the arrays and restore JAX's settings."""
         for name in ("train_state", "constants", "programs", "view", "_compiler"):
             vars(self).pop(name, None)
         precision.unpin(self._switches)
@@ -369,23 +382,23 @@ class JaxEngine:
 
     # small things -----------------------------------------------------------------------------------------------
 
-    def _rows_of(self, batches: Sequence[MicroBatch], what: str) -> int:
+    def _count_rows(self, batches: Sequence[MicroBatch], what: str) -> int:
         """Real rows of the global batch, where the loss crosses samples; else 0."""
-        if protocols.cross_sample(self._job.task) is None:
+        if protocols.cross_sample_mode(self._job.task) is None:
             return 0
         own = sum(micro.size for micro in batches if not micro.idle)
         return max(1, sum(self.communicator.gather(own, f"the number of rows of {what}")))
 
     @contextmanager
-    def _waiting(self, what: str, where: str) -> Iterator[None]:
+    def _translate_errors(self, what: str, where: str) -> Iterator[None]:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            faults.explain(error, self._job.process, self._split, what, where)
+            faults.raise_known_error(error, self._job.process, self._split, what, where)
             raise
 
 
-def _devices(split: Split) -> list[jax.Device]:
+def _all_devices(split: BatchSplit) -> list[jax.Device]:
     """The devices of all processes, those of each in a row.
 
     Raises:

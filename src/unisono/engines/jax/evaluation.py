@@ -1,4 +1,4 @@
-"""Evaluation, and the search for what is not finite: programs that change nothing."""
+"""Programs without updates: evaluation, and the search for non-finite values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from unisono import protocols
-from unisono.engines.jax.batches import Pass, specs_of
+from unisono.engines.jax.batches import DeviceBatch, partition_specs
 from unisono.engines.jax.forward import Forward, Inputs, Parameters
 from unisono.engines.jax.parallel import mesh
-from unisono.engines.jax.parallel.cross_sample import CrossSample
+from unisono.engines.jax.parallel.cross_sample import JaxCrossSampleLoss
 from unisono.engines.jax.parallel.mesh import BATCH
 
 Sharded = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class EvaluationProgram:
     """The sums of a global batch.
 
     Attributes:
@@ -32,16 +32,18 @@ class Evaluation:
     forward: Forward
     rows: int = 0
 
-    def __call__(self, parameters: Sharded, constants: Sharded, batch: Pass, inputs: Inputs) -> jax.Array:
+    def __call__(self, parameters: Sharded, constants: Sharded, batch: DeviceBatch, inputs: Inputs) -> jax.Array:
         """The reports of its micro-batches, (micro-batches, numbers)."""
         return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs)
 
-    def _on_device(self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs) -> jax.Array:
+    def _on_device(
+        self, parameters: Parameters, constants: Parameters, batch: DeviceBatch, inputs: Inputs
+    ) -> jax.Array:
         forward = self.forward
         batch = jax.tree.map(lambda array: array[:, 0], batch)
-        crosses = protocols.cross_sample(forward.task) is not None
+        crosses = protocols.cross_sample_mode(forward.task) is not None
 
-        def one(_: None, micro: Pass) -> tuple[None, Any]:
+        def one(_: None, micro: DeviceBatch) -> tuple[None, Any]:
             context = forward.context(micro, inputs, carry=forward.carry(None, micro, inputs))
             outputs = forward.outputs(parameters, constants, micro, context)
             if crosses:
@@ -53,13 +55,13 @@ class Evaluation:
         if crosses:
             carry = jax.vmap(lambda micro: forward.carry(None, micro, inputs))(batch)
             scales = dict.fromkeys(forward.names.terms, jnp.ones((), batch.counts.dtype))
-            made = CrossSample(forward, batch, inputs, scales, self.rows, {}, carry).settle(made).reports
-        return mesh.everywhere(made)
+            made = JaxCrossSampleLoss(forward, batch, inputs, scales, self.rows, {}, carry).compute_loss(made).reports
+        return mesh.all_gather(made)
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
-    """Where the first number of a step that is not finite came from.
+class NonFiniteSearchProgram:
+    """Finds where a step first became non-finite.
 
     Attributes:
         forward: the functions of the task, for training.
@@ -68,9 +70,9 @@ class Search:
     forward: Forward
 
     def __call__(
-        self, parameters: Sharded, constants: Sharded, carry: dict[str, Any], batch: Pass, inputs: Inputs
+        self, parameters: Sharded, constants: Sharded, carry: dict[str, Any], batch: DeviceBatch, inputs: Inputs
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of every micro-batch of the global batch: terms, rows that are not finite alone, and finite gradients.
+        """For every micro-batch of the global batch: which terms, single rows and gradients are finite.
 
         Returns:
             Whether each term is finite, (micro-batches, terms); whether each row is when it is computed alone,
@@ -79,22 +81,22 @@ class Search:
         return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs, carry)
 
     def _on_device(
-        self, parameters: Parameters, constants: Parameters, batch: Pass, inputs: Inputs, carry: dict[str, Any]
+        self, parameters: Parameters, constants: Parameters, batch: DeviceBatch, inputs: Inputs, carry: dict[str, Any]
     ) -> Any:
-        # Whole parameters, so that a gradient is that of one micro-batch alone.
+        # Whole parameters, so that a gradient belongs to one micro-batch only.
         parameters, forward = self.forward.whole(parameters), replace(self.forward, gathers=False)
         batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))
         terms = forward.names.terms
 
-        def made(parameters: Parameters, micro: Pass, own: Any) -> Any:
+        def made(parameters: Parameters, micro: DeviceBatch, own: Any) -> Any:
             context = forward.context(micro, inputs, carry=forward.carry(own or None, micro, inputs))
             outputs = forward.outputs(parameters, constants, micro, context)
-            if protocols.cross_sample(forward.task) is not None or protocols.needs_totals(forward.task):
-                return _sizes(outputs, micro.valid)
+            if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
+                return _total_magnitude(outputs, micro.valid)
             _, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
             return jnp.stack([sums["sums"][name] for name in terms])
 
-        def alone(micro: Pass, own: Any) -> jax.Array:
+        def alone(micro: DeviceBatch, own: Any) -> jax.Array:
             def row(_: None, number: jax.Array) -> tuple[None, jax.Array]:
                 arrays, state = jax.tree.map(
                     lambda array: jnp.broadcast_to(array[number], array.shape), (micro.arrays, own)
@@ -113,10 +115,10 @@ class Search:
             return None, (jnp.isfinite(values), alone(micro, own), finite)
 
         _, found = jax.lax.scan(one, None, (batch, carry))
-        return tuple(mesh.everywhere(part.astype(jnp.int32)) for part in found)
+        return tuple(mesh.all_gather(part.astype(jnp.int32)) for part in found)
 
 
-def _sizes(outputs: Any, valid: jax.Array) -> jax.Array:
+def _total_magnitude(outputs: Any, valid: jax.Array) -> jax.Array:
     """A number that is finite where the outputs of real rows are."""
     leaves = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     parts = []
@@ -128,13 +130,19 @@ def _sizes(outputs: Any, valid: jax.Array) -> jax.Array:
 
 
 def _on_devices(
-    forward: Forward, on_device: Any, parameters: Sharded, constants: Sharded, batch: Pass, inputs: Inputs, *rows: Any
+    forward: Forward,
+    on_device: Any,
+    parameters: Sharded,
+    constants: Sharded,
+    batch: DeviceBatch,
+    inputs: Inputs,
+    *rows: Any,
 ) -> Any:
     def spec(array: Any) -> PartitionSpec:
         return forward.grid.spec(array.shape)
 
     specs = (
-        jax.tree.map(spec, dict(parameters)), jax.tree.map(spec, dict(constants)), specs_of(batch),
+        jax.tree.map(spec, dict(parameters)), jax.tree.map(spec, dict(constants)), partition_specs(batch),
         jax.tree.map(lambda _: PartitionSpec(), inputs), *(jax.tree.map(lambda _: BATCH, one) for one in rows),
     )  # fmt: skip
     call = forward.grid.per_device(on_device, in_specs=specs, out_specs=PartitionSpec())

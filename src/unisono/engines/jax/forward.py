@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from unisono import protocols
 from unisono.engines import rules
-from unisono.engines.jax.batches import Names, Pass
+from unisono.engines.jax.batches import ColumnNames, DeviceBatch
 from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel import mesh
@@ -53,7 +53,7 @@ class Inputs:
         numbers = [address(seed, purpose), address(seed, purpose, "loss")]
         halves = [half for number in numbers for half in (number >> 32, number & 0xFFFFFFFF)]
         integers = np.array([step, int(started), *halves], dtype=np.uint32)
-        return cls(integers, np.array(list(floats.values()), dtype=np.dtype(precision.wide(kind))))
+        return cls(integers, np.array(list(floats.values()), dtype=np.dtype(precision.wide_dtype(kind))))
 
     @property
     def step(self) -> jax.Array:
@@ -81,7 +81,7 @@ jax.tree_util.register_dataclass(Inputs)
 
 @dataclass(frozen=True)
 class Columns:
-    """What the numbers are that one micro-batch reports.
+    """Names of the numbers that one micro-batch reports.
 
     Attributes:
         names: of terms that are counted, and of units of work.
@@ -89,7 +89,7 @@ class Columns:
         metrics: of the loss, each a sum and a count.
     """
 
-    names: Names
+    names: ColumnNames
     terms: tuple[str, ...]
     metrics: tuple[str, ...]
 
@@ -116,7 +116,7 @@ class Forward:
         scalars: names of scheduled values that a program is given as numbers.
         static: scheduled values that a program is compiled for.
         training: whether this is training.
-        recompute: every how manieth block is computed again in the backward pass.
+        recompute: every N-th block is recomputed in the backward pass; 0 for none.
         gathers: whether it is given this device's shards of parameters; else whole ones.
         columns: what is reported; known once a loss has been traced.
         masked_by_task: sums that the task has made itself, and has to have left rows out of that pad; likewise.
@@ -126,7 +126,7 @@ class Forward:
     structure: Structure
     grid: Grid
     kind: str
-    names: Names
+    names: ColumnNames
     scalars: tuple[str, ...]
     static: Mapping[str, float]
     training: bool
@@ -135,8 +135,8 @@ class Forward:
     columns: Columns | None = None
     masked_by_task: set[str] = field(default_factory=set)
 
-    def context(self, one: Pass, inputs: Inputs, **more: Any) -> Context:
-        """What the task may know of a micro-batch besides its rows."""
+    def context(self, one: DeviceBatch, inputs: Inputs, **more: Any) -> Context:
+        """The task's context for a micro-batch."""
         given = {name: inputs.floats[number] for number, name in enumerate(self.scalars)}
         step: Any = inputs.step  # traced, as numbers of the schedule are
         return Context(
@@ -144,23 +144,23 @@ class Forward:
             key=inputs.key(one.number, self.training), valid=one.valid, **more,
         )  # fmt: skip
 
-    def carry(self, kept: Any, one: Pass, inputs: Inputs) -> Any:
-        """The state of a micro-batch's rows: what an earlier step has left, else their first one; None without."""
+    def carry(self, kept: Any, one: DeviceBatch, inputs: Inputs) -> Any:
+        """The state of a micro-batch's rows: from an earlier step, else the initial one; None without."""
         first = protocols.initial_carry(self.task, one.arrays)
         if first is None or kept is None or not self.training:
             return first
         return jax.tree.map(lambda a, b: jnp.where(inputs.started, a, b.astype(a.dtype)), kept, dict(first))
 
     def spec(self, name: str) -> PartitionSpec:
-        """How an array of the model is cut."""
+        """The partition spec of an array of the model."""
         return self.grid.spec(self.structure.shapes[name].shape)
 
     def whole(self, parameters: Parameters) -> dict[str, jax.Array]:
         """Whole parameters from this device's shards, in the dtype in which they are kept."""
         return {name: mesh.gather(array, self.spec(name), array.dtype) for name, array in parameters.items()}
 
-    def outputs(self, parameters: Parameters, constants: Parameters, one: Pass, context: Context) -> Any:
-        """What the model returns for a micro-batch, in the dtype of losses.
+    def outputs(self, parameters: Parameters, constants: Parameters, one: DeviceBatch, context: Context) -> Any:
+        """The model's outputs for a micro-batch, in the dtype of losses.
 
         Args:
             parameters: this device's shards of what is trained.
@@ -193,22 +193,22 @@ class Forward:
             name: tuple(self._sum(value, valid, f"the metric '{name}'") for value in pair)
             for name, pair in loss.metrics.items()
         }
-        wide = precision.wide(self.kind)
+        wide = precision.wide_dtype(self.kind)
         weights = {name: jax.lax.stop_gradient(jnp.asarray(loss.weights.get(name, 1.0), wide)) for name in sums}
         columns = Columns(self.names, tuple(sorted(sums)), tuple(sorted(metrics)))
         if self.columns not in (None, columns):
-            raise ConfigError(f"{task}: the names of terms and metrics are not what they were: {columns}")
+            raise ConfigError(f"{task}: the names of terms and metrics changed: {columns}")
         self.columns = columns
         return loss, {"sums": sums, "metrics": metrics, "weights": weights}
 
     def objective(self, sums: Mapping[str, Any], scales: Scales) -> Any:
-        """What is differentiated: each term scaled once, by weight over its count in the whole global batch."""
+        """The scalar to differentiate: each term scaled once by weight / count over the whole global batch."""
         return rules.scaled_sum(sums["sums"], sums["weights"], scales)
 
-    def report(self, sums: Mapping[str, Any] | None, one: Pass) -> jax.Array:
+    def report(self, sums: Mapping[str, Any] | None, one: DeviceBatch) -> jax.Array:
         """The numbers of one micro-batch as a vector; zeros for its sums where they are None."""
         assert self.columns is not None
-        wide = precision.wide(self.kind)
+        wide = precision.wide_dtype(self.kind)
         terms, metrics = self.columns.terms, self.columns.metrics
         if sums is None:
             return jnp.concatenate([jnp.zeros(2 * len(terms) + 2 * len(metrics), wide), one.counts, one.work])
@@ -221,15 +221,15 @@ class Forward:
         rows = valid.shape[0]
         if not isinstance(value, jax.Array):
             raise ConfigError(
-                f"{type(self.task).__name__}.loss gives {what} the number {value}, which does not know rows that pad a "
+                f"{type(self.task).__name__}.loss gives {what} the number {value}, which ignores padding rows of a "
                 "short batch; give one number per row, e.g. context.valid for a count of rows"
             )
         if value.shape == valid.shape:
-            return jnp.where(valid, value, jnp.zeros_like(value)).sum(dtype=precision.wide(self.kind))
+            return jnp.where(valid, value, jnp.zeros_like(value)).sum(dtype=precision.wide_dtype(self.kind))
         if value.ndim:
             raise ConfigError(
                 f"{type(self.task).__name__}.loss gives {what} the shape {value.shape}; give one number per row, "
                 f"({rows},), or their sum over context.valid"
             )
         self.masked_by_task.add(what)
-        return jnp.where(valid.any(), value, jnp.zeros_like(value)).astype(precision.wide(self.kind))
+        return jnp.where(valid.any(), value, jnp.zeros_like(value)).astype(precision.wide_dtype(self.kind))

@@ -1,4 +1,4 @@
-"""A task's model as a pytree: its arrays by name, and all that is no array.
+"""A task's model as a pytree: its arrays by name, and everything else.
 
 The engine works with `{name: array}`; the model that a task sees is put together from it inside of the jitted step.
 """
@@ -16,26 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.rng import key as address
 from unisono.task import Task
 
-_NOT_DECAYED = ("Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm")  # modules of Equinox
+_NO_DECAY = ("Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm")  # modules of Equinox
 
 
 class _Array:
     """Where an array stands among the leaves that are none."""
 
 
-_HERE = _Array()
+_ARRAY_MARKER = _Array()
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What stays of a model when its arrays are taken out.
+    """A model without its arrays.
 
     Attributes:
         names: of the arrays, in the order of the tree.
@@ -49,7 +49,7 @@ class Structure:
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     trained: frozenset[str]
     blocks: tuple[frozenset[str], ...]
-    plain: frozenset[str]
+    no_decay: frozenset[str]
     _tree: Any
     _leaves: tuple[Any, ...]
 
@@ -63,15 +63,15 @@ class Structure:
 
         Args:
             arrays: every one of `names`.
-            recompute: of so many repeated blocks one is computed again in the backward pass; 0 for none.
+            recompute: every N-th repeated block is recomputed in the backward pass; 0 for none.
         """
         given = iter(self.names)
-        leaves = [arrays[next(given)] if leaf is _HERE else leaf for leaf in self._leaves]
+        leaves = [arrays[next(given)] if leaf is _ARRAY_MARKER else leaf for leaf in self._leaves]
         model = jax.tree.unflatten(self._tree, leaves)
-        return _recomputed(model, recompute) if recompute else model
+        return _checkpoint_blocks(model, recompute) if recompute else model
 
 
-def structure_of(task: Task, seed: int) -> Structure:
+def build_structure(task: Task, seed: int) -> Structure:
     """The structure of the model that a task builds; nothing is computed.
 
     Raises:
@@ -80,15 +80,15 @@ def structure_of(task: Task, seed: int) -> Structure:
     found: dict[str, Any] = {}
 
     def build() -> dict[str, jax.Array]:
-        model = _built(task, init_key(seed))
-        found["model"] = jax.tree.map(lambda leaf: _HERE if is_array(leaf) else leaf, model)
-        found["names"] = tuple(_named(model))  # in the order of the tree; JAX sorts what a dict is made of
-        return _named(model)
+        model = _build_task_model(task, init_key(seed))
+        found["model"] = jax.tree.map(lambda leaf: _ARRAY_MARKER if is_array(leaf) else leaf, model)
+        found["names"] = tuple(_named_arrays(model))  # in the order of the tree; JAX sorts what a dict is made of
+        return _named_arrays(model)
 
     with jax.enable_x64(False):  # initial weights are the same in every precision
         shapes = jax.eval_shape(build)
     model = found["model"]
-    leaves, tree = jax.tree.flatten(model, is_leaf=lambda leaf: leaf is _HERE)
+    leaves, tree = jax.tree.flatten(model, is_leaf=lambda leaf: leaf is _ARRAY_MARKER)
     floats = {name for name, array in shapes.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     frozen = {name for name in floats if any(fnmatchcase(name, pattern) for pattern in task.frozen)}
     for pattern in task.frozen:
@@ -101,7 +101,7 @@ def structure_of(task: Task, seed: int) -> Structure:
     blocks = tuple(frozenset(_names_below(path, shapes)) for path, _ in _blocks(model))
     plain = {
         name
-        for path, _ in _modules(model, lambda module: type(module).__name__ in _NOT_DECAYED)
+        for path, _ in _modules(model, lambda module: type(module).__name__ in _NO_DECAY)
         for name in _names_below(path, shapes)
     }
     return Structure(
@@ -121,12 +121,12 @@ def initialise(task: Task, structure: Structure, seed: int, grid: Grid, kind: st
     """
     shardings = {name: grid.sharding(grid.spec(structure.shapes[name].shape)) for name in structure.names}
     with jax.enable_x64(False):
-        arrays = jax.jit(lambda: _named(_built(task, init_key(seed))), out_shardings=shardings)()
+        arrays = jax.jit(lambda: _named_arrays(_build_task_model(task, init_key(seed))), out_shardings=shardings)()
     return jax.jit(lambda arrays: precision.to_master(arrays, kind), out_shardings=shardings)(arrays)
 
 
-def recomputes(structure: Structure, layout: Layout) -> int:
-    """Every how manieth block is computed again in the backward pass; 0 for none.
+def recompute_interval(structure: Structure, layout: Layout) -> int:
+    """The interval N at which blocks are recomputed in the backward pass; 0 for none.
 
     Raises:
         ConfigError: if that is asked for and the model has no blocks.
@@ -141,16 +141,16 @@ def recomputes(structure: Structure, layout: Layout) -> int:
 
 def init_key(seed: int) -> jax.Array:
     """The key from which the first weights are drawn."""
-    return key_of(address(seed, "init"))
+    return key_from_bits(address(seed, "init"))
 
 
-def key_of(number: int) -> jax.Array:
+def key_from_bits(number: int) -> jax.Array:
     """A key from 64 bits of an address; the same whatever the precision."""
     halves = np.array([number >> 32, number & 0xFFFFFFFF], dtype=np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(halves), impl="threefry2x32")
 
 
-def _built(task: Task, key: jax.Array) -> Any:
+def _build_task_model(task: Task, key: jax.Array) -> Any:
     model = task.build(key)
     seen: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
@@ -164,8 +164,8 @@ def _built(task: Task, key: jax.Array) -> Any:
             )
         if id(leaf) in seen:
             raise ConfigError(
-                f"{type(task).__name__}.build: '{seen[id(leaf)]}' and '{name}' are one array, but a pytree knows no "
-                "ties: they would be trained apart. Keep it once and use it twice (or equinox.nn.Shared)"
+                f"{type(task).__name__}.build: '{seen[id(leaf)]}' and '{name}' are the same array, but a pytree cannot "
+                "tie weights: they would be trained separately. Store it once and use it twice (or equinox.nn.Shared)"
             )
         seen[id(leaf)] = name
     if not seen:
@@ -173,7 +173,7 @@ def _built(task: Task, key: jax.Array) -> Any:
     return model
 
 
-def _named(model: Any) -> dict[str, jax.Array]:
+def _named_arrays(model: Any) -> dict[str, jax.Array]:
     return {
         keystr(path, simple=True, separator="."): jnp.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)
@@ -218,7 +218,7 @@ def _blocks(model: Any, path: str = "") -> list[tuple[str, Any]]:
     return [block for name, part in parts for block in _blocks(part, name)]
 
 
-def _recomputed(model: Any, every: int) -> Any:
+def _checkpoint_blocks(model: Any, every: int) -> Any:
     """The model with every k-th of its blocks under `equinox.filter_checkpoint`."""
     paths = [path for number, (path, _) in enumerate(_blocks(model)) if number % every == 0]
 

@@ -1,4 +1,4 @@
-"""Parts of a step by name, for JAX's profiler; while it is off a part costs one look at a flag."""
+"""Named parts of a step for JAX's profiler; while it is off, a part costs one check of a flag."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import jax
 
 from unisono.engines.observers import Observer
-from unisono.engines.protocol import PREFIX
-from unisono.runtime.files import whole
+from unisono.engines.protocol import TRACE_PREFIX
+from unisono.runtime.files import atomic_file
 
-_OFF: AbstractContextManager[Any] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
-class Profiler(Observer):
+class JaxProfiler(Observer):
     """JAX's profiler of this process; see `unisono.engines.protocol.Profiler`."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Profiler(Observer):
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         """The context of a part of a step."""
-        return _OFF if self._folder is None else jax.profiler.TraceAnnotation(PREFIX + name)
+        return _NULL_CONTEXT if self._folder is None else jax.profiler.TraceAnnotation(TRACE_PREFIX + name)
 
     def start(self) -> None:
         """Record from now on."""
@@ -35,7 +35,7 @@ class Profiler(Observer):
         jax.profiler.start_trace(str(self._folder))
 
     def stop(self, path: Path | None) -> None:
-        """Stop, and write a Chrome trace in gzip if there is a path; the file is there whole or not at all."""
+        """Stop, and write a gzipped Chrome trace if a path is given; the file appears complete or not at all."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -45,17 +45,17 @@ class Profiler(Observer):
                 found = next(folder.rglob("*.trace.json.gz"))
                 with gzip.open(found, "rt", encoding="utf-8") as file:
                     trace = json.load(file)
-                trace["traceEvents"] = [_categorised(event) for event in trace["traceEvents"]]
+                trace["traceEvents"] = [_with_category(event) for event in trace["traceEvents"]]
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with whole(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8") as packed:
+                with atomic_file(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8") as packed:
                     json.dump(trace, packed)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _categorised(event: dict[str, Any]) -> dict[str, Any]:
-    """An event with the category that torch's profiler gives its like, by which a profile is read."""
+def _with_category(event: dict[str, Any]) -> dict[str, Any]:
+    """An event with the category that torch's profiler uses, which the reader of profiles needs."""
     name, arguments = str(event.get("name", "")), event.get("args") or {}
-    if name.startswith(PREFIX):
+    if name.startswith(TRACE_PREFIX):
         return {**event, "cat": "user_annotation"}
     return {**event, "cat": "cpu_op"} if "hlo_op" in arguments else event

@@ -1,4 +1,4 @@
-"""The programs of a run: the step, the evaluation and the search for what is not finite, each compiled for its shapes."""
+"""The programs of a run (step, evaluation, search for non-finite values), each compiled for its shapes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import jax
 
 from unisono.config.schema.run import RunConfig
-from unisono.engines.jax.batches import Names, Pass, signature
-from unisono.engines.jax.evaluation import Evaluation, Search
+from unisono.engines.jax.batches import ColumnNames, DeviceBatch, signature
+from unisono.engines.jax.evaluation import EvaluationProgram, NonFiniteSearchProgram
 from unisono.engines.jax.forward import Columns, Forward, Inputs
-from unisono.engines.jax.guards.compilation import Compiler, Key
+from unisono.engines.jax.guards.compilation import Compiler, ProgramKey
 from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics.optimizers import Optimizer
 from unisono.engines.jax.parallel.mesh import Grid
-from unisono.engines.jax.step import CONTROLS, Observed, State, Step
+from unisono.engines.jax.step import CONTROLS, ObservedStep, State, Step
 from unisono.task import Task
 
 Scalars = Mapping[str, float]
@@ -35,7 +35,7 @@ class Programs:
         grid: of devices.
         compiler: compiles them.
         scalars: names of scheduled values that a program is given as numbers.
-        recompute: every how manieth block is computed again in the backward pass.
+        recompute: every N-th block is recomputed in the backward pass; 0 for none.
     """
 
     task: Task
@@ -46,16 +46,27 @@ class Programs:
     compiler: Compiler
     scalars: tuple[str, ...]
     recompute: int
-    _forwards: dict[Key, Forward] = field(default_factory=dict)
+    _forwards: dict[ProgramKey, Forward] = field(default_factory=dict)
 
-    def forward(self, training: bool, scalars: Scalars, names: Names, grid: Grid | None = None) -> Forward:
+    def forward(self, training: bool, scalars: Scalars, names: ColumnNames, grid: Grid | None = None) -> Forward:
         """The functions of the task, with the scheduled values that a program is compiled for."""
-        static = {name: scalars[name] for name in self.task.static_scalars}
+        static = self._static(scalars)
         precision = self.config.train.precision
         return Forward(
-            self.task, self.structure, grid or self.grid, precision, names, self.scalars, static, training,
+            self.task,
+            self.structure,
+            grid or self.grid,
+            precision,
+            names,
+            self.scalars,
+            static,
+            training,
             self.recompute,
-        )  # fmt: skip
+        )
+
+    def _static(self, scalars: Scalars) -> dict[str, int]:
+        """Scheduled values that programs are compiled for, in whole numbers: a ramp compiles once for each."""
+        return {name: round(scalars[name]) for name in self.task.static_scalars if name in scalars}
 
     def inputs(self, step: int, scalars: Scalars, started: bool, controls: Mapping[str, float] | None) -> Inputs:
         """The numbers of a training step, or with `controls=None` of an evaluation."""
@@ -65,10 +76,17 @@ class Programs:
         return Inputs.of(step, self.config.run.seed, purpose, started, floats, self.config.train.precision)
 
     def step(
-        self, state: State, constants: Mapping[str, Any], batch: Pass, inputs: Inputs, names: Names, scalars: Scalars,
-        rows: int, observed: bool = False,
-    ) -> tuple[Callable[..., Any], Columns]:  # fmt: skip
-        """The training step. Its first argument, the state, is gone afterwards, unless it is observed.
+        self,
+        state: State,
+        constants: Mapping[str, Any],
+        batch: DeviceBatch,
+        inputs: Inputs,
+        names: ColumnNames,
+        scalars: Scalars,
+        rows: int,
+        observed: bool = False,
+    ) -> tuple[Callable[..., Any], Columns]:
+        """The training step. Its first argument, the state, is donated, unless the step is observed.
 
         Args:
             state: of the run; like the other three, what the program will be called with.
@@ -81,7 +99,7 @@ class Programs:
             observed: whether it also returns what observers look at; see `Step.observed`.
         """
         placed = jax.tree.map(lambda array: array.sharding, state), self.grid.replicated
-        seen = Observed(placed[0].parameters, placed[0].parameters, self.grid.batch)
+        seen = ObservedStep(placed[0].parameters, placed[0].parameters, self.grid.batch)
         passes = batch.number.shape[0]
 
         def make(forward: Forward) -> Any:
@@ -91,39 +109,58 @@ class Programs:
             return jax.jit(step, donate_argnums=0, out_shardings=placed)
 
         name = "the observed step" if observed else "the step"
-        return self._of(name, make, True, names, scalars, rows, batch, state, constants, batch, inputs)
+        return self._get_program(name, make, True, names, scalars, rows, batch, state, constants, batch, inputs)
 
     def evaluation(
-        self, parameters: Mapping[str, Any], constants: Mapping[str, Any], batch: Pass, inputs: Inputs, names: Names,
-        scalars: Scalars, rows: int,
-    ) -> tuple[Callable[..., jax.Array], Columns]:  # fmt: skip
+        self,
+        parameters: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        batch: DeviceBatch,
+        inputs: Inputs,
+        names: ColumnNames,
+        scalars: Scalars,
+        rows: int,
+    ) -> tuple[Callable[..., jax.Array], Columns]:
         """The sums of a global batch without an update; arguments as for `step`."""
 
         def make(forward: Forward) -> Any:
-            return jax.jit(Evaluation(forward, rows), out_shardings=self.grid.replicated)
+            return jax.jit(EvaluationProgram(forward, rows), out_shardings=self.grid.replicated)
 
-        return self._of(
+        return self._get_program(
             "the evaluation", make, False, names, scalars, rows, batch, parameters, constants, batch, inputs
-        )  # fmt: skip
+        )
 
     def search(
-        self, state: State, constants: Mapping[str, Any], batch: Pass, inputs: Inputs, names: Names, scalars: Scalars
+        self,
+        state: State,
+        constants: Mapping[str, Any],
+        batch: DeviceBatch,
+        inputs: Inputs,
+        names: ColumnNames,
+        scalars: Scalars,
     ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-        """Where the first number that is not finite came from; arguments as for `step`."""
+        """The search for the first non-finite number; arguments as for `step`."""
 
         def make(forward: Forward) -> Any:
-            return jax.jit(Search(forward), out_shardings=self.grid.replicated)
+            return jax.jit(NonFiniteSearchProgram(forward), out_shardings=self.grid.replicated)
 
         given = state.parameters, constants, state.carry, batch, inputs
-        program, _ = self._of("the search", make, True, names, scalars, 0, batch, *given)
+        program, _ = self._get_program("the search", make, True, names, scalars, 0, batch, *given)
         return program
 
-    def _of(
-        self, name: str, make: Callable[[Forward], Any], training: bool, names: Names, scalars: Scalars, rows: int,
-        batch: Pass, *arguments: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        static = tuple((name, scalars[name]) for name in self.task.static_scalars)
-        key = Key(name, signature(batch), static, rows)
+    def _get_program(
+        self,
+        name: str,
+        make: Callable[[Forward], Any],
+        training: bool,
+        names: ColumnNames,
+        scalars: Scalars,
+        rows: int,
+        batch: DeviceBatch,
+        *arguments: Any,
+    ) -> tuple[Any, Any]:
+        static = tuple(self._static(scalars).items())
+        key = ProgramKey(name, signature(batch), static, rows)
         if key not in self._forwards:
             self._forwards[key] = self.forward(training, scalars, names)
         program = self.compiler.of(key, lambda: make(self._forwards[key]), *arguments)

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a JAX run: arrays by their path in the pytree, cut as they lie on devices, and read back."""
+"""A JAX run's arrays for checkpoints: named by path in the pytree, in pieces as on the devices, and read back."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from jax.tree_util import DictKey, keystr
 
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import State
-from unisono.engines.state import Reader, Shard
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.runtime.errors import CheckpointError
+from unisono.runtime.text import join_names
 
 MODEL, AVERAGE, OPTIMIZER, CARRY, SPIKES = "model/", "ema/", "optimizer/", "carry/", "spikes/"
 
 
-def named(state: State, constants: Mapping[str, Any]) -> dict[str, Any]:
+def named_arrays(state: State, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Every array but those of rows, by its name in a checkpoint."""
     return {
         **{f"{MODEL}{name}": array for name, array in {**state.parameters, **constants}.items()},
         **{f"{AVERAGE}{name}": array for name, array in state.average.items()},
-        **dict(of_optimizer(state.optimizer, state.parameters)),
+        **dict(optimizer_arrays(state.optimizer, state.parameters)),
     }
 
 
-def of_optimizer(state: Any, parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def optimizer_arrays(state: Any, parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The arrays of an optimizer's state: `optimizer/<parameter>/<slot>`, and `optimizer/<slot>` of all parameters."""
     for path, array in jax.tree_util.tree_leaves_with_path(state):
         own = [entry.key for entry in path if isinstance(entry, DictKey) and entry.key in parameters]
@@ -35,17 +36,17 @@ def of_optimizer(state: Any, parameters: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def shardings(optimizer: Any, parameters: Mapping[str, Any], grid: Grid) -> Any:
-    """How the arrays of an optimizer's state lie: as their parameters do, where they have their shape."""
+    """The shardings of an optimizer's state: those of the parameters, for arrays of the same shape."""
     placed = []
-    for name, like in of_optimizer(optimizer, parameters):
+    for name, like in optimizer_arrays(optimizer, parameters):
         parameter = parameters.get(name.removeprefix(OPTIMIZER).rpartition("/")[0])
         same = parameter is not None and tuple(parameter.shape) == tuple(like.shape)
         placed.append(grid.sharding(grid.spec(like.shape)) if same else grid.replicated)
     return jax.tree.unflatten(jax.tree.structure(optimizer), placed)
 
 
-def shards(state: State, constants: Mapping[str, Any], rows: bool) -> list[Shard]:
-    """The pieces that this process has to save: of all copies of a piece one, dealt out among the devices that hold it.
+def shards(state: State, constants: Mapping[str, Any], rows: bool) -> list[ArrayShard]:
+    """The pieces that this process saves: one copy of each, divided among the devices that hold it.
 
     Args:
         state: of the run.
@@ -54,28 +55,28 @@ def shards(state: State, constants: Mapping[str, Any], rows: bool) -> list[Shard
     """
     trained = {f"{MODEL}{name}" for name in state.parameters}
     pieces = [
-        Shard(name, array.shape, _offset(piece.index, array.shape), piece.data, finite=name in trained)
-        for number, (name, array) in enumerate(named(state, constants).items())
+        ArrayShard(name, array.shape, _offset(piece.index, array.shape), piece.data, finite=name in trained)
+        for number, (name, array) in enumerate(named_arrays(state, constants).items())
         for piece in array.addressable_shards
         if piece.replica_id == number % _copies(array)
     ]
     carried = state.carry.items() if rows else ()
-    return pieces + [piece for name, array in carried for piece in _of_rows(name, array)]
+    return pieces + [piece for name, array in carried for piece in _carry_shards(name, array)]
 
 
-def _of_rows(name: str, array: jax.Array) -> Iterator[Shard]:
+def _carry_shards(name: str, array: jax.Array) -> Iterator[ArrayShard]:
     """The state of rows, (passes, devices, rows, …), as pieces of (rows of the global batch, …)."""
     passes, devices, rows, *rest = array.shape
     for piece in array.addressable_shards:
         first = (piece.index[1].start or 0) * passes * rows
         data = np.asarray(piece.data).reshape(passes * rows, *rest)
-        yield Shard(f"{CARRY}{name}", (passes * devices * rows, *rest), (first, *(0 for _ in rest)), data)
+        yield ArrayShard(f"{CARRY}{name}", (passes * devices * rows, *rest), (first, *(0 for _ in rest)), data)
 
 
 def load(
-    state: State, constants: dict[str, Any], reader: Reader, kinds: tuple[str, ...]
+    state: State, constants: dict[str, Any], reader: StateReader, kinds: tuple[str, ...]
 ) -> tuple[State, dict[str, Any]]:
-    """The same state with what was saved, each device its part.
+    """Load a saved state, each device its part.
 
     Args:
         state: as it is.
@@ -86,9 +87,9 @@ def load(
     Raises:
         CheckpointError: naming arrays that are missing, too many, or of another shape.
     """
-    mine = {name: array for name, array in named(state, constants).items() if name.startswith(kinds)}
+    mine = {name: array for name, array in named_arrays(state, constants).items() if name.startswith(kinds)}
     saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(kinds)}
-    _compare(mine, saved)
+    _check_arrays(mine, saved)
     found = {name: _read(reader, name, array) for name, array in mine.items()}
 
     def of(kind: str, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +97,14 @@ def load(
 
     optimizer = state.optimizer
     if OPTIMIZER in kinds:
-        names = [name for name, _ in of_optimizer(optimizer, state.parameters)]
+        names = [name for name, _ in optimizer_arrays(optimizer, state.parameters)]
         optimizer = jax.tree.unflatten(jax.tree.structure(optimizer), [found[name] for name in names])
     loaded = State(of(MODEL, state.parameters), of(AVERAGE, state.average), optimizer, state.carry)
     return loaded, of(MODEL, constants)
 
 
-def load_rows(state: State, reader: Reader) -> bool:
-    """Take over the state of rows in place; False where no step has left any."""
+def load_rows(state: State, reader: StateReader) -> bool:
+    """Load the state of rows in place; False if none was saved."""
     for name, array in state.carry.items():
         full = f"{CARRY}{name}"
         passes, devices, rows, *rest = array.shape
@@ -126,7 +127,7 @@ def _copies(array: jax.Array) -> int:
     return len(pieces) // len({str(index) for index in pieces.values()})
 
 
-def _read(reader: Reader, name: str, like: jax.Array) -> jax.Array:
+def _read(reader: StateReader, name: str, like: jax.Array) -> jax.Array:
     def piece(index: Any) -> Any:
         shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, like.shape, strict=True))
         return np.asarray(reader.read(name, _offset(index, like.shape), shape)).astype(like.dtype, copy=False)
@@ -138,19 +139,19 @@ def _offset(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(cut.indices(size)[0] for cut, size in zip(index, shape, strict=True))
 
 
-def _compare(mine: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]]) -> None:
+def _check_arrays(mine: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]]) -> None:
     missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
     if missing or unknown:
-        parts = [f"lacks {_some(missing)}" if missing else "", f"has {_some(unknown)} besides" if unknown else ""]
+        parts = [
+            "lacks " + join_names(map("'{}'".format, missing)) if missing else "",
+            "also has " + join_names(map("'{}'".format, unknown)) if unknown else "",
+        ]
         raise CheckpointError(
-            f"the checkpoint is of another model or optimizer: it {' and '.join(filter(None, parts))}"
+            f"the checkpoint belongs to another model or optimizer: it {' and '.join(filter(None, parts))}"
         )
     for name, array in mine.items():
         if tuple(array.shape) != tuple(saved[name]):
             raise CheckpointError(
-                f"the checkpoint is of another model: '{name}' has shape {tuple(saved[name])} there, {array.shape} here"
+                f"the checkpoint belongs to another model: '{name}' has shape {tuple(saved[name])} there, "
+                f"{array.shape} here"
             )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 
 from unisono import protocols
 from unisono.engines import rules
-from unisono.engines.jax.batches import Pass, specs_of
+from unisono.engines.jax.batches import DeviceBatch, partition_specs
 from unisono.engines.jax.forward import Forward, Inputs, Parameters, Scales
 from unisono.engines.jax.numerics.optimizers import Optimizer
 from unisono.engines.jax.parallel import mesh
-from unisono.engines.jax.parallel.cross_sample import CrossSample
+from unisono.engines.jax.parallel.cross_sample import JaxCrossSampleLoss
 from unisono.engines.jax.parallel.mesh import BATCH
 from unisono.runtime.errors import ConfigError
 
@@ -53,8 +53,8 @@ jax.tree_util.register_dataclass(State)
 
 
 @dataclass
-class Outcome:
-    """What a step came to, the same on every device.
+class StepOutcome:
+    """The result of a step, the same on every device.
 
     Attributes:
         reports: of every micro-batch of the global batch in order, (micro-batches, numbers).
@@ -71,12 +71,12 @@ class Outcome:
     updated: Any
 
 
-jax.tree_util.register_dataclass(Outcome)
+jax.tree_util.register_dataclass(StepOutcome)
 
 
 @dataclass
-class Observed:
-    """What observers look at.
+class ObservedStep:
+    """Extra results for observers.
 
     Attributes:
         raw: gradients of the global batch by name.
@@ -89,7 +89,7 @@ class Observed:
     outputs: Any
 
 
-jax.tree_util.register_dataclass(Observed)
+jax.tree_util.register_dataclass(ObservedStep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,18 +110,22 @@ class Step:
     defer: bool = False
     rows: int = 0
 
-    def __call__(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome]:
+    def __call__(
+        self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
+    ) -> tuple[State, StepOutcome]:
         """One update of the state."""
-        after, outcome, _ = self._made(state, constants, batch, inputs)
+        after, outcome, _ = self._run(state, constants, batch, inputs)
         return after, outcome
 
     def observed(
-        self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
-    ) -> tuple[State, Outcome, Observed]:
-        """The same update, and what observers look at."""
-        return self._made(state, constants, batch, inputs)
+        self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
+    ) -> tuple[State, StepOutcome, ObservedStep]:
+        """The same update, with the extra results for observers."""
+        return self._run(state, constants, batch, inputs)
 
-    def _made(self, state: State, constants: Sharded, batch: Pass, inputs: Inputs) -> tuple[State, Outcome, Observed]:
+    def _run(
+        self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
+    ) -> tuple[State, StepOutcome, ObservedStep]:
         numbers = self.numbers(inputs)
         raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
         squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
@@ -136,7 +140,7 @@ class Step:
         before = replace(state, carry={})
         made = jax.tree.map(lambda new, old: jnp.where(updated, new, old), made, before)
         made.carry = carry
-        return made, Outcome(reports, squares, loss, grad_norm, updated), Observed(raw, clipped, outputs)
+        return made, StepOutcome(reports, squares, loss, grad_norm, updated), ObservedStep(raw, clipped, outputs)
 
     def numbers(self, inputs: Inputs) -> dict[str, jax.Array]:
         """Scheduled scalars and controls by name."""
@@ -150,15 +154,15 @@ class Step:
         return State(parameters, average, optimizer, {})
 
     def gradients(
-        self, state: State, constants: Sharded, batch: Pass, inputs: Inputs
+        self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
-        """The raw gradient of the global batch, the reports of its micro-batches, the new state of its rows, outputs."""
+        """The global batch's raw gradient, its micro-batches' reports, the new state of its rows, and outputs."""
         specs = {name: self._spec(array) for name, array in state.parameters.items()}
         return self.forward.grid.per_device(
             self._on_device,
             in_specs=(
                 specs, jax.tree.map(self._spec, constants), jax.tree.map(lambda _: BATCH, state.carry),
-                specs_of(batch), jax.tree.map(lambda _: PartitionSpec(), inputs),
+                partition_specs(batch), jax.tree.map(lambda _: PartitionSpec(), inputs),
             ),
             out_specs=(specs, PartitionSpec(), BATCH, BATCH),
         )(state.parameters, dict(constants), state.carry, batch, inputs)  # fmt: skip
@@ -173,7 +177,7 @@ class Step:
         return rules.scaled_sum(
             dict(zip(columns.terms, sums, strict=True)),
             dict(zip(columns.terms, weights, strict=True)),
-            rules.scales(counts, 1.0, jnp.where),
+            rules.loss_scales(counts, 1.0, jnp.where),
         )
 
     def _spec(self, array: Any) -> PartitionSpec:
@@ -182,7 +186,7 @@ class Step:
     # on one device ------------------------------------------------------------------------------------------------
 
     def _on_device(
-        self, parameters: Parameters, constants: Parameters, carry: dict[str, Any], batch: Pass, inputs: Inputs
+        self, parameters: Parameters, constants: Parameters, carry: dict[str, Any], batch: DeviceBatch, inputs: Inputs
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
         batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))  # (passes, rows, …): it has one device's
         forward = replace(self.forward, gathers=False) if self.defer else self.forward
@@ -190,12 +194,12 @@ class Step:
         device = _Device(forward, self, whole, constants, batch, inputs, scales(forward, batch))
         kept = device.carry(carry)
         totals = device.totals(kept)
-        crosses = protocols.cross_sample(forward.task) is not None
-        gradients, reports, left, outputs = (device.across if crosses else device.by_micro_batch)(totals, kept)
+        crosses = protocols.cross_sample_mode(forward.task) is not None
+        gradients, reports, left, outputs = (device.across_samples if crosses else device.by_micro_batch)(totals, kept)
         self.forward.columns = forward.columns
         if self.defer:
             gradients = {name: mesh.scatter(value, forward.spec(name)) for name, value in gradients.items()}
-        gradients = {name: mesh.add_up(value, forward.spec(name)) for name, value in gradients.items()}
+        gradients = {name: mesh.sum_gradient(value, forward.spec(name)) for name, value in gradients.items()}
         if left is not None:
             if not carry:
                 raise ConfigError(
@@ -203,7 +207,7 @@ class Step:
                 )
             kept = jax.tree.map(lambda new, old: _where_rows(batch.valid, new, old), dict(left), kept)
         after = jax.tree.map(lambda array: array[:, None], (kept if carry else {}, outputs))
-        return gradients, mesh.everywhere(reports), *after
+        return gradients, mesh.all_gather(reports), *after
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +218,7 @@ class _Device:
     step: Step
     parameters: Parameters
     constants: Parameters
-    batch: Pass
+    batch: DeviceBatch
     inputs: Inputs
     scales: Scales
 
@@ -229,7 +233,7 @@ class _Device:
         return jax.vmap(one)(self.batch, kept)
 
     def totals(self, kept: Any) -> dict[str, jax.Array]:
-        """What `Task.totals` comes to over the global batch, from a pass without gradients; empty where not asked."""
+        """`Task.totals` over the global batch, from a pass without gradients; empty if not needed."""
         forward = self.forward
         if not protocols.needs_totals(forward.task):
             return {}
@@ -238,7 +242,7 @@ class _Device:
             micro, own = given
             context = forward.context(micro, self.inputs, carry=own)
             outputs = forward.outputs(self.parameters, self.constants, micro, context)
-            totals: Mapping[str, Any] = protocols.totals(forward.task, outputs, micro.arrays, context)
+            totals: Mapping[str, Any] = protocols.compute_totals(forward.task, outputs, micro.arrays, context)
             any_row = micro.valid.any()
             wide = self.batch.counts.dtype
             return None, {name: jnp.where(any_row, value, 0).astype(wide) for name, value in totals.items()}
@@ -250,13 +254,15 @@ class _Device:
         """For a loss that is a sum over rows."""
         forward = self.forward
 
-        def objective(parameters: Parameters, micro: Pass, own: Any) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
+        def objective(
+            parameters: Parameters, micro: DeviceBatch, own: Any
+        ) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
             context = forward.context(micro, self.inputs, totals=totals, carry=own)
             outputs = forward.outputs(parameters, self.constants, micro, context)
             loss, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
             return forward.objective(sums, self.scales), (forward.report(sums, micro), loss.carry, outputs)
 
-        objective = mesh.regathered(objective) if self._regathers else objective
+        objective = mesh.regather_in_backward(objective) if self._regathers else objective
 
         def one(gathered: Any, given: Any) -> tuple[Any, tuple[jax.Array, Any, Any]]:
             gradients, made = jax.grad(objective, has_aux=True)(self.parameters, *given)
@@ -266,21 +272,21 @@ class _Device:
         gradients, (reports, left, outputs) = _scan(one, nothing, (self.batch, kept))
         return gradients, reports, left, outputs
 
-    def across(self, totals: Any, kept: Any) -> Accumulated:
+    def across_samples(self, totals: Any, kept: Any) -> Accumulated:
         """The same for a loss across samples, in two passes where a device has several micro-batches."""
         forward = self.forward
 
-        def outputs(parameters: Parameters, micro: Pass, own: Any) -> tuple[Any, Any]:
+        def outputs(parameters: Parameters, micro: DeviceBatch, own: Any) -> tuple[Any, Any]:
             context = forward.context(micro, self.inputs, totals=totals, carry=own)
             return eqx.partition(forward.outputs(parameters, self.constants, micro, context), eqx.is_inexact_array)
 
-        outputs = mesh.regathered(outputs) if self._regathers else outputs
-        crossing = CrossSample(forward, self.batch, self.inputs, self.scales, self.step.rows, totals, kept)
+        outputs = mesh.regather_in_backward(outputs) if self._regathers else outputs
+        crossing = JaxCrossSampleLoss(forward, self.batch, self.inputs, self.scales, self.step.rows, totals, kept)
         if self.step.passes == 1:
             only = jax.tree.map(lambda array: array[0], (self.batch, kept))
             floats, pull, others = jax.vjp(lambda p: outputs(p, *only), dict(self.parameters), has_aux=True)
             found = jax.tree.map(lambda array: array[None], eqx.combine(floats, others))
-            settled = crossing.settle(found)
+            settled = crossing.compute_loss(found)
             (gradients,) = pull(jax.tree.map(lambda array: array[0], settled.gradients))
             return gradients, settled.reports, settled.carry, found
 
@@ -288,7 +294,7 @@ class _Device:
             return None, eqx.combine(*outputs(self.parameters, *given))
 
         _, found = jax.lax.scan(first, None, (self.batch, kept))
-        settled = crossing.settle(jax.lax.stop_gradient(found))
+        settled = crossing.compute_loss(jax.lax.stop_gradient(found))
 
         def second(gathered: Any, given: Any) -> tuple[Any, None]:
             micro, own, gradient = given
@@ -300,10 +306,10 @@ class _Device:
         return gradients, settled.reports, settled.carry, found
 
 
-def scales(forward: Forward, batch: Pass) -> dict[str, jax.Array]:
-    """What each term's sum is multiplied with: one over its count in the whole global batch, or zero."""
+def scales(forward: Forward, batch: DeviceBatch) -> dict[str, jax.Array]:
+    """The scale of each term's sum: 1 / count over the whole global batch, or zero."""
     counts = jax.lax.psum(batch.counts.sum(0), mesh.DEVICES)  # (terms,)
-    return rules.scales(dict(zip(forward.names.terms, counts, strict=True)), 1.0, jnp.where)
+    return rules.loss_scales(dict(zip(forward.names.terms, counts, strict=True)), 1.0, jnp.where)
 
 
 def _scan(one: Any, begin: Any, given: Any) -> Any:

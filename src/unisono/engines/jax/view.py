@@ -1,4 +1,4 @@
-"""The model as an observer sees it: by name, and whole whatever the layout; see `unisono.engines.observers.ModelView`."""
+"""The model as observers see it: by name and whole, on any layout; see `unisono.engines.observers.ModelView`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax import state
-from unisono.engines.jax.batches import Names
+from unisono.engines.jax.batches import ColumnNames
 from unisono.engines.jax.parallel.mesh import Grid
-from unisono.engines.observers import Array, Kind
+from unisono.engines.observers import Array, ArrayGroup
 from unisono.runtime import rng
+from unisono.runtime.errors import ConfigError
+from unisono.task import Loss
 
 if TYPE_CHECKING:
     from unisono.engines.jax.engine import JaxEngine
@@ -42,7 +44,7 @@ class JaxModelView:
         self.gradients: Mapping[str, jax.Array] = {}
         self._scalars: Mapping[str, float] = {}
 
-    def whole(self, kind: Kind) -> dict[str, Array]:
+    def whole(self, kind: ArrayGroup) -> dict[str, Array]:
         """Whole arrays by name, on rank 0; collective."""
         found = {name: self._whole(array) for name, array in self._arrays(kind).items()}
         return found if self._engine.communicator.rank == 0 else {}
@@ -52,7 +54,7 @@ class JaxModelView:
             array = jax.jit(lambda a: a, out_shardings=self._engine.grid.replicated)(array)
         return np.asarray(array)
 
-    def _arrays(self, kind: Kind) -> dict[str, Any]:
+    def _arrays(self, kind: ArrayGroup) -> dict[str, Any]:
         engine = self._engine
         constants, trained = engine.constants, engine.train_state
         match kind:
@@ -61,7 +63,7 @@ class JaxModelView:
             case "gradients":
                 return dict(self.gradients)
             case "optimizer state":
-                return dict(state.of_optimizer(trained.optimizer, trained.parameters))
+                return dict(state.optimizer_arrays(trained.optimizer, trained.parameters))
             case "buffers":
                 return {name: array for name, array in constants.items() if name not in self.frozen}
             case "EMA":
@@ -72,16 +74,16 @@ class JaxModelView:
         return bool(self.gradients)
 
     def begin(self, scalars: Mapping[str, float]) -> None:
-        """Take note of the scheduled values of a step."""
+        """Keep the scheduled values of a step."""
         self._scalars = scalars
 
     def learning_rates(self) -> list[float]:
-        """Of every group of parameters that are given the same."""
+        """The learning rate of every parameter group."""
         scales = dict.fromkeys(self._engine.optimizer.chosen.values())
         return [self._scalars["lr"] * one.lr_scale for one in scales]
 
-    def differing_replicas(self) -> list[str]:
-        """Arrays of which devices hold copies with other bits; collective."""
+    def find_differing_replicas(self) -> list[str]:
+        """Arrays whose copies differ between devices; collective."""
         differing = self._engine.find_differing()
         return [f"{name}: {devices}" for name, devices in differing.items()]
 
@@ -99,22 +101,32 @@ class JaxModelView:
         return found
 
     @contextmanager
-    def without_trace(self) -> Iterator[None]:
-        """The context of passes that do not count: a pure function leaves nothing to put back."""
+    def without_side_effects(self) -> Iterator[None]:
+        """A context without effect here: pure functions leave nothing to restore."""
         yield
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training, on one device; see `ModelView`."""
         engine = self._engine
-        forward = engine.programs.forward(True, scalars, Names.of(micro), Grid.one(jax.local_devices()[0]))
+        forward = engine.programs.forward(
+            True, scalars, ColumnNames.of(micro), Grid.single_device(jax.local_devices()[0])
+        )
         inputs = engine.programs.inputs(0, scalars, False, {})
 
         def made(parameters: Any, constants: Any, one: Any, inputs: Any) -> Any:
             context = forward.context(one, inputs, carry=forward.carry(None, one, inputs))
             return forward.outputs(parameters, constants, one, context)
 
-        one = engine.batches.padded(micro, micro.size)
+        one = engine.batches.pad(micro, micro.size)
         return jax.jit(made)(engine.train_state.parameters, engine.constants, one, inputs)
+
+    def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Not known: a step is one program."""
+        return {}
+
+    def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
+        """Not known: a step is one program."""
+        return {}
 
     def perturb(self, size: float) -> None:
         """Change every parameter by a random relative change of at most this size."""
@@ -123,24 +135,45 @@ class JaxModelView:
         def changed(name: str, array: jax.Array) -> jax.Array:
             whole = self._whole(array)
             change = rng.generator(engine.seed, "perturb", name).uniform(-size, size, whole.shape)
-            return self._placed(whole * (1 + change), array)
+            return self._place(whole * (1 + change), array)
 
         parameters = {name: changed(name, array) for name, array in engine.train_state.parameters.items()}
         engine.constants |= {name: changed(name, engine.constants[name]) for name in self.frozen}
         engine.train_state.parameters = parameters
 
+    def replace(self, arrays: Mapping[str, Array]) -> None:
+        """Take whole arrays for all of the model, and begin its average with them; names that it has not are left.
+
+        Raises:
+            ConfigError: for an array of the model that is missing or of another shape.
+        """
+        engine = self._engine
+        for name in engine.structure.names:
+            shape, there = engine.structure.shapes[name].shape, arrays.get(name)
+            if there is None or there.shape != shape:
+                what = "is missing" if there is None else f"has shape {there.shape}"
+                raise ConfigError(
+                    f"the weights to begin with are of another model: '{name}' of shape {shape} {what} there"
+                )
+
+        def given(own: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            return {name: self._place(arrays[name], array) for name, array in own.items()}
+
+        engine.constants, engine.train_state.parameters = given(engine.constants), given(engine.train_state.parameters)
+        engine.train_state.average = given(engine.train_state.average)
+
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
         """Make one update from whole gradients, those not named being zero."""
         engine = self._engine
         given = {
-            name: self._placed(np.asarray(gradients[name]).reshape(array.shape), array)
+            name: self._place(np.asarray(gradients[name]).reshape(array.shape), array)
             if name in gradients
             else jnp.zeros_like(array)
             for name, array in engine.train_state.parameters.items()
         }
         engine.update_from(given, step, scalars)
 
-    def _placed(self, whole: Array, like: jax.Array) -> jax.Array:
+    def _place(self, whole: Array, like: jax.Array) -> jax.Array:
         """A whole array, which every process has, as it lies on the devices."""
         whole = whole.astype(like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
@@ -153,16 +186,16 @@ def local_outputs(outputs: Any, batches: Sequence[MicroBatch]) -> Iterator[Any]:
         outputs: of all devices, (passes, devices, rows, …).
         batches: of this process, one device's after the other's.
     """
-    own = jax.tree.map(_own, outputs)
+    own = jax.tree.map(_local_part, outputs)
     for place, micro in enumerate(batches):
-        yield jax.tree.map(lambda array, at=place, size=micro.size: _cut(array[at], size), own)
+        yield jax.tree.map(lambda array, at=place, size=micro.size: _drop_padding(array[at], size), own)
 
 
-def _own(array: jax.Array) -> np.ndarray[Any, Any]:
+def _local_part(array: jax.Array) -> np.ndarray[Any, Any]:
     """This process's part, (micro-batches, rows, …) in the order of the devices."""
     pieces = sorted(array.addressable_shards, key=lambda piece: piece.index[1].start or 0)
     return np.concatenate([np.asarray(piece.data)[:, 0] for piece in pieces])
 
 
-def _cut(array: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+def _drop_padding(array: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
     return array[:size] if array.ndim and len(array) > size else array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from unisono.engines.jax import model, state
-from unisono.engines.state import Reader
+from unisono.engines.state import StateReader
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.task import Task
 
@@ -19,7 +19,7 @@ def build_model(task: Task, seed: int) -> Any:
     return task.build(model.init_key(seed))
 
 
-def fill(pytree: Any, reader: Reader, ema: bool, folder: str) -> Any:
+def load_arrays(pytree: Any, reader: StateReader, ema: bool, folder: str) -> Any:
     """The same pytree with the arrays of a checkpoint, in its own dtypes.
 
     Args:
@@ -33,7 +33,7 @@ def fill(pytree: Any, reader: Reader, ema: bool, folder: str) -> Any:
         CheckpointError: naming an array that is not there, or of another shape.
     """
     if ema and not any(name.startswith(state.AVERAGE) for name in reader.shapes):
-        raise RunError(f"{folder} keeps no moving average of its weights; it was trained without ema.decay")
+        raise RunError(f"{folder} has no moving average of its weights; it was trained without ema.decay")
     names = {name for name in reader.shapes if name.startswith(state.MODEL)}
 
     def array(path: Any, leaf: Any) -> Any:
@@ -42,11 +42,11 @@ def fill(pytree: Any, reader: Reader, ema: bool, folder: str) -> Any:
         own = keystr(path, simple=True, separator=".")
         name = f"{state.AVERAGE}{own}" if ema and f"{state.AVERAGE}{own}" in reader.shapes else f"{state.MODEL}{own}"
         if name not in reader.shapes:
-            raise CheckpointError(f"{folder}: the checkpoint is of another model: it lacks '{own}'")
+            raise CheckpointError(f"{folder}: the checkpoint belongs to another model: it lacks '{own}'")
         shape = reader.shapes[name]
         if shape != leaf.shape:
             raise CheckpointError(
-                f"{folder}: the checkpoint is of another model: '{own}' has shape {shape} there, {leaf.shape} here"
+                f"{folder}: the checkpoint belongs to another model: '{own}' has shape {shape} there, {leaf.shape} here"
             )
         names.discard(f"{state.MODEL}{own}")
         return jnp.asarray(reader.read(name, (0,) * len(shape), shape), leaf.dtype)
@@ -54,6 +54,6 @@ def fill(pytree: Any, reader: Reader, ema: bool, folder: str) -> Any:
     filled = jax.tree_util.tree_map_with_path(array, pytree)
     for name in sorted(names):
         raise CheckpointError(
-            f"{folder}: the checkpoint is of another model: it has '{name.removeprefix(state.MODEL)}'"
+            f"{folder}: the checkpoint belongs to another model: it also has '{name.removeprefix(state.MODEL)}'"
         )
     return filled

@@ -1,4 +1,4 @@
-"""Which device a process computes on, by what `torch.accelerator` offers."""
+"""Chooses the device of a process from what `torch.accelerator` offers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from unisono.config.schema.run import Layout
-from unisono.runtime.communicator import Place
+from unisono.config.schema.layout import Layout
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
         precision: of the run.
 
     Raises:
-        ConfigError: for a device that is not there, or cannot do what is asked.
+        ConfigError: if the device does not exist or does not support the layout or precision.
     """
     kind, count = accelerators()
     if layout.device == "auto":
@@ -60,7 +60,7 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
     return kind
 
 
-def device_of(kind: str, process: Place) -> torch.device:
+def select_device(kind: str, process: ProcessInfo) -> torch.device:
     """The device of one process, made current."""
     if kind == "cpu":
         return torch.device("cpu")
@@ -69,17 +69,17 @@ def device_of(kind: str, process: Place) -> torch.device:
     return device
 
 
-def machine(layout: Layout, place: Place) -> dict[str, Any]:
-    """What computes: the device's name, the processor's instructions, and how many threads share an operation."""
+def machine(layout: Layout, place: ProcessInfo) -> dict[str, Any]:
+    """The hardware: the device's name, the processor's instruction set, and the number of threads."""
     return {
-        "device": name_of(device_of(layout.device, place)),
+        "device": device_name(select_device(layout.device, place)),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
     }
 
 
-def name_of(device: torch.device) -> str:
-    """What the maker calls it, e.g. `NVIDIA H200`; `cpu` for the CPU."""
+def device_name(device: torch.device) -> str:
+    """Product name, e.g. `NVIDIA H200`; `cpu` for the CPU."""
     if device.type == "cpu":
         return "cpu"
     module = getattr(torch, device.type, None)
@@ -89,9 +89,9 @@ def name_of(device: torch.device) -> str:
 
 @cache
 def product(kind: str) -> str:
-    """What the maker calls this host's first device of a kind; the kind itself where it has no name.
+    """Product name of this host's first device of a kind; the kind itself if it has no name.
 
-    Another process asks, since one that only starts others must not hold memory on a device that they will use.
+    Runs in a subprocess, since a process that only starts others must not hold memory on a device that they will use.
     """
     if kind == "cpu":
         return kind

@@ -1,4 +1,4 @@
-"""The torch engine, put together: who builds, who makes steps, who observes, who saves. The step is in `step`."""
+"""Assembles the torch engine from its parts: build, step, observe, save. The step itself is in `step`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import Observer
-from unisono.engines.protocol import Facts, Job, StepResult
-from unisono.engines.state import Reader, Shard
-from unisono.engines.torch.devices import name_of
+from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
+from unisono.engines.state import ArrayShard, StateReader
+from unisono.engines.torch.devices import device_name
 from unisono.engines.torch.evaluate import evaluate
 from unisono.engines.torch.guards import oom
 from unisono.engines.torch.guards.non_finite import NonFiniteSearch
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.engines.torch.guards.replicas import UpdateGuard
 from unisono.engines.torch.numerics import precision
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.step import TrainStep
 from unisono.engines.torch.train_state import TrainState
@@ -31,7 +31,7 @@ from unisono.optim import optimizers
 log = logging.getLogger(__name__)
 
 
-def create(job: Job) -> TorchEngine:
+def create(job: EngineJob) -> TorchEngine:
     """The engine of a job; see `unisono.engines.create_engine`."""
     return TorchEngine(job)
 
@@ -47,17 +47,17 @@ class TorchEngine:
     train_state: TrainState
     view: TorchModelView
 
-    def __init__(self, job: Job) -> None:
-        self.communicator, self._job, self._parts = job.communicator, job, Parts.of(job)
+    def __init__(self, job: EngineJob) -> None:
+        self.communicator, self._job, self._parts = job.communicator, job, EngineParts.of(job)
         self.profiler = self._parts.profiler
         self._default_dtype, self._random = torch.get_default_dtype(), False
 
     @property
     def random(self) -> bool:
-        """Whether a forward pass drew random numbers so far, or mixed rows."""
+        """Whether a forward pass has drawn random numbers or mixed rows so far."""
         return self._passes.random if "_passes" in vars(self) else self._random
 
-    def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> Facts:
+    def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> ModelFacts:
         """Build, lay out, check and warm up; see `Engine.setup`."""
         job, parts = self._job, self._parts
         parts.comparison.start()
@@ -74,18 +74,18 @@ class TorchEngine:
             self._warm_up(batches, scalars)
         parts.comparison.check("the warm-up")
         size = sum(parameter.numel() for parameter in state.parallel.trainable)
-        updates = optimizers.told(job.config.optim, state.optimizer, state.module)
-        return Facts(size, name_of(parts.device), kernels, tuple(updates), state.parallel.devices)
+        updates = optimizers.describe_updates(job.config.optim, state.optimizer, state.module)
+        return ModelFacts(size, device_name(parts.device), kernels, tuple(updates), state.parallel.devices)
 
     def _guards(self) -> Iterator[Observer]:
-        """Everybody who looks at every step, in the order in which they are asked."""
+        """The observers of every step, in the order in which they are called."""
         parts, state, train = self._parts, self.train_state, self._job.config.train
         yield parts.profiler
         yield parts.comparison
         yield RecompileGuard(self.communicator)
         yield NonFiniteSearch(parts, state, self._passes)
         yield parts.spikes
-        if self._job.guarded:
+        if self._job.check_updates:
             dtype = precision.MASTER[train.precision]
             yield UpdateGuard(state.module, dtype, train.guard_every, state.check_replicas)
 
@@ -93,7 +93,7 @@ class TorchEngine:
         left_out = self._step.warm_up(batches, scalars)
         if left_out:
             log.warning(
-                "%d parameters got no gradient in the first pass (%s); they stay as they are unless a later batch uses "
+                "%d parameters got no gradient in the first pass (%s); they stay unchanged unless a later batch uses "
                 "them.",
                 len(left_out),
                 ", ".join(left_out[:4]),
@@ -105,7 +105,7 @@ class TorchEngine:
         """Call an observer at the points of every step; see `Engine.observe`."""
         self._parts.observers.add(observer)
         if self._parts.observers.read_outputs:
-            self.train_state.parallel.module.seen = []
+            self.train_state.parallel.module.recorded_outputs = []
 
     def incoming(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """See `Engine.incoming`."""
@@ -125,28 +125,28 @@ class TorchEngine:
 
     @contextmanager
     def _computing(self, waiting_for: str, where: str) -> Iterator[None]:
-        """The context of everything that is computed: its precision, and its errors in words."""
+        """The context of all computation: sets the precision and turns low-level errors into clear ones."""
         with (
             precision.promotion(self._job.config.train.precision),
             self._parts.comparison.waiting(waiting_for),
-            oom.explained(f"rank {self._job.process.rank}, {where}", self._job.split),
+            oom.translate_oom(f"rank {self._job.process.rank}, {where}", self._job.split),
         ):
             yield
 
     def check_replicas(self, updates: int) -> None:
-        """Check that copies are copies; see `Engine.check_replicas`."""
+        """Check that replicas are identical; see `Engine.check_replicas`."""
         self.train_state.check_replicas(updates)
 
-    def state(self) -> list[Shard]:
-        """The pieces this process has to save; see `Engine.state`."""
+    def state(self) -> list[ArrayShard]:
+        """The pieces that this process saves; see `Engine.state`."""
         return self.train_state.shards()
 
-    def load(self, reader: Reader, weights_only: bool = False) -> None:
+    def load(self, reader: StateReader, weights_only: bool = False) -> None:
         """Load a saved state; see `Engine.load`."""
         self.train_state.load(reader, weights_only)
 
     def close(self) -> None:
-        """Release the model, before the process group goes: gloo's threads must not outlive what they reduce."""
+        """Release the model before the process group: gloo's threads must not outlive the tensors they reduce."""
         torch.set_default_dtype(self._default_dtype)
         self._parts.comparison.close()
         self._random, state = self.random, vars(self).pop("train_state", None)

@@ -1,4 +1,4 @@
-"""Loss and metrics over all rows together, without a trace in what is trained."""
+"""Loss and metrics over all rows together, without side effects on training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.protocol import StepResult
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
 from unisono.runtime import heartbeat
@@ -20,7 +20,7 @@ from unisono.task import Context
 
 
 def evaluate(
-    parts: Parts,
+    parts: EngineParts,
     state: TrainState,
     passes: Passes,
     steps: Iterable[list[MicroBatch]],
@@ -28,7 +28,7 @@ def evaluate(
     scalars: Mapping[str, float],
     average: bool,
 ) -> StepResult:
-    """See `Engine.evaluate`; `steps` are global batches, which only a loss across samples tells apart."""
+    """See `Engine.evaluate`; `steps` are global batches, which matter only to losses across samples."""
     parallel, cross_sample = state.parallel, passes.cross_sample
     # DDP's wrapper does nothing for a pass without a backward pass; FSDP's gathers the parameters.
     module = parallel.module if parts.job.config.layout.strategy == "ddp" else parallel.wrapped
@@ -36,9 +36,9 @@ def evaluate(
     context = Context(step, training=False, scalars=scalars)
     sums, seen = parts.reduction.sums(), list[MicroBatch]()
     with (
-        state.average.swapped_in() if average else nullcontext(),
-        state.buffers.restored(),
-        parts.random_state.restored(),
+        state.average.swap_in() if average else nullcontext(),
+        state.buffers.restore_on_exit(),
+        parts.random_state.restore_on_exit(),
         torch.no_grad(),
     ):
         module.eval()

@@ -1,7 +1,7 @@
-"""LoRA by the PEFT library: a base that stays as it is, and small matrices beside its linear layers that are trained.
+"""LoRA through the PEFT library: a frozen base, and small trained matrices beside its linear layers.
 
-The base comes from the task's `build` in every start, so checkpoints hold the adapters alone, and a digest of the base
-by which another one is noticed. Each adapter's initial weights are keyed by its layer's name: no layout, and no other
+The task's `build` creates the base in every start, so checkpoints hold only the adapters and a digest of the base,
+which detects a different base. Each adapter's initial weights are keyed by its layer's name: no layout, and no other
 layer, changes them.
 """
 
@@ -18,53 +18,53 @@ import torch
 from torch import Tensor, nn
 
 from unisono.config.schema.run import Lora
-from unisono.engines.state import Reader, Shard
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch.guards import replicas
 from unisono.runtime.errors import CheckpointError, ConfigError, nearest
 from unisono.runtime.rng import key
 
-_BASE = "adapter/base"  # in a checkpoint: digests of the base's parameters, in the order of their names
+_BASE_DIGESTS = "adapter/base"  # in a checkpoint: digests of the base's parameters, in the order of their names
 
 
 class Adapter:
-    """The adapters of a model, put into it in place. Without a config there are none, and the model is as it was.
+    """The adapters of a model, inserted in place. Without a config there are none and the model is unchanged.
 
     Args:
         config: the group `adapter`.
-        model: as `build` returns it, in its first dtype; afterwards its own parameters are frozen.
+        model: as `build` returns it, in its initial dtype; its own parameters are frozen afterwards.
         seed: of the run.
 
     Raises:
-        ConfigError: where PEFT is not installed, or `targets` are no linear layers that can have one.
+        ConfigError: if PEFT is not installed, or `targets` does not match linear layers that can have an adapter.
     """
 
     def __init__(self, config: Lora | None, model: nn.Module, seed: int) -> None:
         self._base: list[int] | None = None
         if config is None:
             return
-        check(config)
+        check_peft_installed(config)
         self._base = _digests(model)
         self._trained_before = {parameter for parameter in model.parameters() if parameter.requires_grad}
-        self._tuner = _inject(config, model, seed)
+        self._tuner = _inject_adapters(config, model, seed)
 
-    def saved(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a model's parameters and buffers that a checkpoint has: all but the base's parameters."""
+    def select_saved(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters and buffers that a checkpoint holds: all but the base's parameters."""
         whole = self._base is None
         return {n: t for n, t in named.items() if whole or not isinstance(t, nn.Parameter) or t.requires_grad}
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[ArrayShard]:
         """The digest of the base, for one process to save."""
         if self._base is None:
             return []
-        return [Shard(_BASE, (len(self._base),), (0,), torch.tensor(self._base, dtype=torch.int64))]
+        return [ArrayShard(_BASE_DIGESTS, (len(self._base),), (0,), torch.tensor(self._base, dtype=torch.int64))]
 
-    def check_base(self, reader: Reader) -> None:
+    def check_base(self, reader: StateReader) -> None:
         """Refuse a checkpoint whose adapters were trained on another base; see `check_same_base`."""
         if self._base is not None:
-            _compare(self._base, reader)
+            _check_digests(self._base, reader)
 
     def merge(self) -> None:
-        """Add the adapters to the weights of their layers, and give the model these layers back as they were made."""
+        """Merge the adapters into the weights of their layers, and restore the original layers."""
         if self._base is None:
             return
         model = self._tuner.merge_and_unload(safe_merge=True)
@@ -73,13 +73,13 @@ class Adapter:
         vars(model).pop("peft_config", None)
 
 
-def check(config: Lora | None) -> None:
+def check_peft_installed(config: Lora | None) -> None:
     """Refuse a run with adapters where PEFT is not installed."""
     if config is not None and find_spec("peft") is None:
         raise ConfigError("adapter=lora needs the package 'peft': pip install 'unisono[lora]'")
 
 
-def check_same_base(model: nn.Module, reader: Reader) -> None:
+def check_same_base(model: nn.Module, reader: StateReader) -> None:
     """Refuse adapters that were trained on another base than a model's own weights.
 
     Args:
@@ -89,13 +89,13 @@ def check_same_base(model: nn.Module, reader: Reader) -> None:
     Raises:
         CheckpointError: naming a parameter that differs.
     """
-    _compare(_digests(model), reader, [name for name, _ in _sorted(model)])
+    _check_digests(_digests(model), reader, [name for name, _ in _sorted_parameters(model)])
 
 
-def _compare(base: list[int], reader: Reader, names: list[str] | None = None) -> None:
-    if _BASE not in reader.shapes:
+def _check_digests(base: list[int], reader: StateReader, names: list[str] | None = None) -> None:
+    if _BASE_DIGESTS not in reader.shapes:
         raise CheckpointError("the checkpoint has no adapters: it was saved by a run without adapter=lora")
-    saved = reader.read(_BASE, (0,), reader.shapes[_BASE]).tolist()
+    saved = reader.read(_BASE_DIGESTS, (0,), reader.shapes[_BASE_DIGESTS]).tolist()
     differing = [number for number, (a, b) in enumerate(zip(base, saved, strict=False)) if a != b]
     if len(base) != len(saved) or differing:
         what = f"{len(differing)} of {len(base)} parameters differ"
@@ -104,25 +104,25 @@ def _compare(base: list[int], reader: Reader, names: list[str] | None = None) ->
         elif names is not None:
             what += f", first '{names[differing[0]]}'"
         raise CheckpointError(
-            f"the adapters were trained on another base: {what}. They fit only what the task's build() made for their "
-            "run: the same pretrained files, or random weights from the same seed, versions and settings "
-            "(unisono.load_model makes it so)"
+            f"the adapters were trained on another base: {what}. They fit only the base that the task's build() made "
+            "for their run: the same pretrained files, or random weights from the same seed, versions and settings "
+            "(unisono.load_model rebuilds it)"
         )
 
 
 def _digests(model: nn.Module) -> list[int]:
-    return [replicas.digest(parameter) for _, parameter in _sorted(model)]
+    return [replicas.digest(parameter) for _, parameter in _sorted_parameters(model)]
 
 
-def _sorted(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _sorted_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return sorted(model.named_parameters())
 
 
-def _inject(config: Lora, model: nn.Module, seed: int) -> Any:
-    """PEFT's own layers in place of those that are targeted; returns what can merge them."""
+def _inject_adapters(config: Lora, model: nn.Module, seed: int) -> Any:
+    """Replace the targeted layers by PEFT's own; returns the tuner, which can merge them."""
     from peft import LoraConfig, LoraModel
 
-    chosen = _targets(config, model)
+    chosen = _resolve_targets(config, model)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -138,21 +138,21 @@ def _inject(config: Lora, model: nn.Module, seed: int) -> Any:
     return tuner
 
 
-def _targets(config: Lora, model: nn.Module) -> list[str]:
+def _resolve_targets(config: Lora, model: nn.Module) -> list[str]:
     """Names of the linear layers that get an adapter.
 
     Raises:
-        ConfigError: naming the pattern or the layer that cannot be meant.
+        ConfigError: naming the pattern or the layer that does not work.
     """
     from transformers.pytorch_utils import Conv1D
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    without = _without_effect(model, layers)
+    without = _unsupported_layers(model, layers)
     if not config.targets:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         chosen = [name for name, layer in layers.items() if name not in without and layer is not head]
         if not chosen:
-            raise ConfigError("adapter=lora: the model has no linear layer that could have an adapter")
+            raise ConfigError("adapter=lora: the model has no linear layer that can have an adapter")
         return chosen
     matched = {
         pattern: [pattern] if pattern in layers else [name for name in layers if _matches(name, pattern)]
@@ -176,8 +176,8 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
-def _without_effect(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Layers where an adapter would be passed by, or could not be merged, each with the reason."""
+def _unsupported_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Layers where an adapter would be bypassed or could not be merged, each with the reason."""
     owners: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name)
@@ -188,6 +188,6 @@ def _without_effect(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[s
         for shared in (owners[parameter] for parameter in layer.parameters(recurse=False)):
             if len(shared) > 1:
                 reasons[name] = (
-                    f"its weights are shared ({' and '.join(shared[:2])}), and the other would be merged too"
+                    f"its weights are shared ({' and '.join(shared[:2])}), so merging would change the other layer too"
                 )
     return reasons

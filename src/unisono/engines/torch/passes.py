@@ -16,30 +16,30 @@ from torch import Tensor, nn
 from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.torch.numerics import precision
-from unisono.engines.torch.numerics.cross_sample import CrossSample
+from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.gradients import local_gradients
 from unisono.engines.torch.numerics.metric_reduction import sum_over_ranks
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.train_state import TrainState
 from unisono.task import Batch, Context, Loss
 
 
 class Passes:
-    """Makes passes; it knows the context and the scales of the step that was begun last.
+    """Runs passes with the context and the scales of the current step.
 
     Attributes:
-        cross_sample: the outputs of all processes, where the loss crosses samples.
-        random: whether a pass drew random numbers so far, or mixed rows.
+        cross_sample: the outputs of all processes, if the loss crosses samples.
+        random: whether any pass has drawn random numbers or mixed rows so far.
     """
 
-    def __init__(self, parts: Parts, state: TrainState) -> None:
+    def __init__(self, parts: EngineParts, state: TrainState) -> None:
         task, self.random = parts.job.task, state.mixes_rows
         self._parts, self._state, self._parallel, self._task = parts, state, state.parallel, task
         self._seed, self._precision = parts.random_state.seed, parts.job.config.train.precision
-        self.cross_sample: CrossSample | None = None
-        if protocols.cross_sample(task) is not None:
-            self.cross_sample = CrossSample(parts.job, parts.random_state, self._local)
-        # The only micro-batch of a process still has its graph when the loss across samples is computed.
+        self.cross_sample: TorchCrossSampleLoss | None = None
+        if protocols.cross_sample_mode(task) is not None:
+            self.cross_sample = TorchCrossSampleLoss(parts.job, parts.random_state, self._prepare_micro_batch)
+        # A process's only micro-batch still has its graph when the loss across samples is computed.
         self._has_first_pass = protocols.needs_totals(task) or (
             self.cross_sample is not None and parts.job.split.passes > 1
         )
@@ -51,7 +51,7 @@ class Passes:
         self._context, self._scales = context, scales
         self._parts.recurrent.begin()
         if self._has_first_pass:
-            with self._state.buffers.restored(), torch.no_grad():
+            with self._state.buffers.restore_on_exit(), torch.no_grad():
                 totals = self._totals(batches)
             self._context = replace(context, totals=totals)
             self._parallel.reshard()
@@ -70,7 +70,7 @@ class Passes:
         scales = self._scales
         if micro.idle:
             scales = {name: torch.zeros_like(scale) for name, scale in scales.items()}
-        batch, context = self._local(micro, self._context, batch)
+        batch, context = self._prepare_micro_batch(micro, self._context, batch)
         result: Any = self._run(micro, batch, context, scales)
         if self.cross_sample is None:
             return result  # type: ignore[no-any-return]
@@ -80,16 +80,18 @@ class Passes:
         return self.cross_sample.surrogate_loss(micro, result)
 
     def _run(self, micro: MicroBatch, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
-        """What the wrapped module computes of a micro-batch; see `StepModule`."""
+        """The wrapped module's result for a micro-batch; see `StepModule`."""
         if self._state.statistics is not None:
             self._state.statistics.idle = micro.idle
         with self._parts.observers.part("forward"), precision.autocast(self._precision, self._parts.device):
             return self._parallel.wrapped(batch, context, scales)
 
-    def _local(self, micro: MicroBatch, context: Context, batch: Batch | None = None) -> tuple[Batch, Context]:
+    def _prepare_micro_batch(
+        self, micro: MicroBatch, context: Context, batch: Batch | None = None
+    ) -> tuple[Batch, Context]:
         """A micro-batch on the device, and the context with the recurrent state of its rows."""
         batch = self._parts.transfer.to_device(micro.arrays) if batch is None else batch
-        return batch, self._parts.recurrent.put_into(context, micro, batch)
+        return batch, self._parts.recurrent.attach_to(context, micro, batch)
 
     def _totals(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """The task's totals over all micro-batches of all ranks, idle ones left out; collective.
@@ -100,11 +102,11 @@ class Passes:
         totals: dict[str, Tensor] = {}
         for micro in batches:
             self._seed("dropout", self._context.step, micro.number)
-            batch, context = self._local(micro, self._context)
+            batch, context = self._prepare_micro_batch(micro, self._context)
             result = self._run(micro, batch, context, None)
             if self.cross_sample is not None:
                 self.cross_sample.add_outputs(micro, result, batch)
-                result = protocols.totals(self._task, result, batch, context)
+                result = protocols.compute_totals(self._task, result, batch, context)
             for name, value in sorted(result.items()):
                 value = value.detach().to(self._parts.device, self._parts.reduction.dtype)
                 value = torch.zeros_like(value) if micro.idle else value
@@ -119,9 +121,9 @@ class Passes:
     # the same passes again ----------------------------------------------------------------------------------------
 
     def repeat(self, micro: MicroBatch, see: Callable[[str, Tensor], None]) -> Loss:
-        """Make a pass of the step again to see its gradients, see `local_gradients`; no buffer changes. Collective."""
+        """Repeat a pass of the step to see its gradients (`local_gradients`); changes no buffer. Collective."""
         module = self._parallel.module
-        with self._parallel.synchronise(last=True), self._state.buffers.restored(), local_gradients(module, see):
+        with self._parallel.synchronise(last=True), self._state.buffers.restore_on_exit(), local_gradients(module, see):
             self._seed("dropout", self._context.step, micro.number)
             total, loss = self._scaled_loss(micro)
             self._parallel.begin(1)
@@ -129,7 +131,7 @@ class Passes:
         return loss
 
     def used_parameters(self, batches: Sequence[MicroBatch]) -> set[str]:
-        """The parameters that this rank's passes of the step use, found out by making them again; collective."""
+        """The parameters that this rank's passes of the step use, found by repeating them; collective."""
         gradients = [parameter.grad for parameter in self._parallel.trainable]
         self._state.optimizer.zero_grad(set_to_none=True)
         used: set[str] = set()
@@ -140,9 +142,9 @@ class Passes:
         return used
 
     @torch.no_grad()
-    def loss_alone(self, row: MicroBatch) -> Loss:
+    def compute_row_loss(self, row: MicroBatch) -> Loss:
         """The sums of one row of a micro-batch, computed alone; no buffer changes."""
-        with self._state.buffers.restored():
+        with self._state.buffers.restore_on_exit():
             self._seed("dropout", self._context.step, row.number)
             return self._scaled_loss(row)[1]
 
@@ -151,14 +153,23 @@ class Passes:
     def evaluate(
         self, module: nn.Module, micro: MicroBatch, batch: Batch, context: Context, scales: Mapping[str, Tensor]
     ) -> Any:
-        """What a step module computes of a held-out micro-batch."""
+        """The step module's result for a held-out micro-batch."""
         self._seed("eval", micro.number)
         with precision.autocast(self._precision, self._parts.device):
-            return module(batch, self._local(micro, context, batch)[1], scales)
+            return module(batch, self._prepare_micro_batch(micro, context, batch)[1], scales)
 
     def outputs(self, micro: MicroBatch, context: Context) -> Any:
-        """What the task itself returns for a micro-batch, whatever wraps the model."""
-        self._seed("look", micro.number)
-        batch, context = self._local(micro, context)
+        """The task's own outputs for a micro-batch, whatever wraps the model."""
+        return self._look(micro, context)[0]
+
+    def loss(self, micro: MicroBatch, context: Context) -> Loss:
+        """The task's own loss for a micro-batch, of the same outputs."""
+        outputs, batch, context = self._look(micro, context)
         with precision.autocast(self._precision, self._parts.device):
-            return self._task.outputs(self._state.module, batch, context)
+            return self._task.loss(outputs, batch, context)
+
+    def _look(self, micro: MicroBatch, context: Context) -> tuple[Any, Batch, Context]:
+        self._seed("look", micro.number)
+        batch, context = self._prepare_micro_batch(micro, context)
+        with precision.autocast(self._precision, self._parts.device):
+            return self._task.outputs(self._state.module, batch, context), batch, context

@@ -1,6 +1,6 @@
-"""Copies of tensors of an accelerator, in pinned memory of this host, made on a stream of their own.
+"""Asynchronous copies of accelerator tensors in pinned host memory, on a separate stream.
 
-The device's next work waits for these copies, since an update would change what is being copied; this process does not.
+The device's next work waits for these copies, since an update would change the source; this process does not wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ALIGNED = 64  # bytes
 
 
 class PinnedCopies:
-    """Memory for copies, used again by the next call."""
+    """Memory for copies, reused by the next call."""
 
     def __init__(self) -> None:
         self._block: Tensor | None = None
@@ -22,18 +22,18 @@ class PinnedCopies:
         self._copied: list[torch.Event] = []
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Have the memory for copies of such tensors."""
-        _, size = _laid_out(tensors)
+        """Allocate the memory for copies of these tensors."""
+        _, size = _plan_layout(tensors)
         if self._block is None or size > self._block.numel():
             self._block = None  # first, or there would be both at once
-            self._block = _memory(size)
+            self._block = _allocate(size)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to copy tensors; the copies may be read after `wait`, and those of a call before are overwritten."""
+        """Start copying tensors; copies may be read after `wait`, and those of an earlier call are overwritten."""
         streams = self._begin({tensor.device for tensor in tensors})
         self.prepare(tensors)
         assert self._block is not None
-        places, _ = _laid_out(tensors)
+        places, _ = _plan_layout(tensors)
         copies = []
         for tensor, place in zip(tensors, places, strict=True):
             data = tensor.detach()
@@ -50,20 +50,20 @@ class PinnedCopies:
         return copies
 
     def wait(self) -> None:
-        """Return once all copies are made; in whatever thread."""
+        """Wait until all copies are done; callable from any thread."""
         for event in self._copied:
             event.synchronize()
         self._copied = []
 
     def _begin(self, devices: set[torch.device]) -> dict[torch.device, torch.Stream]:
-        """Streams that wait for what each device has been given to do."""
+        """Streams that wait for each device's queued work."""
         for device in devices:
             stream = self._streams.setdefault(device, torch.Stream(device))
             stream.wait_stream(torch.accelerator.current_stream(device))
         return {device: self._streams[device] for device in devices}
 
 
-def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def _plan_layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     places, size = [], 0
     for tensor in tensors:
         places.append(size)
@@ -71,5 +71,5 @@ def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return places, size
 
 
-def _memory(size: int) -> Tensor:
+def _allocate(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=size > 0)

@@ -1,4 +1,4 @@
-"""Parts of a step by name, for torch's profiler; while it is off a part costs one look at a flag."""
+"""Named parts of a step for torch's profiler; while it is off, a part costs one check of a flag."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from unisono.engines.observers import Observer
-from unisono.engines.protocol import PREFIX
-from unisono.runtime.files import whole
+from unisono.engines.protocol import TRACE_PREFIX
+from unisono.runtime.files import atomic_file
 
-_OFF: AbstractContextManager[Any] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
-class Profiler(Observer):
+class TorchProfiler(Observer):
     """torch's profiler of this process, for the CPU and the device; see `unisono.engines.protocol.Profiler`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class Profiler(Observer):
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         """The context of a part of a step."""
-        return _OFF if self._running is None else record_function(PREFIX + name)
+        return _NULL_CONTEXT if self._running is None else record_function(TRACE_PREFIX + name)
 
     def start(self) -> None:
         """Record from now on."""
@@ -40,7 +40,7 @@ class Profiler(Observer):
         self._running = running
 
     def stop(self, path: Path | None) -> None:
-        """Stop, and write a Chrome trace in gzip if there is a path; the file is there whole or not at all."""
+        """Stop, and write a gzipped Chrome trace if a path is given; the file appears complete or not at all."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -50,7 +50,7 @@ class Profiler(Observer):
             path.parent.mkdir(parents=True, exist_ok=True)
             plain = path.with_name(path.name + ".json")
             running.export_chrome_trace(str(plain))
-            with plain.open("rb") as trace, whole(path) as temporary, gzip.open(temporary, "wb") as packed:
+            with plain.open("rb") as trace, atomic_file(path) as temporary, gzip.open(temporary, "wb") as packed:
                 shutil.copyfileobj(trace, packed)
             plain.unlink()
 

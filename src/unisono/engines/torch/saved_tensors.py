@@ -7,28 +7,28 @@ from torch import Tensor
 
 from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
-from unisono.engines.state import Reader
+from unisono.engines.state import StateReader
 
 
-def read(reader: Reader, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+def read_tensor(reader: StateReader, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """A piece of a saved array as a CPU tensor of its saved dtype."""
-    return tensor_of(reader.read(name, offset, shape))
+    return as_tensor(reader.read(name, offset, shape))
 
 
-def tensor_of(array: Array) -> Tensor:
+def as_tensor(array: Array) -> Tensor:
     """An array as a CPU tensor that shares its memory."""
     if not array.size:  # NumPy's strides of nothing are none that torch would make
         return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
-    if not host_arrays.is_foreign(array.dtype):
+    if not host_arrays.is_ml_dtype(array.dtype):
         return torch.from_numpy(array)
     bits = array.view(f"int{8 * array.itemsize}")
     return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
 
 
-def fill(reader: Reader, name: str, offset: tuple[int, ...], into: Tensor) -> None:
-    """Read a piece of an array into a tensor of its shape; where that can be, into its very memory."""
+def read_into(reader: StateReader, name: str, offset: tuple[int, ...], into: Tensor) -> None:
+    """Read a piece of an array into a tensor of its shape; directly into its memory if possible."""
     plain = into.device.type == "cpu" and into.is_contiguous() and not (into.is_conj() or into.is_neg())
-    if plain and host_arrays.name_of(into) == reader.dtype(name).name:
+    if plain and host_arrays.dtype_name(into) == reader.dtype(name).name:
         reader.fill(name, offset, host_arrays.to_numpy(into))
     else:
-        into.copy_(read(reader, name, offset, tuple(into.shape)))
+        into.copy_(read_tensor(reader, name, offset, tuple(into.shape)))

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from unisono.engines.state import Reader, Shard
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.numerics.gradients import local
-from unisono.runtime.communicator import Place, cores
+from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import CheckpointError
 
-_AT_ONCE = 4  # tensors that are read at a time; those for a device each take as much memory of the host
+_MAX_PARALLEL_READS = 4  # tensors that are read at a time; those for a device each take as much memory of the host
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -43,19 +43,19 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return result
 
 
-def shards(tensors: Mapping[str, Tensor], process: Place) -> list[Shard]:
-    """The pieces this process has to save: of several copies one, the work dealt out among the ranks."""
+def shards(tensors: Mapping[str, Tensor], process: ProcessInfo) -> list[ArrayShard]:
+    """The pieces this process saves: one of several copies, with the work divided among the ranks."""
     result = []
     for number, (name, tensor) in enumerate(tensors.items()):
         finite = isinstance(tensor, nn.Parameter) or not name.startswith("model/")  # a mask may be full of -inf
         tensor = tensor.detach()
-        offset = piece(tensor)[1]
-        if _copies(tensor, number, process) and (local(tensor).numel() or not tensor.numel()):
-            result.append(Shard(name, tuple(tensor.shape), offset, local(tensor), finite))
+        offset = local_piece(tensor)[1]
+        if _saves_piece(tensor, number, process) and (local(tensor).numel() or not tensor.numel()):
+            result.append(ArrayShard(name, tuple(tensor.shape), offset, local(tensor), finite))
     return result
 
 
-def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] = ("model/", "optimizer/")) -> None:
+def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, ...] = ("model/", "optimizer/")) -> None:
     """Read saved values into tensors, each process its own pieces.
 
     Args:
@@ -71,7 +71,7 @@ def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] =
     unexpected = [name for name in saved if name not in tensors]
     if missing or unexpected:
         raise CheckpointError(
-            f"the checkpoint does not fit the model: missing {missing[:4] or 'nothing'}, unexpected "
+            f"the checkpoint does not match the model: missing {missing[:4] or 'nothing'}, unexpected "
             f"{unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all)"
         )
     for name, tensor in tensors.items():
@@ -82,17 +82,17 @@ def load(tensors: Mapping[str, Tensor], reader: Reader, kinds: tuple[str, ...] =
 
     def fill_one(name: str) -> None:
         with torch.no_grad():  # of each thread
-            saved_tensors.fill(reader, name, piece(tensors[name])[1], local(tensors[name]))
+            saved_tensors.read_into(reader, name, local_piece(tensors[name])[1], local(tensors[name]))
 
-    with ThreadPoolExecutor(min(_AT_ONCE, cores())) as threads:
+    with ThreadPoolExecutor(min(_MAX_PARALLEL_READS, usable_cores())) as threads:
         for _ in threads.map(fill_one, tensors):
             pass
 
 
-def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, reader: Reader) -> None:
-    """Give the optimizer the state tensors that a checkpoint has values for, laid out like their parameters.
+def init_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, reader: StateReader) -> None:
+    """Create the optimizer's state tensors that a checkpoint has values for, laid out like their parameters.
 
-    Those of the parameters' shapes hold whatever is in their memory until `load` reads the values into it.
+    Those of the parameters' shapes are uninitialised until `load` reads the values into them.
     """
     parameters = dict(model.named_parameters())
     for full, shape in reader.shapes.items():
@@ -112,11 +112,11 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
                 value = torch.empty_like(parameter.detach(), memory_format=torch.preserve_format)
         else:  # whole on every process; a step counter stays on the CPU unless the optimizer's kernel reads it
             device = local(parameter).device if shape or on_device else "cpu"
-            value = saved_tensors.read(reader, full, (0,) * len(shape), shape).to(device)
+            value = saved_tensors.read_tensor(reader, full, (0,) * len(shape), shape).to(device)
         optimizer.state[parameter][entry] = value
 
 
-def piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and offset of the part of a tensor that lies on this process."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim()
@@ -124,7 +124,7 @@ def piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-def whole(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
+def gather_array(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
     """The whole tensor, gathered if it is sharded, as an array of at least one dimension.
 
     Gathering is collective; a process that does not `keep` it takes part and gets None. Half precision comes as fp32,
@@ -139,8 +139,8 @@ def whole(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
     return np.atleast_1d(result)
 
 
-def _copies(tensor: Tensor, number: int, process: Place) -> bool:
-    """Whether this process is the one of those with the same piece that saves it."""
+def _saves_piece(tensor: Tensor, number: int, process: ProcessInfo) -> bool:
+    """Whether this process, among those with the same piece, is the one that saves it."""
     if not isinstance(tensor, DTensor):
         return number % process.world_size == process.rank
     coordinate = tensor.device_mesh.get_coordinate()

@@ -21,7 +21,7 @@ from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.gradients import local_gradients
 from unisono.engines.torch.numerics.unused_parameters import UnusedParameters
 from unisono.engines.torch.parallel.backward_hooks import report_wait
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
 from unisono.runtime import heartbeat
@@ -32,11 +32,11 @@ from unisono.task import Context
 class TrainStep:
     """The step of one process; called once per global batch."""
 
-    def __init__(self, parts: Parts, state: TrainState, passes: Passes) -> None:
+    def __init__(self, parts: EngineParts, state: TrainState, passes: Passes) -> None:
         self._parts, self._observers = parts, parts.observers
         self._state, self._parallel, self._passes = state, state.parallel, passes
         self._unused = UnusedParameters(state.parallel, parts.device)
-        self._names: rules.Names | None = None
+        self._names: rules.ReportNames | None = None
 
     def __call__(self, batches: Sequence[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:
         """One update; see `Engine.step`."""
@@ -44,9 +44,9 @@ class TrainStep:
         observers.on_step_begin(step, batches)
         with observers.part("reduction"), heartbeat.phase("wait", f"the counts of step {step + 1}"):
             counts = self._parts.reduction.counts(batches)
-        scales = rules.scales(counts, self._parallel.gradient_factor, torch.where)
+        scales = rules.loss_scales(counts, self._parallel.gradient_factor, torch.where)
         self._passes.begin(batches, Context(step, training=True, scalars=scalars), scales)
-        with self._unused.found_in_passes(), observers.part("passes"):
+        with self._unused.track_passes(), observers.part("passes"):
             sums = self._accumulate(batches, step)
         result = self._reduce(batches, sums, counts, step)
         self._parts.recurrent.commit()
@@ -63,7 +63,7 @@ class TrainStep:
         sums.names = self._names
         for micro, batch in self._parts.transfer.prefetch(batches):
             last = micro is batches[-1]
-            undone = self._state.buffers.restored_of_idle() if micro.idle else nullcontext()
+            undone = self._state.buffers.restore_idle_on_exit() if micro.idle else nullcontext()
             with self._parallel.synchronise(last), undone:
                 total, loss = self._passes.forward(micro, batch)
                 self._observers.on_forward(micro, self._parallel.module.take_outputs(), loss)
@@ -86,19 +86,19 @@ class TrainStep:
             votes = self._observers.votes()
             result, votes, used = self._parts.reduction.reduce(sums, counts, squares, votes, flags)
         result = self._observers.on_reduced(result, votes)
-        self._unused.forget_zeros(used, lambda: self._passes.used_parameters(batches), step)
+        self._unused.drop_unused_zeros(used, lambda: self._passes.used_parameters(batches), step)
         return result
 
     def _update(self, norm: float, step: int, scalars: Mapping[str, float]) -> None:
         with self._observers.part("optimizer"):
-            gradients.clip(self._parallel.gradients(), norm, scalars.get("clip_norm"))
+            gradients.clip_gradients(self._parallel.gradients(), norm, scalars.get("clip_norm"))
             self._observers.on_update(step, scalars)
             self._state.update(step, scalars)
 
     # before the first step ----------------------------------------------------------------------------------------
 
     def warm_up(self, batches: Sequence[MicroBatch], scalars: Mapping[str, float]) -> list[str]:
-        """One discarded pass, forward and backward, over the first micro-batch; returns the parameters it left out.
+        """One discarded pass, forward and backward, over the first micro-batch; returns the parameters it did not use.
 
         DDP orders its buckets, and so its sums, by the first backward pass it sees. After a pass that every process
         makes before its first step, a resumed run adds in the same order as one that was never interrupted.
@@ -109,8 +109,10 @@ class TrainStep:
         name, used = type(self._parts.job.task).__name__, set[str]()
         first, batches = batches[0], batches if self._passes.cross_sample else batches[:1]
         module = self._parallel.module
-        with self._state.buffers.restored(), local_gradients(module, lambda name, _: used.add(name)):
-            scales = rules.scales(self._parts.reduction.counts(batches), self._parallel.gradient_factor, torch.where)
+        with self._state.buffers.restore_on_exit(), local_gradients(module, lambda name, _: used.add(name)):
+            scales = rules.loss_scales(
+                self._parts.reduction.counts(batches), self._parallel.gradient_factor, torch.where
+            )
             self._passes.begin(batches, Context(0, training=True, scalars=scalars), scales)
             with self._parallel.synchronise(last=True):
                 total, loss = self._passes.forward(first)
@@ -123,7 +125,7 @@ class TrainStep:
         if not used:
             raise ConfigError(
                 f"{name}: the loss does not use any parameter of the model that build() returned; outputs() must "
-                "compute with the model it is given"
+                "compute with the model that it receives"
             )
         sums = self._parts.reduction.sums()
         sums.add(first, loss)
@@ -131,7 +133,7 @@ class TrainStep:
         rules.check_names(self._parts.job.communicator, self._names, "the first step")
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         left_out = sorted(name.removeprefix("model.") for name in trained - used)
-        self._passes.random, everywhere = rules.agree_on_first_pass(
+        self._passes.random, everywhere = rules.gather_first_pass(
             self._parts.job.communicator, left_out, self._passes.random
         )
         return everywhere

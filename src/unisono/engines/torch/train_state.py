@@ -1,4 +1,4 @@
-"""The model of a run, laid out on one process, and all that is trained, saved and loaded with it."""
+"""The model of a run as laid out on one process, with everything that is trained, saved and loaded with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.engines.state import Reader, Shard
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
@@ -19,12 +19,12 @@ from unisono.engines.torch.numerics.buffers import Buffers
 from unisono.engines.torch.numerics.ema import MovingAverage
 from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parallel.parallel import Parallel
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.optim import optimizers
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key
 
-_SPIKES = "spikes/"  # what the names of their history in a checkpoint begin with
+_SPIKES_PREFIX = "spikes/"  # what the names of their history in a checkpoint begin with
 
 
 class TrainState:
@@ -36,14 +36,14 @@ class TrainState:
         optimizer: of its trainable parameters.
         average: the moving average of its weights.
         buffers: its buffers.
-        statistics: those that processes share in batch normalisation; None where each has its own.
-        mixes_rows: whether the result for a row depends on the rows beside it, which the micro-batch chooses.
+        statistics: batch normalisation statistics shared by all processes; None if each has its own.
+        mixes_rows: whether the result for a row depends on the other rows of its micro-batch.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         job, config = parts.job, parts.job.config
         self._job, self._recurrent, self._spikes = job, parts.recurrent, parts.spikes
-        self._compared: int | None = None  # updates made when replicas were compared last
+        self._last_compared: int | None = None  # updates made when replicas were compared last
         self.module = module = build_model(job.task.build, config.run.seed)
         self._adapter = Adapter(config.adapter, module, config.run.seed)
         if config.train.precision == "fp64":  # after the build, so that the first weights are those of other precisions
@@ -59,68 +59,68 @@ class TrainState:
         # Which rows synchronised layers normalise together, the configuration says.
         self.mixes_rows = not synchronised and any(isinstance(part, _BatchNorm) for part in module.modules())
         self.buffers = Buffers(module, job.process, synchronised)
-        wrap.prepare(module, config.layout, config.train.precision)
+        wrap.checkpoint_and_compile(module, config.layout, config.train.precision)
         self.parallel = Parallel(wrap.StepModule(job.task, module), parts)
-        self.optimizer = optimizers.build(config.optim, module, wrap.blocks(module))
+        self.optimizer = optimizers.build_optimizer(config.optim, module, wrap.find_blocks(module))
         self.average = MovingAverage(config.ema, module)
         replicas.check_optimizer(self.optimizer, module)
         replicas.check_dtype(module, precision.MASTER[config.train.precision])
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Make one update from the gradients that are there, and clear them; `step` updates were made before."""
-        optimizers.schedule(self.optimizer, scalars, self._job.config.optim)
+        """Make one update from the current gradients and clear them; `step` updates were made before."""
+        optimizers.apply_schedule(self.optimizer, scalars, self._job.config.optim)
         self.optimizer.step()
         self.average.update(step + 1)
         self.optimizer.zero_grad(set_to_none=True)
 
     def check_replicas(self, updates: int) -> None:
-        """Check that copies are copies; see `Engine.check_replicas`."""
-        if self._compared != updates:
-            copies = dict(self.module.named_parameters()) | self.average.named | self._of_optimizer()
+        """Check that replicas are identical; see `Engine.check_replicas`."""
+        if self._last_compared != updates:
+            copies = dict(self.module.named_parameters()) | self.average.named_tensors | self._optimizer_tensors()
             replicas.check_copies(self._job.communicator, copies, self.parallel.replicas, updates)
             replicas.check_buffers(self._job.communicator, self.buffers.shared, updates)
-            self._compared = updates
+            self._last_compared = updates
 
-    def shards(self) -> list[Shard]:
-        """The pieces this process has to save; see `Engine.state`."""
-        process, by_first = self._job.process, self.buffers.saved_by_first
-        named = self._named() | self.average.named
+    def shards(self) -> list[ArrayShard]:
+        """The pieces that this process saves; see `Engine.state`."""
+        process, by_first = self._job.process, self.buffers.names_saved_by_rank_0
+        named = self._named_tensors() | self.average.named_tensors
         shards = sharded_tensors.shards({n: value for n, value in named.items() if n not in by_first}, process)
         own = dict(self.buffers.own)
         if process.is_first:
             own |= {name: value for name, value in named.items() if name in by_first}
-            own |= {_SPIKES + n: torch.tensor(v, dtype=torch.float64) for n, v in self._spikes.state().items()}
+            own |= {_SPIKES_PREFIX + n: torch.tensor(v, dtype=torch.float64) for n, v in self._spikes.state().items()}
             shards += self._adapter.shards()
-        shards += [Shard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
+        shards += [ArrayShard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
         return [*shards, *self._recurrent.shards()]
 
-    def load(self, reader: Reader, weights_only: bool = False) -> None:
+    def load(self, reader: StateReader, weights_only: bool = False) -> None:
         """Load a saved state; see `Engine.load`."""
         self._adapter.check_base(reader)
         if weights_only:
-            weights = self._adapter.saved(sharded_tensors.model_tensors(self.module))
+            weights = self._adapter.select_saved(sharded_tensors.model_tensors(self.module))
             sharded_tensors.load(weights, reader, kinds=("model/",))
             self.average.load(reader)
             return
-        sharded_tensors.make_optimizer_state(self.optimizer, self.module, reader)
-        sharded_tensors.load(self._named(), reader)
+        sharded_tensors.init_optimizer_state(self.optimizer, self.module, reader)
+        sharded_tensors.load(self._named_tensors(), reader)
         self.average.load(reader)
         own = self.buffers.own
         if all(name in reader.shapes for name in own):  # of as many processes, or more
             sharded_tensors.load(own, reader, kinds=(f"rank-{self._job.process.rank}/",))
         self._recurrent.load(reader)
-        spikes = {name: name.removeprefix(_SPIKES) for name in reader.shapes if name.startswith(_SPIKES)}
+        spikes = {name: name.removeprefix(_SPIKES_PREFIX) for name in reader.shapes if name.startswith(_SPIKES_PREFIX)}
         self._spikes.load({kind: reader.read(n, (0,), reader.shapes[n]).tolist() for n, kind in spikes.items()})
 
-    def _named(self) -> dict[str, Tensor]:
-        return self._adapter.saved(sharded_tensors.model_tensors(self.module)) | self._of_optimizer()
+    def _named_tensors(self) -> dict[str, Tensor]:
+        return self._adapter.select_saved(sharded_tensors.model_tensors(self.module)) | self._optimizer_tensors()
 
-    def _of_optimizer(self) -> dict[str, Tensor]:
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
         return sharded_tensors.optimizer_tensors(self.module, self.optimizer)
 
 
 def count_parameters(build: Callable[[], nn.Module]) -> int:
-    """How many parameters a model has, without giving it memory.
+    """Number of parameters of a model, without allocating it.
 
     Args:
         build: makes the model; every tensor that it creates is on the device `meta`.

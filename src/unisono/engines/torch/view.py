@@ -1,4 +1,4 @@
-"""The model as an observer sees it: by name, and whole whatever the layout; see `unisono.engines.observers.ModelView`."""
+"""The model as observers see it: by name and whole, on any layout; see `unisono.engines.observers.ModelView`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.observers import Array, Kind
+from unisono.engines.observers import Array, ArrayGroup
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics import precision
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
 from unisono.runtime import rng
-from unisono.task import Context
+from unisono.task import Context, Loss
 
 
 class TorchModelView:
     """The model of one process."""
 
-    def __init__(self, parts: Parts, state: TrainState, passes: Passes) -> None:
+    def __init__(self, parts: EngineParts, state: TrainState, passes: Passes) -> None:
         self._job, self._random_state, self._state, self._passes = parts.job, parts.random_state, state, passes
         self.module = state.module
         named = list(self.module.named_parameters())
@@ -35,13 +37,13 @@ class TorchModelView:
         self.local_buffers = sorted(state.buffers.local)
         self.size = sum(parameter.numel() for _, parameter in named)
 
-    def whole(self, kind: Kind) -> dict[str, Array]:
+    def whole(self, kind: ArrayGroup) -> dict[str, Array]:
         """Whole arrays by name, on rank 0; collective."""
         keep = self._job.process.is_first
-        found = {name: sharded_tensors.whole(value, keep) for name, value in self._tensors(kind).items()}
+        found = {name: sharded_tensors.gather_array(value, keep) for name, value in self._tensors(kind).items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _tensors(self, kind: Kind) -> dict[str, Tensor]:
+    def _tensors(self, kind: ArrayGroup) -> dict[str, Tensor]:
         match kind:
             case "parameters":
                 return dict(self.module.named_parameters())
@@ -62,9 +64,9 @@ class TorchModelView:
         """Of every parameter group, as the optimizer has them."""
         return [float(group["lr"]) for group in self._state.optimizer.param_groups]
 
-    def differing_replicas(self) -> list[str]:
+    def find_differing_replicas(self) -> list[str]:
         """Parameters and averages of which ranks hold copies with other bits; collective."""
-        copies = dict(self.module.named_parameters()) | self._state.average.named
+        copies = dict(self.module.named_parameters()) | self._state.average.named_tensors
         ranks = self._state.parallel.replicas
         return replicas.find_differing(self._job.communicator, copies, ranks, "the digests of parameters")
 
@@ -90,15 +92,36 @@ class TorchModelView:
         return found
 
     @contextmanager
-    def without_trace(self) -> Iterator[None]:
+    def without_side_effects(self) -> Iterator[None]:
         """The context of passes that do not count; see `ModelView`."""
         mode = precision.promotion(self._job.config.train.precision)
-        with self._state.buffers.restored(), self._random_state.restored(), mode, torch.no_grad():
+        with self._state.buffers.restore_on_exit(), self._random_state.restore_on_exit(), mode, torch.no_grad():
             yield
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training; see `ModelView`."""
         return self._passes.outputs(micro, Context(0, training=True, scalars=scalars))
+
+    def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        """The sums of the task's loss for a micro-batch; see `ModelView`."""
+        task = self._job.task
+        if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
+            return {}
+        loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
+        return {name: float(value) for name, value in loss.sums.items()}
+
+    def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
+        """The gradient of every term's sum on this process; see `ModelView`."""
+        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if self._job.process.world_size > 1 or protocols.cross_sample_mode(self._job.task):
+            return {}
+        result = {}
+        for term, value in loss.sums.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                found = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
+                gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+                result[term] = {name: np.atleast_1d(g.cpu().numpy()) for name, g in gradients.items()}
+        return result
 
     @torch.no_grad()
     def perturb(self, size: float) -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from unisono.data.prepare.shards import MANIFEST, Shards, Writer, manifest_of, write_json
+from unisono.data.prepare.manifest import MANIFEST_FILE, build_manifest, write_json
+from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.faults import job
-from unisono.faults.matrix import Abstain, Ground, Outcome, fault
+from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 from unisono.faults.scenarios.death import DIED
 
 REFUSED, NOT_FINITE = 2, 3
 
 
-def _texts(folder: Path, files: int = 3) -> Path:
+def _write_texts(folder: Path, files: int = 3) -> Path:
     folder.mkdir(parents=True)
     for number in range(files):
         lines = [json.dumps({"text": f"file {number}, line {line}: " + "abc " * (line % 7 + 3)}) for line in range(40)]
@@ -27,87 +28,89 @@ def _texts(folder: Path, files: int = 3) -> Path:
     return folder
 
 
-def _language(ground: Ground, folder: Path, *words: str, steps: int = 4) -> job.Job:
+def _language_job(sandbox: Sandbox, folder: Path, *words: str, steps: int = 4) -> job.Job:
     own = (
         "data=corpus", f"data.path={folder}", "run.name=a", f"train.steps={steps}", "train.global_batch=4",
         "layout.world_size=2", "observe.progress=false", "layout.threads=1", "checkpoint.every=2", *words,
     )  # fmt: skip
-    return job.Job(ground.own, command=job.verb("train", "language", *own))
+    return job.Job(sandbox.own, command=job.verb_command("train", "language", *own))
 
 
-@fault("G46", "a record that cannot be made into a sample")
-def _record(ground: Ground) -> Outcome:
-    outcome = ground.harmed("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), goes_on=False)
-    with ground.for_("masked").job("data.on_error=mask", "observe.progress=true", misbehave="raise@data:-1:20") as run:
+@scenario("G46", "a record that cannot be made into a sample")
+def _record(sandbox: Sandbox) -> Outcome:
+    outcome = sandbox.run_harmed("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), resumes=False)
+    with sandbox.for_scenario("masked").job(
+        "data.on_error=mask", "observe.progress=true", misbehave="raise@data:-1:20"
+    ) as run:
         done = run.finish()
-        told = done.code == 0 and "1 sample could not be made" in done.said
-        outcome.promise(told, f"masked: {done.code}: {done.said[-1000:]}")
+        reported = done.code == 0 and "1 sample could not be built" in done.said
+        outcome.check(reported, f"masked: {done.code}: {done.said[-1000:]}")
         with job.Job(
             run.folder,
-            command=job.verb("data", "audit", str(run.run), "--task", f"{job.TASK}:Small"),
+            command=job.verb_command("data", "audit", str(run.run), "--task", f"{job.TASK}:Small"),
             output="audit.txt",
         ) as audit:
             found = audit.finish()
         left_out = found.code == 0 and "row 20 left out" in found.said
-        outcome.promise(left_out, f"the ledger: {found.code}: {found.said[-1000:]}")
+        outcome.check(left_out, f"the ledger: {found.code}: {found.said[-1000:]}")
     return outcome
 
 
-@fault("G46b", "a decoder that takes its process down")
-def _segfault(ground: Ground) -> Outcome:
+@scenario("G46b", "a decoder that takes its process down")
+def _segfault(sandbox: Sandbox) -> Outcome:
     words = ("data.workers=1", "data.worker_kind=processes")
-    return ground.harmed("kill@data:-1:20", *words, code=REFUSED, says=("worker",), goes_on=False)
+    return sandbox.run_harmed("kill@data:-1:20", *words, code=REFUSED, says=("worker",), resumes=False)
 
 
-@fault("G46c", "a row that holds numbers that are not finite")
-def _not_finite(ground: Ground) -> Outcome:
-    return ground.harmed("nan@data:-1:20", code=NOT_FINITE, says=("source rows [20]", "left as they were"))
+@scenario("G46c", "a row that holds numbers that are not finite")
+def _not_finite(sandbox: Sandbox) -> Outcome:
+    return sandbox.run_harmed("nan@data:-1:20", code=NOT_FINITE, says=("source rows [20]", "left as they were"))
 
 
-@fault("G47", "texts with every oddity: empty, a megabyte, right to left, emoji, NUL, half a surrogate")
-def _odd_texts(ground: Ground) -> Outcome:
-    folder = _texts(ground.own / "texts", 1)
+@scenario("G47", "texts with every oddity: empty, a megabyte, right to left, emoji, NUL, half a surrogate")
+def _odd_texts(sandbox: Sandbox) -> Outcome:
+    folder = _write_texts(sandbox.own / "texts", 1)
     odd = ["", "x" * (1 << 20), "\u202eשלום\u202c", "👩‍🚀" * 9, "a\0b", "\ud800"]
     with (folder / "part-0.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in odd)
-    with _language(ground, folder) as run:
+    with _language_job(sandbox, folder) as run:
         done = run.finish()
     outcome = Outcome(said=done.sentence)
-    outcome.promise(done.code in (0, REFUSED), f"{done.code}: {done.said[-1500:]}")
-    outcome.promise("Traceback" not in done.said, done.said[-1500:])
-    outcome.promise(done.code == 0 or "part-0.jsonl" in done.said, f"the file is not named: {done.said[-1500:]}")
+    outcome.check(done.code in (0, REFUSED), f"{done.code}: {done.said[-1500:]}")
+    outcome.check("Traceback" not in done.said, done.said[-1500:])
+    outcome.check(done.code == 0 or "part-0.jsonl" in done.said, f"the file is not named: {done.said[-1500:]}")
     return outcome
 
 
-@fault("G47b", "prepared documents with a token that the vocabulary does not have: too large, or negative")
-def _token(ground: Ground) -> Outcome:
+@scenario("G47b", "prepared documents with a token that the vocabulary does not have: too large, or negative")
+def _token(sandbox: Sandbox) -> Outcome:
     """Told by file and row, when tokens are counted before the start, or, where they have been, when it is read."""
-    folder, ready = _texts(ground.own / "texts"), ground.own / "ready"
+    folder, ready = _write_texts(sandbox.own / "texts"), sandbox.own / "ready"
     words = ("data=corpus", f"data.path={folder}", "data.vocab_size=300", f"out={ready}", "worker_kind=threads")
-    with job.Job(ground.own, command=job.verb("data", "prepare", "language", *words)) as run:
+    with job.Job(sandbox.own, command=job.verb_command("data", "prepare", "language", *words)) as run:
         done = run.finish()
         assert done.code == 0, done.said
-    outcome, good = Outcome(), shutil.copytree(ready, ground.own / "good")
+    outcome, good = Outcome(), shutil.copytree(ready, sandbox.own / "good")
     for name, token, dtype in (("too_large", 300, "<u2"), ("negative", -1, "<i4"), ("counted", 60_000, "<u2")):
         if name == "counted":  # as this run does it, and keeps it beside the documents
-            with _language(ground, folder, "data=prepared", f"data.path={good}") as run:
+            with _language_job(sandbox, folder, "data=prepared", f"data.path={good}") as run:
                 done = run.finish()
                 assert done.code == 0, done.said
-        _with_token(good, ready, token, dtype)
+        _write_with_token(good, ready, token, dtype)
         own = ("data=prepared", f"data.path={ready}", f"run.name={name}")
-        with _language(ground, folder, *own, steps=40) as run:  # more than an epoch
+        with _language_job(sandbox, folder, *own, steps=40) as run:  # more than an epoch
             done = run.finish()
-            made = job.last_step(ground.own / "runs" / name)
+            made = job.last_step(sandbox.own / "runs" / name)
         outcome.said = done.sentence
-        outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
-        outcome.promise(name == "counted" or made == 0, f"{name}: {made} steps were made")
+        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
+        outcome.check(name == "counted" or made == 0, f"{name}: {made} steps were made")
         for word in (".arrow, row 8 ", f"token {token} "):
-            outcome.promise(word in done.sentence, f"{name}: '{word}' is not said: {done.said[-1500:]}")
-        outcome.promise("Traceback" not in done.said, f"{name}: {done.said[-1500:]}")
+            outcome.check(word in done.sentence, f"{name}: '{word}' is not said: {done.said[-1500:]}")
+        outcome.check("Traceback" not in done.said, f"{name}: {done.said[-1500:]}")
     return outcome
 
 
-def _with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
+def _write_with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
     """Write prepared documents once more with one token of row 8 changed, as if it were meant: hashes fit."""
     shards = Shards(good)
     rows = [shards[number].astype(np.int64) for number in range(len(shards))]
@@ -115,14 +118,14 @@ def _with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
     (entry,), column = shards.manifest["shards"], shards.manifest["column"]
     shutil.rmtree(ready)
     shutil.copytree(good, ready)
-    with Writer(ready / entry["file"], column, dtype) as writer:
+    with ShardWriter(ready / entry["file"], column, dtype) as writer:
         writer.add(np.concatenate(rows), np.array([len(row) for row in rows]))
-        made = manifest_of(column, dtype, shards.manifest["of"], [{**entry, **writer.close()}])
-    write_json(ready / MANIFEST, made)
+        made = build_manifest(column, dtype, shards.manifest["of"], [{**entry, **writer.close()}])
+    write_json(ready / MANIFEST_FILE, made)
 
 
-@fault("G47c", "a label that is none of the classes")
-def _label(ground: Ground) -> Outcome:
+@scenario("G47c", "a label that is none of the classes")
+def _label(sandbox: Sandbox) -> Outcome:
     taxa, samples = ["ACGTACGT", "ACGTTTGT", "CCGTACGA"], [f"s{number}" for number in range(8)]
     table = {
         "id": None, "format": "Biological Observation Matrix 1.0.0", "format_url": "http://biom-format.org",
@@ -132,165 +135,165 @@ def _label(ground: Ground) -> Outcome:
         "columns": [{"id": sample, "metadata": None} for sample in samples],
         "data": [[taxon + number + 1 for number in range(len(samples))] for taxon in range(len(taxa))],
     }  # fmt: skip
-    (ground.own / "table.biom").write_text(json.dumps(table))
+    (sandbox.own / "table.biom").write_text(json.dumps(table))
     states = ["ill", "well", "well", "dead", "ill", "well", "ill", "ill"]
     rows = ["sample\tstate", *(f"{sample}\t{state}" for sample, state in zip(samples, states, strict=True))]
-    (ground.own / "samples.tsv").write_text("\n".join(rows) + "\n")
+    (sandbox.own / "samples.tsv").write_text("\n".join(rows) + "\n")
     words = (
         "data=study", "data.table=table.biom", "data.metadata=samples.tsv", "data.target=state", "task=target",
         "layout.world_size=2", "train.global_batch=2", "train.steps=2", "run.name=a", "observe.progress=false",
         "data.classes=[ill,well]",
     )  # fmt: skip
-    with job.Job(ground.own, command=job.verb("train", "microbiome", *words)) as run:
+    with job.Job(sandbox.own, command=job.verb_command("train", "microbiome", *words)) as run:
         done = run.finish()
         outcome = Outcome(said=done.sentence)
-        outcome.promise(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
-        outcome.promise("dead of s3" in done.sentence, f"sample and label are not named: {done.said[-1500:]}")
-        outcome.promise(run.step() == 0, "a step was made")
+        outcome.check(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
+        outcome.check("dead of s3" in done.sentence, f"sample and label are not named: {done.said[-1500:]}")
+        outcome.check(run.step() == 0, "a step was made")
     return outcome
 
 
-@fault("G48", "a file of the data that changes between two starts of a run")
-def _changed(ground: Ground) -> Outcome:
-    folder = _texts(ground.own / "texts")
+@scenario("G48", "a file of the data that changes between two starts of a run")
+def _changed(sandbox: Sandbox) -> Outcome:
+    folder = _write_texts(sandbox.own / "texts")
     outcome = Outcome()
-    with _language(ground, folder) as run:
+    with _language_job(sandbox, folder) as run:
         done = run.finish()
-        outcome.promise(done.code == 0, f"{done.code}: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"{done.code}: {done.said[-1500:]}")
     with (folder / "part-1.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one line more"}) + "\n")
-    with _language(ground, folder, "run.allow_change=[train.steps]", steps=6) as run:
+    with _language_job(sandbox, folder, "run.allow_change=[train.steps]", steps=6) as run:
         done = run.finish()
     outcome.said = done.sentence
-    outcome.promise(done.code == REFUSED and "part-1.jsonl" in done.said, f"{done.code}: {done.said[-1500:]}")
+    outcome.check(done.code == REFUSED and "part-1.jsonl" in done.said, f"{done.code}: {done.said[-1500:]}")
     return outcome
 
 
-_MANY = 40  # steps of a run whose data change after a few of them
+_MANY_STEPS = 40  # steps of a run whose data change after a few of them
 
 
-def _on_the_fly(ground: Ground, folder: Path, name: str, *words: str) -> job.Job:
+def _on_the_fly_job(sandbox: Sandbox, folder: Path, name: str, *words: str) -> job.Job:
     """A run that reads documents as it needs them."""
     own = ("data.tokenise=on_the_fly", "data.vocab_size=300", f"run.name={name}")
-    return _language(ground, folder, *own, *words, steps=_MANY)
+    return _language_job(sandbox, folder, *own, *words, steps=_MANY_STEPS)
 
 
-@fault(
+@scenario(
     "G48d", "a file of the data that changes while a run is training: longer, replaced, overwritten, or only touched"
 )
-def _changing(ground: Ground) -> Outcome:
+def _changing(sandbox: Sandbox) -> Outcome:
     """What was made since the newest checkpoint is not saved; with the file as it was, the run goes on from there."""
-    folder = _texts(ground.own / "texts")
-    path, runs = folder / "part-1.jsonl", ground.own / "runs"
+    folder = _write_texts(sandbox.own / "texts")
+    path, runs = folder / "part-1.jsonl", sandbox.own / "runs"
     good, other = path.read_bytes(), path.read_bytes().replace(b"file 1", b"file 9")
-    (ground.own / "new.jsonl").write_bytes(other)
+    (sandbox.own / "new.jsonl").write_bytes(other)
     changes: dict[str, Callable[[], object]] = {
         "touched": lambda: os.utime(path),
         "longer": lambda: path.write_bytes(good + good),
-        "replaced": lambda: (ground.own / "new.jsonl").replace(path),
+        "replaced": lambda: (sandbox.own / "new.jsonl").replace(path),
         "overwritten": lambda: path.write_bytes(other),
     }
     outcome = Outcome()
-    with _on_the_fly(ground, folder, "unharmed") as run:
+    with _on_the_fly_job(sandbox, folder, "unharmed") as run:
         done = run.finish()
         assert done.code == 0, done.said
-    wanted = job.state(runs / "unharmed")
+    wanted = job.read_digests(runs / "unharmed")
     for name, change in changes.items():
         path.write_bytes(good)
-        with _on_the_fly(ground, folder, name) as run:
-            job.wait_for(lambda: job.newest(runs / name) > 4, 120.0, "a checkpoint")  # noqa: B023
+        with _on_the_fly_job(sandbox, folder, name) as run:
+            job.wait_for(lambda: job.newest_step(runs / name) > 4, 120.0, "a checkpoint")  # noqa: B023
             change()
             began = time.time()
             done = run.finish()
         if name != "touched":
             outcome.said = done.sentence
-            outcome.promise(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
-            outcome.promise(f"{path} has changed" in done.sentence, f"{name}: not named: {done.said[-1500:]}")
+            outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
+            outcome.check(f"{path} has changed" in done.sentence, f"{name}: not named: {done.said[-1500:]}")
             saved = [step for step in (runs / name / "checkpoints").glob("step-*") if step.stat().st_mtime > began]
-            outcome.promise(len(saved) <= 1, f"{name}: saved after it: {saved}")  # one was on its way, perhaps
-            outcome.promise(job.newest(runs / name) < _MANY, f"{name}: it was trained to its end")
+            outcome.check(len(saved) <= 1, f"{name}: saved after it: {saved}")  # one was on its way, perhaps
+            outcome.check(job.newest_step(runs / name) < _MANY_STEPS, f"{name}: it was trained to its end")
         if name == "longer":
             path.write_bytes(good)
-            with _on_the_fly(ground, folder, name) as run:
+            with _on_the_fly_job(sandbox, folder, name) as run:
                 done = run.finish()
         if name in ("touched", "longer"):
-            outcome.promise(done.code == 0, f"{name}, at last: {done.code}: {done.said[-1500:]}")
-            outcome.exact = job.state(runs / name) == wanted
-            outcome.promise(outcome.exact, f"{name}: it ended otherwise than the run whose data stayed as they were")
+            outcome.check(done.code == 0, f"{name}, at last: {done.code}: {done.said[-1500:]}")
+            outcome.exact = job.read_digests(runs / name) == wanted
+            outcome.check(outcome.exact, f"{name}: it ended otherwise than the run whose data stayed as they were")
     return outcome
 
 
-@fault("G48e", "a file of the data that is cut short while a run reads it")
-def _cut_short(ground: Ground) -> Outcome:
+@scenario("G48e", "a file of the data that is cut short while a run reads it")
+def _cut_short(sandbox: Sandbox) -> Outcome:
     """Reading what a map has lost ends a process by a signal, before it can say anything; its launcher does."""
-    folder = _texts(ground.own / "texts")
+    folder = _write_texts(sandbox.own / "texts")
     path = folder / "part-1.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(4000)))
-    with _on_the_fly(ground, folder, "a", "checkpoint.every=1000", "train.steps=2000") as run:
-        run.reaches(5)
+    with _on_the_fly_job(sandbox, folder, "a", "checkpoint.every=1000", "train.steps=2000") as run:
+        run.wait_for_step(5)
         os.truncate(path, 4096)
         began = time.monotonic()
-        return ground.judge(run, run.finish(), began, DIED, ("SIGBUS", f"{path} has changed", "has 4096"), 10.0)
+        return sandbox.check_end(run, run.finish(), began, DIED, ("SIGBUS", f"{path} has changed", "has 4096"), 10.0)
 
 
-@fault("G48b", "a file system that lists files in another order")
-def _order(ground: Ground) -> Outcome:
-    folders = [ground.own / name / "texts" for name in ("a", "b")]
-    _texts(folders[0])
+@scenario("G48b", "a file system that lists files in another order")
+def _order(sandbox: Sandbox) -> Outcome:
+    folders = [sandbox.own / name / "texts" for name in ("a", "b")]
+    _write_texts(folders[0])
     folders[1].mkdir(parents=True)
     for path in sorted(folders[0].iterdir(), reverse=True):
         shutil.copy(path, folders[1] / path.name)
     states = []
     for folder in folders:
-        with _language(ground.for_("order"), folder) as run:
+        with _language_job(sandbox.for_scenario("order"), folder) as run:
             done = run.finish()
             assert done.code == 0, done.said
-            states.append(job.state(run.run))
+            states.append(job.read_digests(run.run))
     outcome = Outcome(exact=states[0] == states[1], said="files are sorted by name")
-    outcome.promise(bool(outcome.exact), "the runs differ")
+    outcome.check(bool(outcome.exact), "the runs differ")
     return outcome
 
 
-@fault("G48c", "a file of the data that is there twice, under two names")
-def _twice(ground: Ground) -> Outcome:
-    folder = _texts(ground.own / "texts")
+@scenario("G48c", "a file of the data that is there twice, under two names")
+def _twice(sandbox: Sandbox) -> Outcome:
+    folder = _write_texts(sandbox.own / "texts")
     shutil.copy(folder / "part-1.jsonl", folder / "part-7.jsonl")
-    with _language(ground, folder) as run:
+    with _language_job(sandbox, folder) as run:
         done = run.finish()
     outcome = Outcome(said=done.sentence)
-    outcome.promise(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
+    outcome.check(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
     for name in ("part-1.jsonl", "part-7.jsonl"):
-        outcome.promise(name in done.sentence, f"{name} is not named: {done.said[-1500:]}")
+        outcome.check(name in done.sentence, f"{name} is not named: {done.said[-1500:]}")
     (folder / "part-7.jsonl").unlink()
-    with _language(ground, folder) as run:
+    with _language_job(sandbox, folder) as run:
         done = run.finish()
-        outcome.promise(done.code == 0, f"without it: {done.code}: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"without it: {done.code}: {done.said[-1500:]}")
     return outcome
 
 
-@fault("C30", "a store that has a part of the newest commit only, and the folder of the run is lost")
-def _store(ground: Ground) -> Outcome:
+@scenario("C30", "a store that has a part of the newest commit only, and the folder of the run is lost")
+def _store(sandbox: Sandbox) -> Outcome:
     """A folder is the store; what a server does besides, as listing late, is shown by tests/checkpoint with one."""
-    before = ground.unharmed()
+    before = sandbox.reference_digests()
     # Slow enough that more than the last commit is sent: what comes faster than it can be sent is left out.
-    words = (f"checkpoint.upload.url=file://{ground.own}/store", "checkpoint.upload.required=true", "task.sleep=1")
-    with ground.job(*words) as run:
+    words = (f"checkpoint.upload.url=file://{sandbox.own}/store", "checkpoint.upload.required=true", "task.sleep=1")
+    with sandbox.job(*words) as run:
         done = run.finish()
         assert done.code == 0, done.said
-        sent = sorted((ground.own / "store").rglob("step-*"))
+        sent = sorted((sandbox.own / "store").rglob("step-*"))
         if len(sent) < 2:
-            raise Abstain("this host was too slow to send two commits")
+            raise AbstainError("this host was too slow to send two commits")
         (sent[-1] / "manifest.json").unlink()
         shutil.rmtree(run.run)
-    with ground.job(*words) as run:
+    with sandbox.job(*words) as run:
         done = run.finish()
         outcome = Outcome(said=next((line for line in done.said.splitlines() if line.startswith("restored")), ""))
-        outcome.promise(done.code == 0, f"{done.code}: {done.said[-1500:]}")
-        outcome.promise(f"restored {sent[-2].name}" in done.said, f"not {sent[-2].name}: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"{done.code}: {done.said[-1500:]}")
+        outcome.check(f"restored {sent[-2].name}" in done.said, f"not {sent[-2].name}: {done.said[-1500:]}")
         outcome.lost = job.EVERY
-        after = job.state(run.run) if done.code == 0 else {}
+        after = job.read_digests(run.run) if done.code == 0 else {}
         # The lines of the ledger were in the folder; their digest is in the checkpoint.
         other = [name for name in before if not name.startswith("step ") and after.get(name) != before[name]]
         outcome.exact = not other
-        outcome.promise(not other, f"it ended otherwise: {other}")
+        outcome.check(not other, f"it ended otherwise: {other}")
     return outcome

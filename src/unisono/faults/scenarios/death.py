@@ -7,67 +7,69 @@ import signal
 import time
 
 from unisono.faults import job
-from unisono.faults.matrix import Ground, Outcome, fault
+from unisono.faults.matrix import Outcome, Sandbox, scenario
 
 REFUSED, DIED, STUCK = 2, 9, 10
 HELD = "hold@forward:1:7"  # so that the run is in step 8 until it is released
 
 
-def kill(pid: int, number: int = signal.SIGKILL) -> float:
+def send_signal(pid: int, number: int = signal.SIGKILL) -> float:
     """Send a signal; returns when."""
     now = time.monotonic()
     os.kill(pid, number)
     return now
 
 
-def _harms(
+def _add_harm(
     key: str, text: str, misbehave: str, *words: str, code: int = DIED, says: tuple[str, ...], quick: bool = False
 ) -> None:
     """A row of the matrix: a fault of the task's own that ends a run."""
 
-    @fault(key, text, quick=quick)
-    def _act(ground: Ground) -> Outcome:
-        return ground.harmed(misbehave, *words, code=code, says=says, within=30.0 if code == STUCK else 10.0)
+    @scenario(key, text, quick=quick)
+    def _act(sandbox: Sandbox) -> Outcome:
+        return sandbox.run_harmed(misbehave, *words, code=code, says=says, within=30.0 if code == STUCK else 10.0)
 
 
 _KILLED, _IN_THE_TASK = ("rank 1", "signal 9"), ("rank 1", "harmed.py:")
 _IN_PROCESSES = ("data.workers=1", "data.worker_kind=processes")
-_harms("A1", "kill -9 of a rank in the forward pass", "kill@forward:1:7", says=_KILLED, quick=True)
-_harms("A2", "kill -9 of a rank in the backward pass, the others in the all-reduce", "kill@backward:1:7", says=_KILLED)
-_harms("A3", "kill -9 of a rank in the optimizer's step", "kill@update:1:7", says=_KILLED)
-_harms("A5", "kill -9 of rank 0 only", "kill@forward:0:7", says=("rank 0", "signal 9"))
-_harms(
+_add_harm("A1", "kill -9 of a rank in the forward pass", "kill@forward:1:7", says=_KILLED, quick=True)
+_add_harm(
+    "A2", "kill -9 of a rank in the backward pass, the others in the all-reduce", "kill@backward:1:7", says=_KILLED
+)
+_add_harm("A3", "kill -9 of a rank in the optimizer's step", "kill@update:1:7", says=_KILLED)
+_add_harm("A5", "kill -9 of rank 0 only", "kill@forward:0:7", says=("rank 0", "signal 9"))
+_add_harm(
     "A7", "kill -9 of a process that makes samples", "kill@data:-1:20", *_IN_PROCESSES, code=REFUSED, says=("worker",)
 )
-_harms("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK, quick=True)
-_harms("B10", "a rank sleeps for ever in user code", "sleep@forward:1:7", code=STUCK, says=_IN_THE_TASK)
-_harms("B10b", "a rank holds the interpreter's lock for ever", "gil@forward:1:7", code=STUCK, says=_IN_THE_TASK)
-_harms("B12", "a rank raises", "raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
-_harms("B13", "a rank ends with exit code 0, too early", "exit@forward:1:7", says=("rank 1", "exit code 0"))
+_add_harm("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK, quick=True)
+_add_harm("B10", "a rank sleeps for ever in user code", "sleep@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_add_harm("B10b", "a rank holds the interpreter's lock for ever", "gil@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_add_harm("B12", "a rank raises", "raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
+_add_harm("B13", "a rank ends with exit code 0, too early", "exit@forward:1:7", says=("rank 1", "exit code 0"))
 
 
-@fault("A6", "kill -9 of the launcher only")
-def _launcher(ground: Ground) -> Outcome:
-    before = ground.unharmed()
-    with ground.job(misbehave=HELD) as run:
-        run.held()
-        began = kill(run.process.pid)
+@scenario("A6", "kill -9 of the launcher only")
+def _launcher(sandbox: Sandbox) -> Outcome:
+    before = sandbox.reference_digests()
+    with sandbox.job(misbehave=HELD) as run:
+        run.wait_for_hold()
+        began = send_signal(run.process.pid)
         done = run.finish()
-        outcome = Outcome(seconds=round(done.ended - began, 1), said="(nobody is left to say it)")
-        outcome.promise(not done.orphans, f"processes {done.orphans} are left")
-    ground.go_on(outcome, before)
+        outcome = Outcome(seconds=round(done.ended_at - began, 1), said="(nobody is left to say it)")
+        outcome.check(not done.orphans, f"processes {done.orphans} are left")
+    sandbox.check_resume(outcome, before)
     return outcome
 
 
-@fault("B11", "a rank is slow from some step on: named, not killed")
-def _slow(ground: Ground) -> Outcome:
+@scenario("B11", "a rank is slow from some step on: named, not killed")
+def _slow(sandbox: Sandbox) -> Outcome:
     words = ("train.steps=80",)  # it has to be slow for two windows of twenty
-    before = ground.unharmed(*words)
-    with ground.job(*words, misbehave="slow@forward:1:7") as run:
+    before = sandbox.reference_digests(*words)
+    with sandbox.job(*words, misbehave="slow@forward:1:7") as run:
         done = run.finish()
         outcome = Outcome(said=next((line for line in done.said.splitlines() if "holds up" in line), ""))
-        outcome.promise(done.code == 0, f"it ended with {done.code}: {done.said[-1500:]}")
-        outcome.promise("rank 1" in outcome.said and "compute" in outcome.said, f"not named: {done.said[-1500:]}")
-        outcome.exact = job.state(run.run) == before
-        outcome.promise(outcome.exact, "it ended otherwise")
+        outcome.check(done.code == 0, f"it ended with {done.code}: {done.said[-1500:]}")
+        outcome.check("rank 1" in outcome.said and "compute" in outcome.said, f"not named: {done.said[-1500:]}")
+        outcome.exact = job.read_digests(run.run) == before
+        outcome.check(outcome.exact, "it ended otherwise")
     return outcome

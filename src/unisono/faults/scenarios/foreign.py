@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,13 +14,13 @@ import yaml
 
 from unisono.checkpoint.core import manifest
 from unisono.faults import job
-from unisono.faults.job import Done
-from unisono.faults.matrix import Abstain, Ground, Outcome, fault
+from unisono.faults.job import JobResult
+from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 
 TASK = f"{job.TASK}:Small"
 
 
-def _evil(folder: Path, touched: Path) -> Path:
+def _write_evil_task(folder: Path, touched: Path) -> Path:
     """A task that tells when it was imported, among the assets of a run."""
     evil = folder / "assets" / "evil.py"
     evil.parent.mkdir(exist_ok=True)
@@ -27,82 +28,117 @@ def _evil(folder: Path, touched: Path) -> Path:
     return evil
 
 
-def _finish(ground: Ground, *words: str, answers: bool = False) -> Done:
+def _run_verb(sandbox: Sandbox, *words: str, answers: bool = False) -> JobResult:
     """A verb to its end; with `answers` a pipe says yes to whatever it asks."""
-    command = job.verb(*words)
+    command = job.verb_command(*words)
     if answers:
         command = ["sh", "-c", 'yes | "$0" "$@"', *command]
-    with ground.job(command=command) as running:
+    with sandbox.job(command=command) as running:
         return running.finish(120)
 
 
-@fault("S7", "a store whose run.json brings a Python file, and whose config.yaml names it as the task")
-def _restored_code(ground: Ground) -> Outcome:
-    outcome, touched = Outcome(), ground.own / "touched"
-    url = f"checkpoint.upload.url=file://{ground.own}/store"
-    newest = job.finished(ground, url)
-    run, store = newest.parents[1], ground.own / "store" / job.RUN
-    evil = _evil(run, touched)
+@scenario("S7", "a store whose run.json brings a Python file, and whose config.yaml names it as the task")
+def _restored_code(sandbox: Sandbox) -> Outcome:
+    outcome, touched = Outcome(), sandbox.own / "touched"
+    url = f"checkpoint.upload.url=file://{sandbox.own}/store"
+    newest = job.train_to_end(sandbox, url)
+    run, store = newest.parents[1], sandbox.own / "store" / job.RUN
+    evil = _write_evil_task(run, touched)
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
-    _describe(store, {"config.yaml": yaml.safe_dump(values).encode(), "assets/evil.py": evil.read_bytes()})
+    _write_description(store, {"config.yaml": yaml.safe_dump(values).encode(), "assets/evil.py": evil.read_bytes()})
     for path in store.glob("checkpoints/*/manifest.json"):  # so that the start asks config.yaml for the micro-batch
         content = json.loads(path.read_text())
         content["state"]["random"] = False
-        path.write_bytes(manifest.dumps({name: value for name, value in content.items() if name != "sha256"}))
+        path.write_bytes(manifest.encode({name: value for name, value in content.items() if name != "sha256"}))
     shutil.rmtree(run)
-    with ground.job(url) as again:
+    with sandbox.job(url) as again:
         done = again.finish()
-    outcome.promise("restored step-" in done.said, f"it was not restored: {done.code}: {done.said[-800:]}")
-    outcome.promise(not touched.exists(), "the file was imported")
-    outcome.promise(not evil.exists(), "the file was brought")
-    outcome.promise("assets/evil.py" in done.said, f"it is not said: {done.said[-800:]}")
+    outcome.check("restored step-" in done.said, f"it was not restored: {done.code}: {done.said[-800:]}")
+    outcome.check(not touched.exists(), "the file was imported")
+    outcome.check(not evil.exists(), "the file was brought")
+    outcome.check("assets/evil.py" in done.said, f"it is not said: {done.said[-800:]}")
     outcome.said = next((line for line in done.said.splitlines() if "evil.py" in line), "")
     return outcome
 
 
-@fault("S7b", "a run whose config.yaml names a Python file of its own, given to evaluate, replay and data audit")
-def _foreign_run(ground: Ground) -> Outcome:
-    outcome, touched = Outcome(), ground.own / "touched"
-    run = job.finished(ground).parents[1]
-    evil = _evil(run, touched)
+@scenario("S7b", "a run whose config.yaml names a Python file of its own, given to evaluate, replay and data audit")
+def _foreign_run(sandbox: Sandbox) -> Outcome:
+    outcome, touched = Outcome(), sandbox.own / "touched"
+    run = job.train_to_end(sandbox).parents[1]
+    evil = _write_evil_task(run, touched)
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     for verb in (["evaluate"], ["replay"], ["data", "audit"]):
-        done = _finish(ground, *verb, str(run), answers=True)
-        outcome.promise(done.code == 2 and "--trust" in done.said, f"{verb}: {done.code}: {done.said[-800:]}")
-        outcome.promise(not touched.exists(), f"{verb} imported it")
+        done = _run_verb(sandbox, *verb, str(run), answers=True)
+        outcome.check(done.code == 2 and "--trust" in done.said, f"{verb}: {done.code}: {done.said[-800:]}")
+        outcome.check(not touched.exists(), f"{verb} imported it")
         outcome.said = done.sentence
-        done = _finish(ground, *verb, str(run), "--task", TASK)
-        outcome.promise(done.code == 0, f"{verb} with the user's own task: {done.code}: {done.said[-800:]}")
-        outcome.promise(not touched.exists(), f"{verb} imported it, though a task was given")
-    _finish(ground, "evaluate", str(run), "--trust")
-    outcome.promise(touched.exists(), "the file does nothing, so nothing was shown")
+        done = _run_verb(sandbox, *verb, str(run), "--task", TASK)
+        outcome.check(done.code == 0, f"{verb} with the user's own task: {done.code}: {done.said[-800:]}")
+        outcome.check(not touched.exists(), f"{verb} imported it, though a task was given")
+    _run_verb(sandbox, "evaluate", str(run), "--trust")
+    outcome.check(touched.exists(), "the file does nothing, so nothing was shown")
     return outcome
 
 
-@fault("S7c", "a config.json whose auto_map names Python files, and a pipe that says yes to every question")
-def _auto_map(ground: Ground) -> Outcome:
+@scenario("S7c", "a config.json whose auto_map names Python files, and a pipe that says yes to every question")
+def _auto_map(sandbox: Sandbox) -> Outcome:
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError:
-        raise Abstain("needs transformers: pip install 'unisono[language]'") from None
-    outcome, touched = Outcome(), ground.own / "touched"
-    run = job.finished(ground).parents[1]
-    _evil(run, touched)
+        raise AbstainError("needs transformers: pip install 'unisono[language]'") from None
+    outcome, touched = Outcome(), sandbox.own / "touched"
+    run = job.train_to_end(sandbox).parents[1]
+    _write_evil_task(run, touched)
     code = {"AutoConfig": "evil.Small", "AutoModelForCausalLM": "evil.Small"}
     (run / "assets" / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
-    done = _finish(ground, "export", str(run), answers=True)
-    outcome.promise(done.code == 2, f"{done.code}: {done.said[-800:]}")
-    outcome.promise(not touched.exists(), "it was imported")
+    done = _run_verb(sandbox, "export", str(run), answers=True)
+    outcome.check(done.code == 2, f"{done.code}: {done.said[-800:]}")
+    outcome.check(not touched.exists(), "it was imported")
     outcome.said = done.sentence
     command = f"from transformers import AutoConfig; AutoConfig.from_pretrained({str(run / 'assets')!r})"
-    with ground.job(command=["sh", "-c", 'yes | "$0" "$@"', sys.executable, "-c", command]) as bare:
+    with sandbox.job(command=["sh", "-c", 'yes | "$0" "$@"', sys.executable, "-c", command]) as bare:
         bare.finish(120)
-    outcome.promise(touched.exists(), "the library would not have imported it either, so nothing was shown")
+    outcome.check(touched.exists(), "the library would not have imported it either, so nothing was shown")
     return outcome
 
 
-def _describe(store: Path, files: Mapping[str, bytes]) -> None:
+@scenario("S11", "a configuration whose references double, and a manifest of 9 GB")
+def _bombs(sandbox: Sandbox) -> Outcome:
+    outcome = Outcome()
+    newest = job.train_to_end(sandbox)
+    lines = [f"v{level}: ${{v{level + 1}}}${{v{level + 1}}}" for level in range(30)]
+    (sandbox.own / "mine.yaml").write_text("\n".join(["defaults: [language, _self_]", *lines, "v30: x"]))
+    began = time.monotonic()
+    done = _run_verb(sandbox, "check", "mine", f"--config-dir={sandbox.own}")
+    outcome.check(done.code == 2 and "references" in done.said, f"references: {done.code}: {done.said[-800:]}")
+    with (newest / manifest.NAME).open("r+b") as file:
+        file.truncate(9 << 30)
+    done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
+    outcome.check(done.code == 2 and "at most" in done.said, f"manifest: {done.code}: {done.said[-800:]}")
+    outcome.seconds = round(time.monotonic() - began, 1)
+    outcome.said = done.sentence
+    return outcome
+
+
+@scenario("S12", "an asset of a run that was changed after its checkpoint was written")
+def _changed_asset(sandbox: Sandbox) -> Outcome:
+    outcome = Outcome()
+    newest = job.train_to_end(sandbox)
+    asset = newest.parents[1] / "assets" / "config.json"
+    asset.write_text("{}")
+    for verb in (["evaluate"], ["predict"], ["export"]):
+        task = ["--task", TASK] if verb != ["export"] else []
+        done = _run_verb(sandbox, *verb, f"runs/{job.RUN}", *task)
+        outcome.check(done.code == 2 and asset.name in done.said, f"{verb}: {done.code}: {done.said[-800:]}")
+        outcome.said = done.sentence
+    asset.unlink()
+    done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
+    outcome.check(done.code == 0, f"with the assets as they were: {done.code}: {done.said[-800:]}")
+    return outcome
+
+
+def _write_description(store: Path, files: Mapping[str, bytes]) -> None:
     """Put files into a store as `run.json` names them."""
     described = json.loads((store / "run.json").read_text())
     for name, content in files.items():
@@ -114,21 +150,21 @@ def _describe(store: Path, files: Mapping[str, bytes]) -> None:
     (store / "run.json").write_text(json.dumps(described))
 
 
-@fault("S10", "a checkpoint that was moved to an archive, with a link left in its place")
-def _moved_checkpoint(ground: Ground) -> Outcome:
+@scenario("S10", "a checkpoint that was moved to an archive, with a link left in its place")
+def _moved_checkpoint(sandbox: Sandbox) -> Outcome:
     words = ("checkpoint.keep=1",)
-    before, outcome = ground.unharmed(*words), Outcome()
-    newest = job.finished(ground, *words, "run.stop_after=6")
-    archive = ground.own / "archive"
+    before, outcome = sandbox.reference_digests(*words), Outcome()
+    newest = job.train_to_end(sandbox, *words, "run.stop_after=6")
+    archive = sandbox.own / "archive"
     newest.rename(archive)
     newest.symlink_to(archive)
-    with ground.job(*words) as run:
+    with sandbox.job(*words) as run:
         done = run.finish()
-    outcome.promise(done.code == 0, f"a later save was stopped: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 0, f"a later save was stopped: {done.code}: {done.said[-800:]}")
     left = [path.name for path in (run.run / "checkpoints").iterdir()]
-    outcome.promise(left == ["step-00000012"], f"{left} are there")
-    outcome.promise((archive / "manifest.json").is_file(), "the archive was removed")
-    outcome.exact = done.code == 0 and job.state(run.run) == before
-    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.check(left == ["step-00000012"], f"{left} are there")
+    outcome.check((archive / "manifest.json").is_file(), "the archive was removed")
+    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+    outcome.check(bool(outcome.exact), "it ended otherwise")
     outcome.said = "the link goes when it is due, the archive stays, and every later save is made"
     return outcome

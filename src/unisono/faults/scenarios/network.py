@@ -12,174 +12,175 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from unisono.faults import job, task
 from unisono.faults.job import Job, free_port
-from unisono.faults.matrix import Abstain, Ground, Outcome, fault
-from unisono.faults.scenarios.setup import by_hand
+from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
+from unisono.faults.scenarios.setup import run_by_hand
 
 REFUSED, UNREACHED = 2, 5
 IPV4 = ("10.97.0.1", "10.97.0.2")
 IPV6 = ("fd00:97::1", "fd00:97::2")
 
 
-@fault("F42", "an address where nobody is, a port that is taken")
-def _port(ground: Ground) -> Outcome:
+@scenario("F42", "an address where nobody is, a port that is taken")
+def _port(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
-    command, two = job.train("launch.start_timeout=10"), {"WORLD_SIZE": "2"}
-    (done,) = by_hand([ground.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}])
+    command, two = job.train_command("launch.start_timeout=10"), {"WORLD_SIZE": "2"}
+    (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}])
     outcome.seconds = round(time.monotonic() - began, 1)
     outcome.said = done.sentence or done.said.strip().splitlines()[-1]
-    outcome.promise(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
-    outcome.promise("192.0.2.1:" in done.said, f"the address is not named: {done.said[-1000:]}")
-    outcome.promise(outcome.seconds < 40, f"it took {outcome.seconds} s")
+    outcome.check(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
+    outcome.check("192.0.2.1:" in done.said, f"the address is not named: {done.said[-1000:]}")
+    outcome.check(outcome.seconds < 40, f"it took {outcome.seconds} s")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = str(taken.getsockname()[1])
-        (done,) = by_hand([ground.own], [command], [{**two, "MASTER_PORT": number}])
-        outcome.promise(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
-        outcome.promise(number in done.said, f"the port is not named: {done.said[-1000:]}")
+        (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_PORT": number}])
+        outcome.check(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
+        outcome.check(number in done.said, f"the port is not named: {done.said[-1000:]}")
     return outcome
 
 
-@fault("F42b", "hosts that have IPv6 addresses alone: one, and two that meet")
-def _ipv6(ground: Ground) -> Outcome:
+@scenario("F42b", "hosts that have IPv6 addresses alone: one, and two that meet")
+def _ipv6(sandbox: Sandbox) -> Outcome:
     """Not even the loopback has an address of IPv4. Both runs end as one on this host, which has."""
-    before, outcome = ground.unharmed(), Outcome()
-    with _hosts(IPV6) as names:
-        with ground.job(command=_on(names[0], *job.train("layout.world_size=2"))) as run:
+    before, outcome = sandbox.reference_digests(), Outcome()
+    with _make_hosts(IPV6) as names:
+        with sandbox.job(command=_command_on(names[0], *job.train_command("layout.world_size=2"))) as run:
             alone = run.finish()
-            outcome.exact = alone.code == 0 and job.state(run.run) == before
-            outcome.promise(bool(outcome.exact), f"one host: {alone.code}: {alone.said[-1500:]}")
-        with _nodes(ground.for_("two"), names, IPV6[0]) as jobs:
+            outcome.exact = alone.code == 0 and job.read_digests(run.run) == before
+            outcome.check(bool(outcome.exact), f"one host: {alone.code}: {alone.said[-1500:]}")
+        with _start_nodes(sandbox.for_scenario("two"), names, IPV6[0]) as jobs:
             ends = [each.finish() for each in jobs]
-            same = all(done.code == 0 for done in ends) and job.state(jobs[0].run) == before
-            outcome.promise(same, f"two hosts: {[(done.code, done.said[-1500:]) for done in ends]}")
+            same = all(done.code == 0 for done in ends) and job.read_digests(jobs[0].run) == before
+            outcome.check(same, f"two hosts: {[(done.code, done.said[-1500:]) for done in ends]}")
             outcome.exact = outcome.exact and same
     met = [line for line in ends[0].said.splitlines() if "meets the others" in line]
     outcome.said = met[0].removeprefix("unisono: ") if met else ""
     return outcome
 
 
-@fault("F42c", "a firewall that drops what comes to the port where nodes meet")
-def _firewall(ground: Ground) -> Outcome:
+@scenario("F42c", "a firewall that drops what comes to the port where nodes meet")
+def _firewall(sandbox: Sandbox) -> Outcome:
     outcome, timeout = Outcome(), 10.0
-    with _hosts(IPV4) as names:
+    with _make_hosts(IPV4) as names:
         port = free_port()
-        _drop(names[0], port)
+        _drop_packets(names[0], port)
         began = time.monotonic()
-        with _nodes(ground, names, IPV4[0], port, timeout) as jobs:
+        with _start_nodes(sandbox, names, IPV4[0], port, timeout) as jobs:
             ends = [each.finish(60) for each in jobs]
-    outcome.seconds = round(max(done.ended for done in ends) - began, 1)
+    outcome.seconds = round(max(done.ended_at for done in ends) - began, 1)
     outcome.said = ends[1].sentence
     for number, done in enumerate(ends):
         what = f"node {number}: {done.code}: {done.said[-1000:]}"
-        outcome.promise(done.code == UNREACHED, what)
-        outcome.promise(f"{IPV4[0]}:{port}" in done.sentence and "launch.start_timeout" in done.sentence, what)
-    outcome.promise("firewall" in outcome.said, f"a firewall is not thought of: {ends[1].said[-1000:]}")
-    outcome.promise(outcome.seconds <= 30, f"it took {outcome.seconds} s")
+        outcome.check(done.code == UNREACHED, what)
+        outcome.check(f"{IPV4[0]}:{port}" in done.sentence and "launch.start_timeout" in done.sentence, what)
+    outcome.check("firewall" in outcome.said, f"a firewall is not thought of: {ends[1].said[-1000:]}")
+    outcome.check(outcome.seconds <= 30, f"it took {outcome.seconds} s")
     return outcome
 
 
-@fault("F42e", "a firewall that lets the nodes meet, and drops what comes to any other port of one")
-def _firewall_between(ground: Ground) -> Outcome:
+@scenario("F42e", "a firewall that lets the nodes meet, and drops what comes to any other port of one")
+def _firewall_between(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    with _hosts(IPV4) as names:
+    with _make_hosts(IPV4) as names:
         port = free_port()
-        _drop(names[0], port, others=True)
+        _drop_packets(names[0], port, others=True)
         began = time.monotonic()
-        with _nodes(ground, names, IPV4[0], port) as jobs:
+        with _start_nodes(sandbox, names, IPV4[0], port) as jobs:
             ends = [each.finish(60) for each in jobs]
-    outcome.seconds = round(max(done.ended for done in ends) - began, 1)
+    outcome.seconds = round(max(done.ended_at for done in ends) - began, 1)
     outcome.said = ends[1].sentence
     for number, done in enumerate(ends):
         what = f"node {number}: {done.code}: {done.said[-1000:]}"
-        outcome.promise(done.code == REFUSED and "firewall" in done.sentence and IPV4[0] in done.sentence, what)
-    outcome.promise(outcome.seconds <= 30, f"it took {outcome.seconds} s")
+        outcome.check(done.code == REFUSED and "firewall" in done.sentence and IPV4[0] in done.sentence, what)
+    outcome.check(outcome.seconds <= 30, f"it took {outcome.seconds} s")
     return outcome
 
 
-@fault("F42d", "a port that others want between its choice and its use, and one that the environment names")
-def _owned(ground: Ground) -> Outcome:
+@scenario("F42d", "a port that others want between its choice and its use, and one that the environment names")
+def _owned(sandbox: Sandbox) -> Outcome:
     """A run of one host chooses its port: it asks for no other than a free one, and keeps it until rank 0 is there."""
-    before, outcome = ground.unharmed(), Outcome()
+    before, outcome = sandbox.reference_digests(), Outcome()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         named = taken.getsockname()[1]
-        command = job.train("layout.world_size=2")
-        with ground.job(
-            command=command, variables={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{named}", task.TELLS: "1"}
+        command = job.train_command("layout.world_size=2")
+        with sandbox.job(
+            command=command, variables={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{named}", task.ADDRESS_WANTED: "1"}
         ) as run:
-            place, got = _chosen(run), False
+            place, got = _read_address(run), False
             with socket.socket() as stranger:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 with suppress(OSError):
                     stranger.bind(place)
                     got = True
-                outcome.promise(not run.step(), "steps had been made")
+                outcome.check(not run.step(), "steps had been made")
                 done = run.finish()
     outcome.said = f"the port {named} of the environment is left alone; the one that was chosen is nobody else's"
-    outcome.promise(place[1] != named, f"port {named} of the environment was taken, and the run wanted it")
-    outcome.promise(not got, f"another process could have the port {place[1]} before rank 0")
-    outcome.exact = done.code == 0 and job.state(run.run) == before
-    outcome.promise(bool(outcome.exact), f"{done.code}: {done.said[-1500:]}")
+    outcome.check(place[1] != named, f"port {named} of the environment was taken, and the run wanted it")
+    outcome.check(not got, f"another process could have the port {place[1]} before rank 0")
+    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+    outcome.check(bool(outcome.exact), f"{done.code}: {done.said[-1500:]}")
     return outcome
 
 
-def _chosen(run: Job) -> tuple[str, int]:
+def _read_address(run: Job) -> tuple[str, int]:
     """Where the processes of a run will meet, by what rank 0 writes down."""
-    told = run.folder / task.ADDRESS
-    job.wait_for(lambda: told.exists() or run.process.poll() is not None, 120.0, "the address of rank 0")
-    if not told.exists():
+    address = run.folder / task.ADDRESS
+    job.wait_for(lambda: address.exists() or run.process.poll() is not None, 120.0, "the address of rank 0")
+    if not address.exists():
         raise AssertionError(run.finish().said[-2000:])
-    host, port = told.read_text().split()
+    host, port = address.read_text().split()
     return host, int(port)
 
 
-@fault("A8", "a node is cut off from the network, with launch.timeout=8")
-def _cut(ground: Ground) -> Outcome:
+@scenario("A8", "a node is cut off from the network, with launch.timeout=8")
+def _cut(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=200")
-    before = ground.unharmed(*words)
-    with _hosts(IPV4) as names, _nodes(ground, names, IPV4[0], None, 120.0, "launch.timeout=8", *words) as jobs:
-        jobs[0].reaches(5)
+    before = sandbox.reference_digests(*words)
+    with (
+        _make_hosts(IPV4) as names,
+        _start_nodes(sandbox, names, IPV4[0], None, 120.0, "launch.timeout=8", *words) as jobs,
+    ):
+        jobs[0].wait_for_step(5)
         began = time.monotonic()
-        _ip("-n", names[1], "link", "set", "v1", "down")
+        _run_ip("-n", names[1], "link", "set", "v1", "down")
         ends = [each.finish(120) for each in jobs]
-        outcome = Outcome(said=ends[0].sentence, seconds=round(max(done.ended for done in ends) - began, 1))
-        outcome.promise(
-            all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.said[-800:]) for d in ends]}"
-        )
-        told = all("(launch.timeout)" in done.said or "node" in done.sentence for done in ends)
-        outcome.promise(told, f"no sentence on both nodes: {[done.said[-800:] for done in ends]}")
-        outcome.promise((outcome.seconds or 0) <= 30, f"it took {outcome.seconds} s")
-        outcome.promise(not ends[0].orphans, f"{ends[0].orphans} are left")
-        outcome.lost = jobs[0].step() - max(job.newest(jobs[0].run), 0)
-    ground.go_on(outcome, before, *words)
+        outcome = Outcome(said=ends[0].sentence, seconds=round(max(done.ended_at for done in ends) - began, 1))
+        outcome.check(all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.said[-800:]) for d in ends]}")
+        explained = all("(launch.timeout)" in done.said or "node" in done.sentence for done in ends)
+        outcome.check(explained, f"no sentence on both nodes: {[done.said[-800:] for done in ends]}")
+        outcome.check((outcome.seconds or 0) <= 30, f"it took {outcome.seconds} s")
+        outcome.check(not ends[0].orphans, f"{ends[0].orphans} are left")
+        outcome.lost = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
+    sandbox.check_resume(outcome, before, *words)
     return outcome
 
 
 @contextmanager
-def _hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
+def _make_hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
     """Two network namespaces with a cable between them; with addresses of IPv6 they have none of IPv4 at all."""
     if not shutil.which("ip") or os.geteuid() != 0:
-        raise Abstain("hosts are made of network namespaces, which needs root and iproute2")
+        raise AbstainError("hosts are made of network namespaces, which needs root and iproute2")
     tag = os.getpid() % 100000
     names = [f"ufa{tag}", f"ufb{tag}"]
     try:
         try:
             for name in names:
-                _ip("netns", "add", name)
-            _ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
+                _run_ip("netns", "add", name)
+            _run_ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
             for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
                 for link in ("lo", f"v{number}"):
-                    _ip("-n", name, "link", "set", link, "up")
+                    _run_ip("-n", name, "link", "set", link, "up")
                 # An address of IPv6 is otherwise looked for among the neighbours for a second before it can be used.
                 how = ("/64", "nodad") if ":" in address else ("/24",)
-                _ip("-n", name, "addr", "add", f"{address}{how[0]}", "dev", f"v{number}", *how[1:])
+                _run_ip("-n", name, "addr", "add", f"{address}{how[0]}", "dev", f"v{number}", *how[1:])
                 if ":" in address:
-                    _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
+                    _run_ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
         except subprocess.CalledProcessError as error:
-            raise Abstain(f"network namespaces cannot be made here: {error.stderr.strip()}") from error
+            raise AbstainError(f"network namespaces cannot be made here: {error.stderr.strip()}") from error
         yield names
     finally:
         for name in names:
@@ -187,8 +188,8 @@ def _hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _nodes(
-    ground: Ground,
+def _start_nodes(
+    sandbox: Sandbox,
     names: Sequence[str],
     host: str,
     port: int | None = None,
@@ -205,15 +206,15 @@ def _nodes(
         yield [
             stack.enter_context(
                 Job(
-                    ground.own, output=f"host-{number}.txt",
-                    command=_on(name, *job.train(*settings, f"launch.node_rank={number}")),
+                    sandbox.own, output=f"host-{number}.txt",
+                    command=_command_on(name, *job.train_command(*settings, f"launch.node_rank={number}")),
                 )
             )
             for number, name in enumerate(names)
         ]  # fmt: skip
 
 
-def _drop(name: str, port: int, others: bool = False) -> None:
+def _drop_packets(name: str, port: int, others: bool = False) -> None:
     """Have a host take no packet for a port; with `others` for every other one, and answers to its own apart."""
     rule = ["INPUT", "-p", "tcp", *(["!"] if others else []), "--dport", f"{port}", "-j", "DROP"]
     ways = [["iptables", "-A", *rule]]
@@ -222,15 +223,15 @@ def _drop(name: str, port: int, others: bool = False) -> None:
     elif not shutil.which("iptables"):
         ways = [["ip", "route", "add", "blackhole", IPV4[1]]]  # nothing at all goes back to the other host
     for way in ways:
-        made = subprocess.run(_on(name, *way), capture_output=True, text=True)
+        made = subprocess.run(_command_on(name, *way), capture_output=True, text=True)
         if made.returncode:
-            raise Abstain(f"no firewall can be made here: {made.stderr.strip()}")
+            raise AbstainError(f"no firewall can be made here: {made.stderr.strip()}")
 
 
-def _on(name: str, *words: str) -> list[str]:
+def _command_on(name: str, *words: str) -> list[str]:
     """A command on a host."""
     return ["ip", "netns", "exec", name, *words]
 
 
-def _ip(*words: str) -> None:
+def _run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from unisono.faults import job
-from unisono.faults.matrix import Ground, Outcome, fault
+from unisono.faults.matrix import Outcome, Sandbox, scenario
 
 
 class _Payload:
@@ -30,61 +30,67 @@ class _Payload:
         return os.system, (f"touch {self.touched}",)
 
 
-@fault("S1", "a checkpoint with a pickle payload in place of each of its files")
-def _payload(ground: Ground) -> Outcome:
-    outcome, touched = Outcome(), ground.own / "touched"
+@scenario("S1", "a checkpoint with a pickle payload in place of each of its files")
+def _payload(sandbox: Sandbox) -> Outcome:
+    outcome, touched = Outcome(), sandbox.own / "touched"
     pickle.loads(pickle.dumps(_Payload(touched)))
     assert touched.exists(), "the payload does nothing"
     touched.unlink()
-    newest = job.finished(ground)
+    newest = job.train_to_end(sandbox)
     for file in sorted(newest.iterdir()):
         kept = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
-        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
+        with sandbox.job(
+            command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
+        ) as evaluation:
             done = evaluation.finish()
-        outcome.promise(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
-        outcome.promise(not touched.exists(), f"{file.name} was unpickled")
+        outcome.check(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
+        outcome.check(not touched.exists(), f"{file.name} was unpickled")
         outcome.said = outcome.said or done.sentence
         file.write_bytes(kept)
     return outcome
 
 
-@fault("S2", "names in a manifest that lead out of its folder")
-def _escape(ground: Ground) -> Outcome:
+@scenario("S2", "names in a manifest that lead out of its folder")
+def _escape(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    newest = job.finished(ground)
-    secret = ground.own / "secret.safetensors"
+    newest = job.train_to_end(sandbox)
+    secret = sandbox.own / "secret.safetensors"
     shard = next(newest.glob("*.safetensors"))
     shutil.copy(shard, secret)
     kept = (newest / "manifest.json").read_text()
     for hostile in (f"../../../../{secret.name}", str(secret)):
         text = kept.replace(json.dumps(shard.name), json.dumps(hostile))
-        job.rewrite(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
-        with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
+        job.rewrite_manifest(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
+        with sandbox.job(
+            command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
+        ) as evaluation:
             done = evaluation.finish()
-        outcome.promise(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
+        outcome.check(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
         outcome.said = done.sentence
     return outcome
 
 
-@fault("S3", "a link in a checkpoint that leads out of its folder")
-def _link(ground: Ground) -> Outcome:
+@scenario("S3", "a link in a checkpoint that leads out of its folder")
+def _link(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    newest = job.finished(ground)
+    newest = job.train_to_end(sandbox)
     shard = next(newest.glob("*.safetensors"))
-    elsewhere = ground.own / "elsewhere.safetensors"
+    elsewhere = sandbox.own / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)
     shard.symlink_to(elsewhere)
-    with ground.job(command=job.verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")) as evaluation:
+    with sandbox.job(
+        command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
+    ) as evaluation:
         done = evaluation.finish()
-    outcome.promise(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
     outcome.said = done.sentence
     return outcome
 
 
-@fault("S4", "YAML with object tags, aliases without end, and `_target_`")
-def _yaml(ground: Ground) -> Outcome:
-    outcome, touched = Outcome(), ground.own / "touched"
+@scenario("S4", "YAML with object tags, aliases without end, and `_target_`")
+def _yaml(sandbox: Sandbox) -> Outcome:
+    outcome, touched = Outcome(), sandbox.own / "touched"
     configs = {
         "tag": f"!!python/object/apply:os.system ['touch {touched}']",
         "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
@@ -93,77 +99,77 @@ def _yaml(ground: Ground) -> Outcome:
         "target": f"recipe: harmed.py:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
     }  # fmt: skip
     for name, text in configs.items():
-        folder = ground.own / name
+        folder = sandbox.own / name
         folder.mkdir()
         (folder / "mine.yaml").write_text(text)
-        with ground.job(command=job.verb("check", "mine", f"--config-dir={folder}")) as run:
+        with sandbox.job(command=job.verb_command("check", "mine", f"--config-dir={folder}")) as run:
             done = run.finish(60)
-        outcome.promise(done.code == 2, f"{name}: {done.code}: {done.said[-800:]}")
-        outcome.promise(not touched.exists(), f"{name} ran a command")
-        outcome.promise("Traceback" not in done.said, f"{name}: {done.said[-800:]}")
+        outcome.check(done.code == 2, f"{name}: {done.code}: {done.said[-800:]}")
+        outcome.check(not touched.exists(), f"{name} ran a command")
+        outcome.check("Traceback" not in done.said, f"{name}: {done.said[-800:]}")
         outcome.said = done.sentence
     return outcome
 
 
-@fault("S5", "a secret in the configuration")
-def _secret(ground: Ground) -> Outcome:
+@scenario("S5", "a secret in the configuration")
+def _secret(sandbox: Sandbox) -> Outcome:
     canary = "hf_" + "Q7x" * 11
-    with ground.job(f"observe.project={canary}") as run:
+    with sandbox.job(f"observe.project={canary}") as run:
         done = run.finish()
     outcome = Outcome(said=done.sentence)
-    outcome.promise(done.code == 2, f"it was not refused: {done.code}")
-    found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
-    outcome.promise(not found, f"{found} hold it")
+    outcome.check(done.code == 2, f"it was not refused: {done.code}")
+    found = [p for p in sandbox.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.check(not found, f"{found} hold it")
     return outcome
 
 
-@fault("S5b", "a configuration that reads a password from a variable of the environment")
-def _secret_of_the_environment(ground: Ground) -> Outcome:
+@scenario("S5b", "a configuration that reads a password from a variable of the environment")
+def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
     canary = "Q7x" * 11
-    with ground.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
+    with sandbox.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
         done = run.finish()
     outcome = Outcome(said=done.sentence)
-    outcome.promise(done.code == 2, f"it was not refused: {done.code}")
-    outcome.promise("Traceback" not in done.said and canary not in done.said, done.said[-800:])
-    found = [p for p in ground.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
-    outcome.promise(not found, f"{found} hold it")
+    outcome.check(done.code == 2, f"it was not refused: {done.code}")
+    outcome.check("Traceback" not in done.said and canary not in done.said, done.said[-800:])
+    found = [p for p in sandbox.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.check(not found, f"{found} hold it")
     return outcome
 
 
-@fault(
+@scenario(
     "S6", "a stranger at every port that a run opens, with words that are nobody's and an object that runs a command"
 )
-def _stranger(ground: Ground) -> Outcome:
+def _stranger(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=60")
-    before, outcome, touched = ground.unharmed(*words), Outcome(), ground.own / "touched"
+    before, outcome, touched = sandbox.reference_digests(*words), Outcome(), sandbox.own / "touched"
     hostile = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n" * 9, os.urandom(4096), pickle.dumps(_Payload(touched))]
-    with ground.job(*words) as run:
-        run.reaches(3)
+    with sandbox.job(*words) as run:
+        run.wait_for_step(3)
         ports = [place for pid in run.pids() for place in _listening(pid)]
-        outcome.promise(len(ports) > 1, f"it listens nowhere: {ports}")
+        outcome.check(len(ports) > 1, f"it listens nowhere: {ports}")
         outside = [place for place in ports if not ipaddress.ip_address(place[0]).is_loopback]
-        outcome.promise(not outside, f"other hosts can reach {outside}")
+        outcome.check(not outside, f"other hosts can reach {outside}")
         for place, told in itertools.product(ports, hostile):
             with suppress(OSError), socket.create_connection(place, 5.0) as link:
                 link.sendall(told)
-        outcome.promise(run.step() < 60, "the run had ended before")
+        outcome.check(run.step() < 60, "the run had ended before")
         done = run.finish()
-    outcome.promise(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
-    outcome.promise(not touched.exists(), "something was unpickled")
-    outcome.exact = done.code == 0 and job.state(run.run) == before
-    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
+    outcome.check(not touched.exists(), "something was unpickled")
+    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+    outcome.check(bool(outcome.exact), "it ended otherwise")
     outcome.said = f"{len(ports)} ports, all of them of this host alone; the run goes on"
     return outcome
 
 
-@fault("S6b", "strangers where nodes meet: with words that are nobody's, with another token, with none")
-def _uninvited(ground: Ground) -> Outcome:
+@scenario("S6b", "strangers where nodes meet: with words that are nobody's, with another token, with none")
+def _uninvited(sandbox: Sandbox) -> Outcome:
     port = job.free_port()
     words = ("layout.world_size=2", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}", "launch.start_timeout=90")
-    before, outcome = ground.unharmed(), Outcome()
+    before, outcome = sandbox.reference_digests(), Outcome()
 
-    def node(rank: int, token: str, where: Ground = ground) -> job.Job:
-        command = job.train(*words, f"launch.node_rank={rank}")
+    def node(rank: int, token: str, where: Sandbox = sandbox) -> job.Job:
+        command = job.train_command(*words, f"launch.node_rank={rank}")
         return job.Job(where.own, command=command, variables={"UNISONO_TOKEN": token}, output=f"{rank}{token}.txt")
 
     with node(0, "ours") as first:
@@ -172,23 +178,23 @@ def _uninvited(ground: Ground) -> Outcome:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
                 link.sendall(told)
         for token in ("theirs", ""):
-            with node(1, token, ground.for_("stranger")) as other:
+            with node(1, token, sandbox.for_scenario("stranger")) as other:
                 refused = other.finish(60)
-                outcome.promise(refused.code == 2, f"token '{token}': {refused.code}: {refused.said[-800:]}")
-                outcome.promise("UNISONO_TOKEN" in refused.sentence, f"it is not told why: {refused.said[-800:]}")
+                outcome.check(refused.code == 2, f"token '{token}': {refused.code}: {refused.said[-800:]}")
+                outcome.check("UNISONO_TOKEN" in refused.sentence, f"it is not told why: {refused.said[-800:]}")
         with node(1, "ours") as second:
             ends = [first.finish(), second.finish()]
-    outcome.promise([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
-    outcome.exact = not outcome.wrong and job.state(first.run) == before
-    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
+    outcome.exact = not outcome.broken_promises and job.read_digests(first.run) == before
+    outcome.check(bool(outcome.exact), "it ended otherwise")
     outcome.said = refused.sentence
     return outcome
 
 
-@fault("S8", "where nodes meet: words that break a parser, and somebody who answers in the place of node 0")
-def _rendezvous(ground: Ground) -> Outcome:
+@scenario("S8", "where nodes meet: words that break a parser, and somebody who answers in the place of node 0")
+def _rendezvous(sandbox: Sandbox) -> Outcome:
     words = ("layout.world_size=2", "launch.nodes=2", "launch.start_timeout=60")
-    before, outcome, port = ground.unharmed(), Outcome(), job.free_port()
+    before, outcome, port = sandbox.reference_digests(), Outcome(), job.free_port()
     nonce = b'"nonce": "' + b"0" * 32 + b'"'
     hostile = [
         b"[" * 4000 + b"\n", b'{"a":' * 800 + b"\n", b'{"nonce": Infinity}\n', b'{"nonce": ' + b"9" * 4000 + b"}\n",
@@ -196,8 +202,8 @@ def _rendezvous(ground: Ground) -> Outcome:
         b"{" + nonce + b', "proof": "' + b"0" * 64 + b'", "who": {"node": 1, "nodes": 2, "host": "\\u001b[2J"}}\n',
     ]  # fmt: skip
 
-    def node(rank: int, at: int, where: Ground = ground) -> job.Job:
-        command = job.train(*words, f"launch.rendezvous=127.0.0.1:{at}", f"launch.node_rank={rank}")
+    def node(rank: int, at: int, where: Sandbox = sandbox) -> job.Job:
+        command = job.train_command(*words, f"launch.rendezvous=127.0.0.1:{at}", f"launch.node_rank={rank}")
         return job.Job(where.own, command=command, output=f"{rank}.txt")
 
     with node(0, port) as first:
@@ -207,33 +213,33 @@ def _rendezvous(ground: Ground) -> Outcome:
                 link.sendall(told)
         with node(1, port) as second:
             ends = [first.finish(), second.finish()]
-    outcome.promise([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
-    outcome.promise("\x1b" not in ends[0].said, "what a stranger said moves the cursor")
-    outcome.exact = not outcome.wrong and job.state(first.run) == before
-    outcome.promise(bool(outcome.exact), "it ended otherwise")
+    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
+    outcome.check("\x1b" not in ends[0].said, "what a stranger said moves the cursor")
+    outcome.exact = not outcome.broken_promises and job.read_digests(first.run) == before
+    outcome.check(bool(outcome.exact), "it ended otherwise")
     answers = (
         b'{"unisono": 2, "token": "none", ' + nonce + b'}\n{"nonce": "1"}\n{"welcome": "x"}\n{"values": [[], []]}\n'
     )
     with socket.create_server(("127.0.0.1", 0)) as false:
         threading.Thread(target=_answer, args=(false, answers), daemon=True).start()
-        with node(1, false.getsockname()[1], ground.for_("false")) as believer:
+        with node(1, false.getsockname()[1], sandbox.for_scenario("false")) as believer:
             done = believer.finish()
-    outcome.promise(done.code in (2, 5), f"a false node 0 was believed: {done.code}: {done.said[-800:]}")
-    outcome.promise(not (believer.run / "checkpoints").exists(), "it has trained")
+    outcome.check(done.code in (2, 5), f"a false node 0 was believed: {done.code}: {done.said[-800:]}")
+    outcome.check(not (believer.run / "checkpoints").exists(), "it has trained")
     outcome.said = done.sentence
     return outcome
 
 
-@fault("S8b", "another user of the host who speaks to the store by which processes meet: 240 MB for keys of his own")
-def _store(ground: Ground) -> Outcome:
+@scenario("S8b", "another user of the host who speaks to the store by which processes meet: 240 MB for keys of his own")
+def _store(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.1", "train.steps=100")
-    before, outcome = ground.unharmed(*words), Outcome()
-    with ground.job(*words) as run:
-        run.reaches(3)
-        ranks = run.workers(2)
+    before, outcome = sandbox.reference_digests(*words), Outcome()
+    with sandbox.job(*words) as run:
+        run.wait_for_step(3)
+        ranks = run.wait_for_ranks(2)
         memory = {pid: psutil.Process(pid).memory_info().rss for pid in ranks}
         ports = [place for pid in run.pids() for place in _listening(pid)]
-        outcome.promise(bool(ports), "it listens nowhere, so nothing was shown")
+        outcome.check(bool(ports), "it listens nowhere, so nothing was shown")
         began = run.step()
         for place in ports:
             threading.Thread(target=_set_a_key, args=(place,), daemon=True).start()
@@ -245,11 +251,11 @@ def _store(ground: Ground) -> Outcome:
             time.sleep(0.05)
         done = run.finish()
         grown = max((peak[pid] - memory[pid]) / 1e6 for pid in memory)
-        outcome.promise(run.step() - began > 20, "the run had ended before")
-    outcome.promise(grown < 50, f"a process has grown by {grown:.0f} MB")
-    outcome.promise(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
-    outcome.exact = done.code == 0 and job.state(run.run) == before
-    outcome.promise(bool(outcome.exact), "it ended otherwise")
+        outcome.check(run.step() - began > 20, "the run had ended before")
+    outcome.check(grown < 50, f"a process has grown by {grown:.0f} MB")
+    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
+    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+    outcome.check(bool(outcome.exact), "it ended otherwise")
     outcome.said = "processes of one host meet by a file of this user alone; no port takes a key"
     return outcome
 

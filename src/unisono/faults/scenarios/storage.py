@@ -13,21 +13,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unisono.faults import job
-from unisono.faults.matrix import Abstain, Ground, Outcome, fault
-from unisono.faults.scenarios.death import HELD, kill
+from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
+from unisono.faults.scenarios.death import HELD, send_signal
 
 REFUSED, UNSAVED = 2, 7
 
 
 @contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
+def mount_small_disk(folder: Path, megabytes: int) -> Iterator[None]:
     """A file system of so many megabytes in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, text=True
     )
     if made.returncode:
-        raise Abstain(f"no file system can be mounted here: {made.stderr.strip()}")
+        raise AbstainError(f"no file system can be mounted here: {made.stderr.strip()}")
     try:
         yield
     finally:
@@ -35,7 +35,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def filled(folder: Path, leaving: int) -> Iterator[Path]:
+def fill_disk(folder: Path, leaving: int) -> Iterator[Path]:
     """A file that takes all the room of a disk but so many bytes."""
     path = folder / "filler"
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
@@ -46,131 +46,131 @@ def filled(folder: Path, leaving: int) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-@fault("C20", "the disk is full when a shard is written", quick=True)
-def _full(ground: Ground) -> Outcome:
-    return _without_room(ground, 200_000)
+@scenario("C20", "the disk is full when a shard is written", quick=True)
+def _full(sandbox: Sandbox) -> Outcome:
+    return _run_without_room(sandbox, 200_000)
 
 
-@fault("C20c", "the disk is full to the last byte, so that no record of a step can be written either")
-def _full_to_the_last_byte(ground: Ground) -> Outcome:
-    return _without_room(ground, 0)
+@scenario("C20c", "the disk is full to the last byte, so that no record of a step can be written either")
+def _full_to_the_last_byte(sandbox: Sandbox) -> Outcome:
+    return _run_without_room(sandbox, 0)
 
 
-def _without_room(ground: Ground, leaving: int) -> Outcome:
+def _run_without_room(sandbox: Sandbox, leaving: int) -> Outcome:
     """A run whose disk has so many bytes left, once it has a checkpoint."""
     words = ("train.steps=20", "task.width=60000", "checkpoint.every=5")
-    before = ground.unharmed(*words)
-    with small_disk(ground.own / "runs", 120):
-        with ground.job(*words, misbehave="hold@forward:1:11") as run:
-            run.held()
-            job.wait_for(lambda: not job.saving(run.run), 60.0, "the checkpoint of step 10")
+    before = sandbox.reference_digests(*words)
+    with mount_small_disk(sandbox.own / "runs", 120):
+        with sandbox.job(*words, misbehave="hold@forward:1:11") as run:
+            run.wait_for_hold()
+            job.wait_for(lambda: not job.is_saving(run.run), 60.0, "the checkpoint of step 10")
             began = time.monotonic()
-            with filled(ground.own / "runs", leaving):
+            with fill_disk(sandbox.own / "runs", leaving):
                 run.release()
                 done = run.finish()
-                outcome = ground.judge(run, done, began, UNSAVED, ("space",), 60.0)
-                kept, made = job.newest(run.run), run.step()
-                outcome.promise(kept > 0, "no commit can be loaded")
+                outcome = sandbox.check_end(run, done, began, UNSAVED, ("space",), 60.0)
+                kept, made = job.newest_step(run.run), run.step()
+                outcome.check(kept > 0, "no commit can be loaded")
                 fragments = list((run.run / "checkpoints").glob(".*"))
-                outcome.promise(not (fragments and leaving), "a fragment is left")
+                outcome.check(not (fragments and leaving), "a fragment is left")
             outcome.lost = made - kept
-        ground.go_on(outcome, before, *words)
+        sandbox.check_resume(outcome, before, *words)
     return outcome
 
 
-@fault("C20b", "a disk that has no room for the next commits is told before the first step")
-def _too_small(ground: Ground) -> Outcome:
-    with small_disk(ground.own / "runs", 12), ground.job("task.width=400000") as run:
+@scenario("C20b", "a disk without room for the next checkpoints: reported before the first step")
+def _too_small(sandbox: Sandbox) -> Outcome:
+    with mount_small_disk(sandbox.own / "runs", 12), sandbox.job("task.width=400000") as run:
         done = run.finish()
         outcome = Outcome(said=done.sentence)
-        outcome.promise(done.code == REFUSED, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.promise("needs" in done.said and "free" in done.said, f"not told how much: {done.said[-1500:]}")
-        outcome.promise(run.step() == 0, "steps were made")
+        outcome.check(done.code == REFUSED, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.check("needs" in done.said and "free" in done.said, f"not told how much: {done.said[-1500:]}")
+        outcome.check(run.step() == 0, "steps were made")
     return outcome
 
 
-@fault("C21", "a directory that cannot be written or is not there")
-def _read_only(ground: Ground) -> Outcome:
-    with small_disk(ground.own / "runs", 20):
-        subprocess.run(["mount", "-o", "remount,ro", str(ground.own / "runs")], check=True)
-        with ground.job() as run:
+@scenario("C21", "a directory that cannot be written or is not there")
+def _read_only(sandbox: Sandbox) -> Outcome:
+    with mount_small_disk(sandbox.own / "runs", 20):
+        subprocess.run(["mount", "-o", "remount,ro", str(sandbox.own / "runs")], check=True)
+        with sandbox.job() as run:
             done = run.finish()
     outcome = Outcome(said=done.sentence)
-    outcome.promise(done.code == REFUSED and "runs" in done.sentence, f"{done.code}: {done.said[-1500:]}")
+    outcome.check(done.code == REFUSED and "runs" in done.sentence, f"{done.code}: {done.said[-1500:]}")
     return outcome
 
 
-@fault("C22", "a disk without room for a while; training goes on where that is asked for")
-def _for_a_while(ground: Ground) -> Outcome:
+@scenario("C22", "a disk without room for a while; training continues if that is requested")
+def _for_a_while(sandbox: Sandbox) -> Outcome:
     words = (
         "train.steps=60", "task.width=60000", "checkpoint.every=5", "task.sleep=0.1",
         "checkpoint.on_failure=continue", "observe.log_every=1", "observe.progress=true",
     )  # fmt: skip
-    before = ground.unharmed(*words)
-    with small_disk(ground.own / "runs", 120), ground.job(*words, misbehave="hold@forward:1:11") as run:
-        run.held()
-        with filled(ground.own / "runs", 200_000):
+    before = sandbox.reference_digests(*words)
+    with mount_small_disk(sandbox.own / "runs", 120), sandbox.job(*words, misbehave="hold@forward:1:11") as run:
+        run.wait_for_hold()
+        with fill_disk(sandbox.own / "runs", 200_000):
             run.release()
-            job.wait_for(lambda: "unsaved since" in _said(run), 60.0, "a line that says so")
+            job.wait_for(lambda: "unsaved since" in _read_output(run), 60.0, "a line that says so")
         done = run.finish()
         outcome = Outcome(said=next((line for line in done.said.splitlines() if "unsaved since" in line), ""))
-        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.exact = job.state(run.run) == before
-        outcome.promise(outcome.exact, "it ended otherwise")
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.exact = job.read_digests(run.run) == before
+        outcome.check(outcome.exact, "it ended otherwise")
     return outcome
 
 
-@fault("C22b", "an error of the disk when a shard is flushed: tried again, and nobody would know")
-def _broken(ground: Ground) -> Outcome:
-    before = ground.unharmed()
-    with ground.job(misbehave="eio@fsync:0:5") as run:
+@scenario("C22b", "a disk error when a shard is flushed: retried, with a warning")
+def _broken(sandbox: Sandbox) -> Outcome:
+    before = sandbox.reference_digests()
+    with sandbox.job(misbehave="eio@fsync:0:5") as run:
         done = run.finish()
         outcome = Outcome(said=next((line for line in done.said.splitlines() if "tried again" in line), ""))
-        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.promise("Input/output error" in outcome.said, f"not told: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.check("Input/output error" in outcome.said, f"not told: {done.said[-1500:]}")
         outcome.lost = 0
-        outcome.exact = done.code == 0 and job.state(run.run) == before
-        outcome.promise(outcome.exact, "it ended otherwise")
+        outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+        outcome.check(outcome.exact, "it ended otherwise")
     return outcome
 
 
-@fault("C22c", "errors of the disk that do not go away")
-def _away(ground: Ground) -> Outcome:
+@scenario("C22c", "errors of the disk that do not go away")
+def _away(sandbox: Sandbox) -> Outcome:
     """From the second checkpoint on; it is tried again for three seconds."""
     says = ("rank 0", "Input/output error", "tried 3 times")
-    return ground.harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
+    return sandbox.run_harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
 
 
-def _said(run: job.Job) -> str:
+def _read_output(run: job.Job) -> str:
     return (run.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
 
 
-def _damaged(ground: Ground, harm: object, *, bites: int = 1) -> Outcome:
+def _run_damaged(sandbox: Sandbox, harm: object, *, bites: int = 1) -> Outcome:
     """A finished run whose newest commit is harmed in several ways, one after the other; each is refused by name."""
     outcome = Outcome()
     words = ("train.steps=6",)
-    before = ground.unharmed("train.steps=6")
-    with ground.job(*words) as run:
+    before = sandbox.reference_digests("train.steps=6")
+    with sandbox.job(*words) as run:
         assert run.finish().code == 0
     found = sorted((run.run / "checkpoints").glob("step-*"))
-    kept = ground.own / "kept"
+    kept = sandbox.own / "kept"
     shutil.copytree(run.run, kept)
     for name, told in harm(found[-1], found[-2]):  # type: ignore[operator]
-        with ground.job(*words, "run.resume=exact") as again:
+        with sandbox.job(*words, "run.resume=exact") as again:
             done = again.finish()
-        outcome.promise(done.code == REFUSED, f"{name}: exit code {done.code}: {done.said[-800:]}")
-        outcome.promise(told in done.said, f"{name}: '{told}' is not said: {done.said[-800:]}")
+        outcome.check(done.code == REFUSED, f"{name}: exit code {done.code}: {done.said[-800:]}")
+        outcome.check(told in done.said, f"{name}: '{told}' is not said: {done.said[-800:]}")
         outcome.said = outcome.said or done.sentence
         shutil.rmtree(run.run)
         shutil.copytree(kept, run.run)
     last = list(harm(found[-1], found[-2]))[-1:]  # type: ignore[operator]
-    outcome.promise(bool(last), "nothing was harmed")
-    ground.go_on(outcome, before, *words)  # falls back to the one before, loudly
+    outcome.check(bool(last), "nothing was harmed")
+    sandbox.check_resume(outcome, before, *words)  # falls back to the one before, loudly
     return outcome
 
 
-@fault("C23", "one bit flipped in any file of a commit")
-def _flipped(ground: Ground) -> Outcome:
+@scenario("C23", "one bit flipped in any file of a commit")
+def _flipped(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         for file in sorted(path.name for path in newest.iterdir()):
             path = newest / file
@@ -181,11 +181,11 @@ def _flipped(ground: Ground) -> Outcome:
                 path.write_bytes(content)
                 yield f"byte {at} of {file}", file
 
-    return _damaged(ground, harm)
+    return _run_damaged(sandbox, harm)
 
 
-@fault("C24", "a shard that was cut off")
-def _truncated(ground: Ground) -> Outcome:
+@scenario("C24", "a shard that was cut off")
+def _truncated(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         shard = sorted(newest.glob("*.safetensors"))[0]
         os.truncate(shard, shard.stat().st_size // 2)
@@ -193,11 +193,11 @@ def _truncated(ground: Ground) -> Outcome:
         os.truncate(shard, 0)
         yield "nothing", shard.name
 
-    return _damaged(ground, harm)
+    return _run_damaged(sandbox, harm)
 
 
-@fault("C25", "a manifest that is torn, empty, or of another commit")
-def _torn(ground: Ground) -> Outcome:
+@scenario("C25", "a manifest that is torn, empty, or of another commit")
+def _torn(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, older: Path) -> Iterator[tuple[str, str]]:
         manifest = newest / "manifest.json"
         os.truncate(manifest, manifest.stat().st_size // 2)
@@ -210,23 +210,23 @@ def _torn(ground: Ground) -> Outcome:
             shutil.copy(shard, newest / shard.name)
         yield "shards of the commit before", ".safetensors"
 
-    return _damaged(ground, harm)
+    return _run_damaged(sandbox, harm)
 
 
-@fault("C26", "one rank's shard is missing")
-def _missing(ground: Ground) -> Outcome:
+@scenario("C26", "one rank's shard is missing")
+def _missing(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         shard = sorted(newest.glob("*.safetensors"))[-1]
         shard.unlink()
         yield "gone", shard.name
 
-    return _damaged(ground, harm)
+    return _run_damaged(sandbox, harm)
 
 
-@fault("C27", "the newest commit is damaged: the run goes on from the one before, and says so")
-def _falls_back(ground: Ground) -> Outcome:
-    before = ground.unharmed()
-    with ground.job() as run:
+@scenario("C27", "the newest checkpoint is damaged: the run falls back to the one before, and says so")
+def _falls_back(sandbox: Sandbox) -> Outcome:
+    before = sandbox.reference_digests()
+    with sandbox.job() as run:
         assert run.finish().code == 0
     newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
     shard = sorted(newest.glob("*.safetensors"))[0]
@@ -234,56 +234,56 @@ def _falls_back(ground: Ground) -> Outcome:
     content[-2] ^= 1
     shard.write_bytes(content)
     outcome = Outcome()
-    with ground.job() as run:
+    with sandbox.job() as run:
         done = run.finish()
         loud = [line for line in done.said.splitlines() if shard.name in line]
         outcome.said = loud[0] if loud else ""
-        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.promise(bool(loud), f"it was silent: {done.said[-1500:]}")
-        outcome.promise("fallback" in (run.run / "events.jsonl").read_text(), "it is not in the events")
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.check(bool(loud), f"it was silent: {done.said[-1500:]}")
+        outcome.check("fallback" in (run.run / "events.jsonl").read_text(), "it is not in the events")
         outcome.lost = job.EVERY
-        outcome.exact = done.code == 0 and job.state(run.run) == before
-        outcome.promise(bool(outcome.exact), "it ended otherwise")
+        outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+        outcome.check(bool(outcome.exact), "it ended otherwise")
     return outcome
 
 
-@fault("C28", "a second run on the same directory", quick=True)
-def _second(ground: Ground) -> Outcome:
-    before = ground.unharmed()
-    with ground.job(misbehave=HELD) as run:
-        run.held()
+@scenario("C28", "a second run on the same directory", quick=True)
+def _second(sandbox: Sandbox) -> Outcome:
+    before = sandbox.reference_digests()
+    with sandbox.job(misbehave=HELD) as run:
+        run.wait_for_hold()
         other = subprocess.run(
-            job.train("layout.world_size=2"), cwd=ground.own, capture_output=True, text=True, timeout=120
+            job.train_command("layout.world_size=2"), cwd=sandbox.own, capture_output=True, text=True, timeout=120
         )
         outcome = Outcome(said=next((line for line in other.stderr.splitlines() if "error: " in line), ""))
-        outcome.promise(other.returncode == REFUSED, f"exit code {other.returncode}: {other.stderr[-800:]}")
-        outcome.promise(str(run.process.pid) in other.stderr, f"the owner is not named: {other.stderr[-800:]}")
+        outcome.check(other.returncode == REFUSED, f"exit code {other.returncode}: {other.stderr[-800:]}")
+        outcome.check(str(run.process.pid) in other.stderr, f"the owner is not named: {other.stderr[-800:]}")
         run.release()
         done = run.finish()
-        outcome.exact = done.code == 0 and job.state(run.run) == before
-        outcome.promise(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.said[-800:]}")
+        outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+        outcome.check(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.said[-800:]}")
     return outcome
 
 
-@fault("C28b", "an owner that was frozen while another took its run over does not write any more")
-def _fenced(ground: Ground) -> Outcome:
+@scenario("C28b", "an owner that was frozen while another took its run over does not write any more")
+def _fenced(sandbox: Sandbox) -> Outcome:
     """The other has process numbers of its own: neither sees whether the other lives, as on two hosts."""
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
-        raise Abstain("a second host is made of a namespace of process numbers, which needs root and util-linux")
-    before = ground.unharmed()
-    with ground.job(misbehave=HELD) as run:
-        run.held()
+        raise AbstainError("a second host is made of a namespace of process numbers, which needs root and util-linux")
+    before = sandbox.reference_digests()
+    with sandbox.job(misbehave=HELD) as run:
+        run.wait_for_hold()
         first = run.pids()
         for pid in first:
             os.kill(pid, signal.SIGSTOP)
         other = subprocess.run(
-            [*apart, *job.train("layout.world_size=2")], cwd=ground.own, capture_output=True, text=True,
+            [*apart, *job.train_command("layout.world_size=2")], cwd=sandbox.own, capture_output=True, text=True,
             timeout=180,
         )  # fmt: skip
         outcome = Outcome()
-        outcome.promise(other.returncode == 0, f"the other: {other.returncode}: {other.stderr[-1500:]}")
-        outcome.exact = other.returncode == 0 and job.state(run.run) == before
+        outcome.check(other.returncode == 0, f"the other: {other.returncode}: {other.stderr[-1500:]}")
+        outcome.exact = other.returncode == 0 and job.read_digests(run.run) == before
         kept = sorted(path.name for path in (run.run / "checkpoints").iterdir())
         events = (run.run / "events.jsonl").read_bytes()
         began = time.monotonic()
@@ -291,70 +291,70 @@ def _fenced(ground: Ground) -> Outcome:
             os.kill(pid, signal.SIGCONT)
         run.release()
         done = run.finish(60)
-        outcome.said, outcome.seconds = done.sentence, round(done.ended - began, 1)
-        outcome.promise(done.code == REFUSED, f"the first: {done.code}: {done.said[-1500:]}")
-        outcome.promise("taken over" in done.said, f"it is not said: {done.said[-1500:]}")
+        outcome.said, outcome.seconds = done.sentence, round(done.ended_at - began, 1)
+        outcome.check(done.code == REFUSED, f"the first: {done.code}: {done.said[-1500:]}")
+        outcome.check("taken over" in done.said, f"it is not said: {done.said[-1500:]}")
         left = sorted(path.name for path in (run.run / "checkpoints").iterdir())
-        outcome.promise(left == kept, f"it wrote {set(left) ^ set(kept)}")
-        outcome.promise((run.run / "events.jsonl").read_bytes() == events, "it wrote into the events")
-        after = job.state(run.run)
+        outcome.check(left == kept, f"it wrote {set(left) ^ set(kept)}")
+        outcome.check((run.run / "events.jsonl").read_bytes() == events, "it wrote into the events")
+        after = job.read_digests(run.run)
         outcome.exact = outcome.exact and after == before
         differing = [name for name in after | before if after.get(name) != before.get(name)]
-        outcome.promise(bool(outcome.exact), f"it ended otherwise: {differing}")
+        outcome.check(bool(outcome.exact), f"it ended otherwise: {differing}")
     return outcome
 
 
-@fault("C29", "names with spaces, letters of any language, a leading dash, 255 bytes, a loop of links")
-def _names(ground: Ground) -> Outcome:
+@scenario("C29", "names with spaces, letters of any language, a leading dash, 255 bytes, a loop of links")
+def _names(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     for name in ("two words", "ünïçødé-日本", "-dash", "x" * 255, "a\nb", "../outside"):
-        with ground.for_("name").job(f"run.name={name!r}", "train.steps=1", world=1) as run:
+        with sandbox.for_scenario("name").job(f"run.name={name!r}", "train.steps=1", world=1) as run:
             done = run.finish()
             inside = run.folder / "runs"
             made = [p for p in run.folder.iterdir() if p.name not in ("runs", "output.txt", "__pycache__", job.TASK)]
-            outcome.promise(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.said[-500:]}")
-            outcome.promise("Traceback" not in done.said, f"{name!r}: {done.said[-800:]}")
-            outcome.promise(not made, f"{name!r} wrote {made}")
-            outcome.promise(
+            outcome.check(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.said[-500:]}")
+            outcome.check("Traceback" not in done.said, f"{name!r}: {done.said[-800:]}")
+            outcome.check(not made, f"{name!r} wrote {made}")
+            outcome.check(
                 done.code == 0 or not inside.exists() or not any(inside.iterdir()), f"{name!r} left something"
             )
-    looped = ground.for_("loop")
+    looped = sandbox.for_scenario("loop")
     (looped.own / "runs").symlink_to(looped.own / "runs")
     with looped.job(world=1) as run:
         done = run.finish()
-    outcome.promise(done.code == REFUSED and "Traceback" not in done.said, f"a loop: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == REFUSED and "Traceback" not in done.said, f"a loop: {done.code}: {done.said[-800:]}")
     outcome.said = done.sentence
     return outcome
 
 
-@fault("C29b", "a disk that takes large and small letters for the same: `Run` and `run`")
-def _folded(ground: Ground) -> Outcome:
+@scenario("C29b", "a file system that ignores upper and lower case: `Run` and `run`")
+def _folded(sandbox: Sandbox) -> Outcome:
     """Such disks are FAT, exFAT and NTFS, which know neither links nor permissions as others do."""
-    before, outcome = ground.unharmed(), Outcome()
-    disk = ground.for_("disk").own / "runs"  # not in the folder of the jobs, as a process may serve it
-    with folding(disk) as kind:
+    before, outcome = sandbox.reference_digests(), Outcome()
+    disk = sandbox.for_scenario("disk").own / "runs"  # not in the folder of the jobs, as a process may serve it
+    with mount_case_insensitive(disk) as kind:
         first, where = disk / "Run", f"run.dir={disk}"
-        with ground.job("run.name=Run", where) as run:
+        with sandbox.job("run.name=Run", where) as run:
             done = run.finish()
-            outcome.exact = done.code == 0 and job.state(first) == before
-            outcome.promise(bool(outcome.exact), f"it did not train: {done.code}: {done.said[-1500:]}")
-        kept = _contents(first)
+            outcome.exact = done.code == 0 and job.read_digests(first) == before
+            outcome.check(bool(outcome.exact), f"it did not train: {done.code}: {done.said[-1500:]}")
+        kept = _read_contents(first)
         for words in ((), ("optim.lr=2e-2",), ("run.resume=never",)):
-            with ground.job("run.name=run", where, *words) as run:
+            with sandbox.job("run.name=run", where, *words) as run:
                 done = run.finish()
             outcome.said = outcome.said or done.sentence
-            outcome.promise(done.code == REFUSED, f"run {words}: {done.code}: {done.said[-1500:]}")
-            outcome.promise(_contents(first) == kept, f"run {words} changed what is in the folder of Run")
-        outcome.promise("'Run'" in outcome.said, f"the other run is not named: {outcome.said}")
-        with ground.job("run.name=Run", where, "train.steps=15", "run.allow_change=[train.steps]") as run:
+            outcome.check(done.code == REFUSED, f"run {words}: {done.code}: {done.said[-1500:]}")
+            outcome.check(_read_contents(first) == kept, f"run {words} changed what is in the folder of Run")
+        outcome.check("'Run'" in outcome.said, f"the other run is not named: {outcome.said}")
+        with sandbox.job("run.name=Run", where, "train.steps=15", "run.allow_change=[train.steps]") as run:
             done = run.finish()
-            outcome.promise(done.code == 0 and job.newest(first) == 15, f"Run: {done.code}: {done.said[-1500:]}")
+            outcome.check(done.code == 0 and job.newest_step(first) == 15, f"Run: {done.code}: {done.said[-1500:]}")
     outcome.said = f"{kind}: {outcome.said}"
     return outcome
 
 
 @contextmanager
-def folding(folder: Path) -> Iterator[str]:
+def mount_case_insensitive(folder: Path) -> Iterator[str]:
     """A file system in a folder that does not tell large letters from small ones, and its kind."""
     ways = (
         (("mkfs.vfat",), ("mount",)),
@@ -373,7 +373,7 @@ def folding(folder: Path) -> Iterator[str]:
             continue
         found = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
         if found.returncode:
-            raise Abstain(f"no loop device can be had here: {found.stderr.strip()}")
+            raise AbstainError(f"no loop device can be had here: {found.stderr.strip()}")
         device = found.stdout.strip()
         try:
             if subprocess.run([*mount, device, str(folder)], capture_output=True).returncode:
@@ -388,20 +388,22 @@ def folding(folder: Path) -> Iterator[str]:
             return
         finally:
             subprocess.run(["losetup", "--detach", device], check=True)
-    raise Abstain("no such file system can be mounted here: it takes root, and dosfstools, exfatprogs or ntfs-3g")
+    raise AbstainError("no such file system can be mounted here: it takes root, and dosfstools, exfatprogs or ntfs-3g")
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
+def _read_contents(folder: Path) -> dict[str, bytes]:
     """All files of a run but its lease, which belongs to whoever starts there."""
     files = (path for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@fault("C31", "a clock that is an hour off, jumps back, or is beyond 2038, where 32 bits do not count seconds any more")
-def _clock(ground: Ground) -> Outcome:
+@scenario(
+    "C31", "a clock that is an hour off, jumps back, or is beyond 2038, where 32 bits do not count seconds any more"
+)
+def _clock(sandbox: Sandbox) -> Outcome:
     """The wall clock of every process jumps at random; commits are ordered by their steps, leases by counters."""
-    before = ground.unharmed()
-    folder = Path(tempfile.mkdtemp(dir=ground.own))
+    before = sandbox.reference_digests()
+    folder = Path(tempfile.mkdtemp(dir=sandbox.own))
     (folder / "sitecustomize.py").write_text(
         "import os, random, time\n"
         "_real, _random = time.time, random.Random(os.getpid())\n"
@@ -410,14 +412,14 @@ def _clock(ground: Ground) -> Outcome:
     )
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     outcome = Outcome(said="nothing is decided by the wall clock")
-    with ground.job(misbehave=HELD, variables={"PYTHONPATH": path}) as run:
-        run.held()
-        kill(run.process.pid, signal.SIGKILL)
+    with sandbox.job(misbehave=HELD, variables={"PYTHONPATH": path}) as run:
+        run.wait_for_hold()
+        send_signal(run.process.pid, signal.SIGKILL)
         run.finish()
-    with ground.job(variables={"PYTHONPATH": path}) as run:
+    with sandbox.job(variables={"PYTHONPATH": path}) as run:
         done = run.finish()
-        outcome.promise(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
-        after = job.state(run.run) if done.code == 0 else {}
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        after = job.read_digests(run.run) if done.code == 0 else {}
     outcome.exact = after == before
-    outcome.promise(outcome.exact, "it ended otherwise")
+    outcome.check(outcome.exact, "it ended otherwise")
     return outcome

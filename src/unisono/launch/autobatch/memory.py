@@ -22,7 +22,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Limit:
+class MemoryLimit:
     """What a process may use.
 
     Attributes:
@@ -36,7 +36,7 @@ class Limit:
     kind: Literal["resident", "address space", "device"]
 
 
-def limit(config: RunConfig, device: str, processes: int) -> Limit:
+def memory_limit(config: RunConfig, device: str, processes: int) -> MemoryLimit:
     """The limit of a process of a run.
 
     Args:
@@ -48,30 +48,32 @@ def limit(config: RunConfig, device: str, processes: int) -> Limit:
         ConfigError: where memory cannot be measured.
     """
     given = config.layout.max_memory_gb
-    told = int(given * 1e9) if given is not None else None
+    given_bytes = int(given * 1e9) if given is not None else None
     if device != "cpu":
         if not hasattr(torch.accelerator, "max_memory_reserved"):
             raise ConfigError(
-                f"this torch cannot say what memory of {device} is used; give layout.micro_batch a number"
+                f"this version of torch does not report memory use on {device}; set layout.micro_batch to a number"
             )
-        return Limit(
-            told or torch.accelerator.get_memory_info()[1], "layout.max_memory_gb" if told else device, "device"
+        return MemoryLimit(
+            given_bytes or torch.accelerator.get_memory_info()[1],
+            "layout.max_memory_gb" if given_bytes else device,
+            "device",
         )
     if sys.platform != "linux":
-        raise ConfigError("what memory a process uses is known on Linux only; give layout.micro_batch a number")
-    if told:
-        return Limit(told, "layout.max_memory_gb", "resident")
+        raise ConfigError("memory use of a process can be measured on Linux only; set layout.micro_batch to a number")
+    if given_bytes:
+        return MemoryLimit(given_bytes, "layout.max_memory_gb", "resident")
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
-        return Limit(space, "the limit of the address space (ulimit -v)", "address space")
-    free, source = _status_of_host()["MemAvailable"], "the memory that this host has left"
-    for most, used in _groups(_own_groups()):
+        return MemoryLimit(space, "the limit of the address space (ulimit -v)", "address space")
+    free, source = _read_host_status()["MemAvailable"], "the free memory of this host"
+    for most, used in _read_cgroup_limits(_own_cgroups()):
         if most - used < free:
             free, source = most - used, "the control group"
-    return Limit(free // processes + _status()["VmRSS"], source, "resident")
+    return MemoryLimit(free // processes + _read_status()["VmRSS"], source, "resident")
 
 
-def forget(kind: str) -> None:
+def reset_peak(kind: str) -> None:
     """Let the peak begin anew, where that is possible."""
     if kind == "device":
         torch.accelerator.empty_cache()
@@ -83,23 +85,23 @@ def forget(kind: str) -> None:
             return  # then it is the peak since the process began, which is no less
 
 
-def peak(kind: str) -> int:
+def read_peak(kind: str) -> int:
     """Bytes of the peak."""
     if kind == "device":
         return int(torch.accelerator.max_memory_reserved())
-    return _status()["VmHWM" if kind == "resident" else "VmPeak"]
+    return _read_status()["VmHWM" if kind == "resident" else "VmPeak"]
 
 
-def _status(path: Path = Path("/proc/self/status")) -> dict[str, int]:
+def _read_status(path: Path = Path("/proc/self/status")) -> dict[str, int]:
     found = re.findall(r"^(\w+):\s+(\d+) kB", path.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
     return {name: 1024 * int(amount) for name, amount in found}
 
 
-def _status_of_host() -> dict[str, int]:
-    return _status(Path("/proc/meminfo"))
+def _read_host_status() -> dict[str, int]:
+    return _read_status(Path("/proc/meminfo"))
 
 
-def _own_groups() -> list[Path]:
+def _own_cgroups() -> list[Path]:
     """Folders of this process's control group and those that it is in, of version 2 and of version 1."""
     result = []
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -111,7 +113,7 @@ def _own_groups() -> list[Path]:
     return result
 
 
-def _groups(folders: list[Path]) -> list[tuple[int, int]]:
+def _read_cgroup_limits(folders: list[Path]) -> list[tuple[int, int]]:
     """Limit and use of every control group that has a limit; what can be let go of (files that were read) is no use."""
     names: tuple[tuple[str, str, str], ...] = (
         ("memory.max", "memory.current", "inactive_file"),

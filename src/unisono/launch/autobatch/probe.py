@@ -1,4 +1,4 @@
-"""One process of a search for the largest micro-batch: makes steps of several sizes, and says what memory they took.
+"""One process of a search for the largest micro-batch: runs steps of several sizes and reports the memory they took.
 
 All ranks decide together: by the largest peak of any rank, held against the smallest limit. A process that runs out
 of memory ends here, and with it the others; the run itself has not begun.
@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono.config import memory_fit
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import plan_of, source_of
+from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
-from unisono.engines.protocol import Job
+from unisono.engines.protocol import EngineJob
 from unisono.launch import cluster
 from unisono.launch.autobatch import memory
-from unisono.launch.autobatch.search import ASKED, FOUND, UNDER_WAY
+from unisono.launch.autobatch.search import CURRENT_SIZE_FILE, REQUEST_FILE, RESULT_FILE
 from unisono.launch.processes import rank_process
 from unisono.optim import schedules
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.files import write_whole
 from unisono.task import Task
 from unisono.task_config import build_task, read_config
 
-_LOOKED_AT = 16  # micro-batches, of which the largest is computed
+_BATCHES_COMPARED = 16  # micro-batches, of which the largest is computed
 
 
 class Probe:
@@ -43,9 +43,9 @@ class Probe:
         group: all processes.
     """
 
-    def __init__(self, task: Task, config: RunConfig, place: Place, group: Group) -> None:
+    def __init__(self, task: Task, config: RunConfig, place: ProcessInfo, group: Communicator) -> None:
         self._task, self._config, self._place, self._group = task, config, place, group
-        self._source = source_of(task, config, place.world_size)
+        self._source = build_source(task, config, place.world_size)
 
     def peak(self, size: int, kind: str) -> int:
         """Bytes that a step with micro-batches of so many rows takes at its worst, on this process.
@@ -55,37 +55,39 @@ class Probe:
         """
         config, world = self._config, self._place.world_size
         passes = min(2, config.train.global_batch // (world * size))
-        split = Split(world * size * passes, world, size)
-        plan = plan_of(self._task, self._source, config, world)
-        scalars = schedules.Scalars(config, plan.steps)
-        loader = Loader.of(self._task, self._source, plan, split, self._place, config)
-        engine = create_engine(Job(self._task, config, self._place, self._group, split))
+        split = BatchSplit(world * size * passes, world, size)
+        plan = build_plan(self._task, self._source, config, world)
+        scalars = schedules.ScheduledScalars(config, plan.steps)
+        loader = Loader.from_config(self._task, self._source, plan, split, self._place, config)
+        engine = create_engine(EngineJob(self._task, config, self._place, self._group, split))
         try:
-            steps = list(islice(loader.steps(), max(1, _LOOKED_AT // passes)))
+            steps = list(islice(loader.steps(), max(1, _BATCHES_COMPARED // passes)))
             engine.setup(steps[0], scalars(0))
-            sizes = [[max(checksum.size(micro.arrays) for micro in batches)] for batches in steps]
+            sizes = [[max(checksum.byte_size(micro.arrays) for micro in batches)] for batches in steps]
             everyone = self._group.gather(sizes, "the sizes of micro-batches")
             largest = max(range(len(steps)), key=lambda step: max(rank[step] for rank in everyone))
             for step in range(2):
-                memory.forget(kind)
+                memory.reset_peak(kind)
                 engine.step(steps[largest], step, scalars(step))
-            return memory.peak(kind)
+            return memory.read_peak(kind)
         finally:
             loader.close()
             engine.close()
 
 
-def search(probe: Probe, group: Group, asked: dict[str, Any], limit: memory.Limit, folder: Path) -> None:
+def search(probe: Probe, group: Communicator, asked: dict[str, Any], limit: memory.MemoryLimit, folder: Path) -> None:
     """Measure sizes until it is known which is the largest that fits, and write what was found."""
     everyone = group.gather([limit.amount, limit.source, limit.kind], "the limits of all ranks")
     amount, source, kind = min(everyone)
     peaks = {int(size): peak for size, peak in asked["peaks"].items()} if asked["kind"] in ("", kind) else {}
     while True:
-        size = memory_fit.to_measure(asked["sizes"], peaks, memory_fit.room(amount), asked["failed"] or float("inf"))
+        size = memory_fit.next_size(
+            asked["sizes"], peaks, memory_fit.usable_bytes(amount), asked["failed"] or float("inf")
+        )
         if group.rank == 0:
-            write_whole(folder / UNDER_WAY, json.dumps(size))
+            write_whole(folder / CURRENT_SIZE_FILE, json.dumps(size))
             found = {"limit": amount, "source": source, "kind": kind, "peaks": peaks}
-            write_whole(folder / FOUND, json.dumps(found))
+            write_whole(folder / RESULT_FILE, json.dumps(found))
         if size is None:
             return
         peaks[size] = max(group.gather(probe.peak(size, kind), "the peaks of all ranks"))
@@ -99,12 +101,12 @@ def main(folder: Path, task: str) -> NoReturn:
 
     def work() -> None:
         config = read_config(folder / "config.yaml", task)
-        asked = json.loads((folder / ASKED).read_text(encoding="utf-8"))
-        group = rank_process.join(config, place)
-        limit = memory.limit(config, config.layout.device, place.local_world_size)
+        asked = json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8"))
+        group = rank_process.join_processes(config, place)
+        limit = memory.memory_limit(config, config.layout.device, place.local_world_size)
         search(Probe(build_task(config), config, place, group), group, asked, limit, folder)
 
-    rank_process.guarded(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+    rank_process.run_and_exit(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 
 
 if __name__ == "__main__":

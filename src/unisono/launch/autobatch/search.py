@@ -23,16 +23,20 @@ from unisono.engines.torch import devices
 from unisono.launch import layout
 from unisono.launch.autobatch import memory
 from unisono.launch.processes import local_processes
-from unisono.runtime.communicator import cores
+from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, write_whole
 
-ASKED, FOUND, UNDER_WAY = "asked.json", "found.json", "under-way.json"  # files of a search, between its processes
-_STARTS = 6  # of processes: as often as that one may run out of memory
+REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = (
+    "asked.json",
+    "found.json",
+    "under-way.json",
+)  # files of a search, between its processes
+_MAX_STARTS = 6  # of processes: as often as that one may run out of memory
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to.
 
     Attributes:
@@ -43,7 +47,7 @@ class Found:
         source: what sets the limit.
         kind: what is counted.
         peaks: bytes by rows of a micro-batch, as far as measured.
-        known: whether nothing had to be measured.
+        from_cache: whether nothing had to be measured.
     """
 
     micro_batch: int
@@ -53,21 +57,22 @@ class Found:
     source: str
     kind: str
     peaks: dict[int, int] = field(default_factory=dict)
-    known: bool = False
+    from_cache: bool = False
 
     def lines(self) -> list[str]:
         """For the console."""
         more = f"; about {self.fits:.0f} would fit" if self.fits < self.rows else ""
+        passes = self.rows // self.micro_batch
         return [
-            f"micro-batch {self.micro_batch} of {self.rows} rows per process, in {self.rows // self.micro_batch} passes"
+            f"micro-batch {self.micro_batch} of {self.rows} rows per process, in {passes} pass{'es' * (passes != 1)}"
             f"{more}",
-            f"  limit: {self.limit / 1e9:.3f} GB, {self.source}; {memory_fit.MARGIN:.0%} of it are left free",
+            f"  limit: {self.limit / 1e9:.3f} GB, {self.source}; {memory_fit.MARGIN:.0%} of it is kept free",
             *(f"  {size} rows: {peak / 1e9:.3f} GB ({self.kind})" for size, peak in sorted(self.peaks.items())),
-            *(["  measured before"] if self.known else []),
+            *(["  measured by an earlier start"] if self.from_cache else []),
         ]
 
 
-def find(config: RunConfig, processes: bool = True) -> Found:
+def find_micro_batch(config: RunConfig, processes: bool = True) -> SearchResult:
     """The largest micro-batch that fits all processes, measured or known.
 
     Args:
@@ -84,97 +89,101 @@ def find(config: RunConfig, processes: bool = True) -> Found:
             f"{config.layout.world_size} processes"
         )
     rows = config.train.global_batch // config.layout.world_size
-    kept = cache_dir() / "autobatch" / f"{_key(config)}.json"
-    known = _read(kept)
-    if known and (found := _chosen(known, rows, _limit_now(config, known), known=True)):
+    kept = cache_dir() / "autobatch" / f"{_cache_key(config)}.json"
+    known = _read_json(kept)
+    if known and (found := _choose_size(known, rows, _current_limit(config, known), known=True)):
         return found
     if not processes:
         raise ConfigError(
-            "layout.micro_batch=auto measures with processes of its own, which can only be started on one host that no "
-            "launcher manages. Give `unisono autobatch` the same settings there, and layout.micro_batch the number "
-            "that it finds"
+            "layout.micro_batch=auto measures with processes of its own, which it can start only on a single host and "
+            "without a launcher. Run `unisono autobatch` with the same settings there, and set layout.micro_batch to "
+            "the number that it finds"
         )
-    measured = _measured(config, divisors(rows), known)
+    measured = _measure(config, divisors(rows), known)
     if measured["peaks"]:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_whole(kept, json.dumps(measured))
-    found = _chosen(measured, rows, (measured["limit"], measured["source"]))
+    found = _choose_size(measured, rows, (measured["limit"], measured["source"]))
     if found is None:
         least = min(map(int, measured["peaks"]), default=0)
-        told = f"takes {measured['peaks'][str(least)] / 1e9:.3f} GB" if least else "ran out of memory"
+        size_text = f"takes {measured['peaks'][str(least)] / 1e9:.3f} GB" if least else "ran out of memory"
         raise ConfigError(
-            f"a micro-batch of one row {told}, and a process has {measured['limit'] / 1e9:.3f} GB "
-            f"({measured['source']}): use layout.strategy=fsdp, layout.activation_checkpointing, or a smaller model"
+            f"a micro-batch of one row {size_text}, but a process may use {measured['limit'] / 1e9:.3f} GB "
+            f"({measured['source']}); use layout.strategy=fsdp, layout.activation_checkpointing=1, or a smaller model"
         )
     return found
 
 
-def _measured(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict[str, Any]:
+def _measure(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict[str, Any]:
     """Have processes measure; again without the size that one of them ran out of memory with."""
     assert isinstance(config.layout.world_size, int)
     found: dict[str, Any] = {"peaks": {}, "kind": "", "limit": 0, "source": "", "failed": None, **known}
     with tempfile.TemporaryDirectory(prefix="unisono-autobatch-") as name:
         path = Path(name)
-        values = {**fingerprint.plain(config), "recipe": references.lasting(config.recipe)}
+        values = {**fingerprint.to_json(config), "recipe": references.absolute_reference(config.recipe)}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-        for start in range(_STARTS):
+        for start in range(_MAX_STARTS):
             asked = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}
-            (path / ASKED).write_text(json.dumps(asked), encoding="utf-8")
-            (path / UNDER_WAY).unlink(missing_ok=True)
+            (path / REQUEST_FILE).write_text(json.dumps(asked), encoding="utf-8")
+            (path / CURRENT_SIZE_FILE).unlink(missing_ok=True)
             try:
                 threads = layout.threads_per_process(config.layout.world_size)
                 local_processes.launch(
                     config, path, threads, module="unisono.launch.autobatch.probe", arguments=(config.recipe,)
                 )
             except local_processes.WorkerError as error:
-                tried = _read(path / UNDER_WAY)
-                if not isinstance(tried, int) or not error.memory or start == _STARTS - 1:
+                tried = _read_json(path / CURRENT_SIZE_FILE)
+                if not isinstance(tried, int) or not error.memory or start == _MAX_STARTS - 1:
                     raise
-                found = {**found, **_read(path / FOUND), "failed": tried}
+                found = {**found, **_read_json(path / RESULT_FILE), "failed": tried}
             else:
-                return {**found, **_read(path / FOUND)}
+                return {**found, **_read_json(path / RESULT_FILE)}
     raise AssertionError
 
 
-def _chosen(measured: dict[str, Any], rows: int, limit: tuple[int, str] | None, known: bool = False) -> Found | None:
+def _choose_size(
+    measured: dict[str, Any], rows: int, limit: tuple[int, str] | None, known: bool = False
+) -> SearchResult | None:
     """What measurements say, if they say enough."""
     peaks = {int(size): peak for size, peak in measured["peaks"].items()}
     if limit is None or not peaks:
         return None
-    room = memory_fit.room(limit[0])
+    room = memory_fit.usable_bytes(limit[0])
     failed = measured["failed"] or float("inf")
-    if known and memory_fit.to_measure(divisors(rows), peaks, room, failed) is not None:
+    if known and memory_fit.next_size(divisors(rows), peaks, room, failed) is not None:
         return None
-    size = memory_fit.largest(peaks, room)
+    size = memory_fit.largest_fitting(peaks, room)
     if size is None:
         return None
-    fits = memory_fit.Line.through(peaks).rows(room)
-    return Found(size, rows, fits, *limit, measured["kind"], peaks, known)
+    fits = memory_fit.MemoryLine.fit(peaks).rows(room)
+    return SearchResult(size, rows, fits, *limit, measured["kind"], peaks, known)
 
 
-def _limit_now(config: RunConfig, known: dict[str, Any]) -> tuple[int, str] | None:
+def _current_limit(config: RunConfig, known: dict[str, Any]) -> tuple[int, str] | None:
     """The limit of a process, where this process can know it: on the CPU, or as it was on the same kind of device."""
     if config.layout.device != "cpu":
         given = config.layout.max_memory_gb
         return (int(given * 1e9), "layout.max_memory_gb") if given else (known["limit"], known["source"])
-    limit = memory.limit(config, "cpu", int(config.layout.world_size))
+    limit = memory.memory_limit(config, "cpu", int(config.layout.world_size))
     return (limit.amount, limit.source) if limit.kind == known["kind"] else None
 
 
-def _key(config: RunConfig) -> str:
-    layout = {k: v for k, v in fingerprint.plain(config)["layout"].items() if k not in ("micro_batch", "max_memory_gb")}
+def _cache_key(config: RunConfig) -> str:
+    layout = {
+        k: v for k, v in fingerprint.to_json(config)["layout"].items() if k not in ("micro_batch", "max_memory_gb")
+    }
     parts = {
-        "mathematics": fingerprint.digest(config),
+        "mathematics": fingerprint.config_digest(config),
         "layout": layout,
-        "code": code_digest.digests(config.recipe),
-        "versions": environment.versions(),
+        "code": code_digest.digest_sources(config.recipe, config.layout.engine),
+        "versions": environment.library_versions(),
         "device": devices.product(config.layout.device),
-        "cores": cores(),
+        "cores": usable_cores(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import psutil
 
 from unisono.config.schema.run import RunConfig
 from unisono.launch.host import host_variables
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
 
-_SHARED = Path("/dev/shm")
-_SHARED_EACH = 32 << 20  # bytes that NCCL takes there for each process of a host, where devices do not reach each other
-_FILES = 256  # open files of a process that trains: libraries, logs, caches, sockets
-_FILES_EACH = 4  # of each other process: sockets of gloo, of NCCL, of the store
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY_PER_PROCESS = (
+    32 << 20
+)  # bytes that NCCL takes there for each process of a host, where devices do not reach each other
+_OPEN_FILES = 256  # open files of a process that trains: libraries, logs, caches, sockets
+_OPEN_FILES_PER_PEER = 4  # of each other process: sockets of gloo, of NCCL, of the store
 
 
-def check(config: RunConfig) -> None:
+def check_host(config: RunConfig) -> None:
     """Refuse to start on a host where the run would fail later; raise the limit of open files where that is allowed.
 
     Raises:
@@ -28,17 +30,17 @@ def check(config: RunConfig) -> None:
     """
     alone = config.layout.strategy in ("single", "dp") or config.layout.world_size == 1
     up = None if alone else [name for name, state in psutil.net_if_stats().items() if state.isup]
-    wrong = list(host_variables.misread(os.environ, up))
+    wrong = list(host_variables.find_fatal_variables(os.environ, up))
     if wrong:
         raise ConfigError("; ".join(f"{one.what}. Remedy: {one.remedy}" for one in wrong))
-    for hint in host_variables.misspelt(os.environ):
-        print(f"unisono: WARNING: {hint}", file=sys.stderr)  # noqa: T201 - before there is a log
-    open_files(config)
+    for hint in host_variables.find_misspelt_variables(os.environ):
+        say(f"unisono: WARNING: {hint}", error=True)
+    raise_open_files_limit(config)
     if not alone and config.layout.device != "cpu":
-        shared_memory(config)
+        check_shared_memory(config)
 
 
-def open_files(config: RunConfig) -> None:
+def raise_open_files_limit(config: RunConfig) -> None:
     """Have as many open files as a process of this run will need.
 
     Raises:
@@ -52,20 +54,20 @@ def open_files(config: RunConfig) -> None:
     workers = getattr(config.data, "workers", 1)
     workers = (os.cpu_count() or 1) if workers == "auto" else int(workers)
     loaders = workers * (8 + 2 * int(getattr(config.data, "prefetch", 4)))  # a socket, a page, memory of what is ready
-    needed = _FILES + _FILES_EACH * world + 2 * loaders  # of training and of evaluation
+    needed = _OPEN_FILES + _OPEN_FILES_PER_PEER * world + 2 * loaders  # of training and of evaluation
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise RunError(
-            f"a process of this run needs about {needed} open files ({world} processes, {workers} data workers), and "
-            f"at most {hard} are allowed here. `ulimit -n` of an administrator raises that (limits.conf, LimitNOFILE); "
-            "fewer data.workers or a smaller data.prefetch need fewer"
+            f"a process of this run needs about {needed} open files ({world} processes, {workers} data workers), but "
+            f"at most {hard} are allowed here. Ask an administrator to raise the limit (ulimit -n; limits.conf, "
+            "LimitNOFILE), or lower data.workers or data.prefetch"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def shared_memory(config: RunConfig) -> None:
+def check_shared_memory(config: RunConfig) -> None:
     """Refuse a host whose shared memory NCCL cannot start with, as that of a container often is.
 
     Raises:
@@ -73,11 +75,11 @@ def shared_memory(config: RunConfig) -> None:
     """
     assert isinstance(config.layout.world_size, int)
     here = config.layout.world_size // config.launch.nodes
-    if not _SHARED.is_dir() or here < 2:
+    if not _SHARED_MEMORY.is_dir() or here < 2:
         return
-    free, needed = shutil.disk_usage(_SHARED).free, here * _SHARED_EACH
+    free, needed = shutil.disk_usage(_SHARED_MEMORY).free, here * _SHARED_MEMORY_PER_PROCESS
     if free < needed:
         raise RunError(
-            f"{_SHARED} has {free >> 20} MiB free, and {here} processes on one host need about {needed >> 20} MiB of "
-            "it to exchange data. Give the container more: docker run --shm-size=16g, or --ipc=host"
+            f"{_SHARED_MEMORY} has {free >> 20} MiB free, but {here} processes on one host need about {needed >> 20} "
+            "MiB there to exchange data. Give the container more: docker run --shm-size=16g, or --ipc=host"
         )

@@ -1,6 +1,7 @@
 """Variables of the environment whose values are known to be wrong, as a table, and interfaces that are not there.
 
-`unisono doctor` tells all of it; what no run can start with is refused before one starts (`unisono.launch.host.host_check`).
+`unisono doctor` reports all of them; those with which no run can start are refused before a run starts
+(`unisono.launch.host.host_check`).
 Values are patterns for the whole value, without regard to case.
 """
 
@@ -23,7 +24,7 @@ _PAIR = r"\s*[a-z0-9_]+\s*:\s*(\[[^\]]*\]|[^,:=\[\]\s]+)\s*"
 
 
 @dataclass(frozen=True)
-class Variable:
+class VariableRule:
     """A rule about variables of the environment.
 
     Attributes:
@@ -42,7 +43,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostFinding:
     """What a rule has to say.
 
     Attributes:
@@ -58,7 +59,7 @@ class Finding:
     remedy: str = ""
 
 
-def but(good: str) -> str:
+def anything_but(good: str) -> str:
     """The pattern of all values that another does not fit.
 
     >>> bool(re.fullmatch(but("a|b"), "c")), bool(re.fullmatch(but("a|b"), "a"))
@@ -69,132 +70,136 @@ def but(good: str) -> str:
 
 VARIABLES = (
     # memory of accelerators
-    Variable(
-        "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "FAIL", but(rf"({_PAIR}(,{_PAIR})*)?"),
-        "torch cannot read it, and refuses to start on an accelerator",
-        "write option:value, with commas between several, as in max_split_size_mb:128",
+    VariableRule(
+        "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "FAIL",
+        anything_but(rf"({_PAIR}(,{_PAIR})*)?"),
+        "torch cannot parse it, and refuses to start on an accelerator",
+        "write option:value, separated by commas, as in max_split_size_mb:128",
     ),
-    Variable(
+    VariableRule(
         "PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "WARNING", SET,
-        "the old name, kept as an alias", "call it PYTORCH_ALLOC_CONF",
+        "this is the old name, kept as an alias", "rename it to PYTORCH_ALLOC_CONF",
     ),
-    Variable(
+    VariableRule(
         "PYTORCH_NO_CUDA_MEMORY_CACHING", "WARNING", ON, "every allocation goes to the driver", "unset it",
     ),
-    Variable(
+    VariableRule(
         "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES", "WARNING", r"\s*|-1|none|NoDevFiles",
-        "it hides every accelerator, so runs go to the CPU", "unset it, or name devices",
+        "it hides every accelerator, so runs use the CPU", "unset it, or name devices",
     ),
-    Variable(
+    VariableRule(
         "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES", "FAIL",
         r"(.*,)?\s*([^,\s]+)\s*,(.*,)?\s*\2\s*(,.*)?",
-        "a device is named twice: the driver hides what follows", "name each device once",
+        "a device is named twice, and the driver hides all devices after it", "name each device once",
     ),
-    Variable(
-        "CUDA_VISIBLE_DEVICES", "FAIL", but(r"\s*|-1|none|NoDevFiles|[^,;:\s]+(\s*,\s*[^,;:\s]+)*,?"),
-        "the driver cannot read it, and hides every device from the first wrong letter on", "numbers with commas: 0,1",
+    VariableRule(
+        "CUDA_VISIBLE_DEVICES", "FAIL", anything_but(r"\s*|-1|none|NoDevFiles|[^,;:\s]+(\s*,\s*[^,;:\s]+)*,?"),
+        "the driver cannot parse it, and hides every device after the first mistake", "write numbers with commas: 0,1",
     ),
     # left on after a search for a fault
-    Variable(
+    VariableRule(
         "CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING", "WARNING", ON, "the CPU waits for every kernel",
-        "unset it, unless you look for the kernel that fails",
+        "unset it, unless you are debugging a failing kernel",
     ),
-    Variable(
-        "TORCH_DISTRIBUTED_DEBUG", "FAIL", but("off|info|detail|"), "torch refuses the value",
-        "OFF, INFO or DETAIL, or unset it",
+    VariableRule(
+        "TORCH_DISTRIBUTED_DEBUG", "FAIL", anything_but("off|info|detail|"), "torch refuses this value",
+        "set it to OFF, INFO or DETAIL, or unset it",
     ),
-    Variable(
+    VariableRule(
         "TORCH_DISTRIBUTED_DEBUG", "WARNING", "detail", "every collective is compared on all ranks before it runs",
-        "unset it, unless you look for ranks that disagree",
+        "unset it, unless you are looking for ranks that disagree",
     ),
-    Variable(
-        "NCCL_DEBUG", "WARNING", "info|trace", "NCCL writes a line for every communicator, or for every call",
-        "WARN, or unset it",
+    VariableRule(
+        "NCCL_DEBUG", "WARNING", "info|trace", "NCCL logs a line for every communicator, or for every call",
+        "set it to WARN, or unset it",
     ),
-    Variable(
-        "PYTHONOPTIMIZE", "WARNING", but("0|"), "assertions are left out, also those that guard results", "unset it",
+    VariableRule(
+        "PYTHONOPTIMIZE", "WARNING", anything_but("0|"), "it removes assertions, including those that guard results",
+        "unset it",
     ),
-    Variable(
+    VariableRule(
         "TORCHDYNAMO_DISABLE TORCH_COMPILE_DISABLE", "WARNING", ON, "layout.compile=true compiles nothing", "unset it",
     ),
-    Variable(
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "WARNING", ON, "every start compiles anew", "unset it",
+    VariableRule(
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "WARNING", ON, "every start compiles everything again", "unset it",
     ),
     # waiting
-    Variable(
+    VariableRule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING", "FAIL", "0",
-        "NCCL's deadline ends no process: where one rank is gone, the others wait for ever", "unset it",
+        "NCCL's timeout ends no process: if one rank is gone, the others wait for ever", "unset it",
     ),
-    Variable(
+    VariableRule(
         "TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT", "WARNING", ON,
-        "the CPU waits for every collective, so that nothing overlaps", "unset it; there is a deadline without it",
+        "the CPU waits for every collective, so nothing overlaps", "unset it; collectives have a timeout without it",
     ),
-    Variable(
+    VariableRule(
         "NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_ENABLE_TIMING", "WARNING", SET,
-        "the old name of a setting of torch", "write TORCH_ before it, or unset it",
+        "this is the old name of a torch setting", "put TORCH_ before it, or unset it",
     ),
-    Variable(
-        "TORCH_NCCL_TRACE_BUFFER_SIZE", "WARNING", SET, "the old name of a setting of torch",
-        "call it TORCH_FR_BUFFER_SIZE",
+    VariableRule(
+        "TORCH_NCCL_TRACE_BUFFER_SIZE", "WARNING", SET, "this is the old name of a torch setting",
+        "rename it to TORCH_FR_BUFFER_SIZE",
     ),
-    Variable(
+    VariableRule(
         "TORCH_NCCL_ENABLE_MONITORING", "WARNING", OFF, "a stuck watchdog of NCCL is no longer ended", "unset it",
     ),
-    Variable(
+    VariableRule(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "WARNING", OFF,
-        "processes that are started again may read the addresses of those before (pytorch/pytorch#135712)", "unset it",
+        "restarted processes may read the addresses of the previous ones (pytorch/pytorch#135712)", "unset it",
     ),
-    Variable(
+    VariableRule(
         "TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_DESYNC_DEBUG TORCH_NCCL_ENABLE_TIMING "
         "TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_USE_COMM_NONBLOCKING TORCH_NCCL_AVOID_RECORD_STREAMS", "FAIL",
-        but(rf"{ON}|t|{OFF}|f|"), "torch refuses a value that is neither on nor off", "1 or 0, or unset it",
+        anything_but(rf"{ON}|t|{OFF}|f|"), "torch accepts only on or off", "set it to 1 or 0, or unset it",
     ),
-    Variable(
-        "NCCL_DEBUG", "WARNING", but("version|warn|info|trace|abort|none|"), "NCCL takes no notice of it",
-        "WARN, or unset it",
+    VariableRule(
+        "NCCL_DEBUG", "WARNING", anything_but("version|warn|info|trace|abort|none|"), "NCCL ignores this value",
+        "set it to WARN, or unset it",
     ),
     # ways between devices
-    Variable(
-        "NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE", "WARNING", ON, "NCCL leaves its fastest way out",
-        "unset it, unless that way is broken here",
+    VariableRule(
+        "NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE", "WARNING", ON, "it turns off NCCL's fastest transport",
+        "unset it, unless that transport is broken here",
     ),
     # numbers
-    Variable(
+    VariableRule(
         "NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "WARNING", "1",
-        "fp32 products are computed with 10 bits of mantissa", "unset it; train.precision says what is computed with",
+        "fp32 products are computed with a 10-bit mantissa", "unset it; train.precision sets the precision",
     ),
-    Variable(
-        "CUBLAS_WORKSPACE_CONFIG", "WARNING", but(r"(:\d+:\d+)+|"), "cuBLAS cannot read it",
-        ":4096:8, or unset it",
+    VariableRule(
+        "CUBLAS_WORKSPACE_CONFIG", "WARNING", anything_but(r"(:\d+:\d+)+|"), "cuBLAS cannot parse it",
+        "set it to :4096:8, or unset it",
     ),
     # the CPU
-    Variable(
-        "OMP_NUM_THREADS MKL_NUM_THREADS", "WARNING", but(r"[1-9]\d*(,[1-9]\d*)*|"), "not a number of threads",
+    VariableRule(
+        "OMP_NUM_THREADS MKL_NUM_THREADS", "WARNING", anything_but(r"[1-9]\d*(,[1-9]\d*)*|"),
+        "it is not a number of threads",
         "unset it: `unisono train` divides the cores among its processes",
     ),
-    Variable(
-        "OMP_PROC_BIND", "WARNING", but(f"{OFF}|"),
+    VariableRule(
+        "OMP_PROC_BIND", "WARNING", anything_but(f"{OFF}|"),
         "every process of this host binds its threads to the same first cores", "unset it",
     ),
-    Variable(
+    VariableRule(
         "TOKENIZERS_PARALLELISM", "WARNING", OFF, "documents are tokenised on one core", "unset it",
     ),
     # left over from elsewhere
-    Variable(
+    VariableRule(
         "UNISONO_RUN_ID", "FAIL", SET,
-        "left over from a process of a run: another would take itself for one", "unset it, or open a new shell",
+        "it is left over from a process of a run, and a new one would take itself for such a process",
+        "unset it, or open a new shell",
     ),
-    Variable(
-        "TRANSFORMERS_CACHE PYTORCH_TRANSFORMERS_CACHE", "WARNING", SET, "not read any more", "set HF_HOME",
+    VariableRule(
+        "TRANSFORMERS_CACHE PYTORCH_TRANSFORMERS_CACHE", "WARNING", SET, "it is no longer read", "set HF_HOME",
     ),
-    Variable(
+    VariableRule(
         "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE", "WARNING", ON,
-        "nothing is downloaded: models and data must be here", "unset it where there is a network",
+        "nothing is downloaded, so models and data must be on this host", "unset it if this host has a network",
     ),
 )  # fmt: skip
 
 # What NCCL 2.2x and torch 2.x read, to tell what is nearly called so.
-KNOWN = frozenset(
+KNOWN_VARIABLES = frozenset(
     """
     NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE NCCL_CHECKS_DISABLE NCCL_COLLNET_ENABLE
     NCCL_COMM_BLOCKING NCCL_COMM_ID NCCL_CONF_FILE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG
@@ -225,37 +230,41 @@ KNOWN = frozenset(
 )
 
 
-def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_variables(environment: Mapping[str, str]) -> Iterator[HostFinding]:
     """What the rules find, in the order of the table."""
     for rule in VARIABLES:
         for name in rule.names.split():
             value = environment.get(name)
             if value is not None and re.fullmatch(rule.bad, value, re.IGNORECASE):
-                yield Finding(rule.level, name, f"{name}={value}: {rule.why}", rule.remedy)
+                yield HostFinding(rule.level, name, f"{name}={value}: {rule.why}", rule.remedy)
 
 
-def misread(environment: Mapping[str, str], up: Sequence[str] | None) -> Iterator[Finding]:
+def find_fatal_variables(environment: Mapping[str, str], up: Sequence[str] | None) -> Iterator[HostFinding]:
     """What a run cannot start with, or would wait with for ever.
 
     Args:
         environment: of the process.
         up: interfaces that can be used; None if the run needs none.
     """
-    yield from (one for one in examine(environment) if one.level == "FAIL" and not one.rule.startswith("UNISONO_"))
+    yield from (
+        one for one in check_variables(environment) if one.level == "FAIL" and not one.rule.startswith("UNISONO_")
+    )
     for name, whole in ((network.GLOO, True), (network.NCCL, False)):
-        if up is not None and (found := absent(environment, up, name, whole=whole)):
-            yield Finding("FAIL", name, found, "name an interface that is up, or unset it")
+        if up is not None and (found := describe_missing_interfaces(environment, up, name, whole=whole)):
+            yield HostFinding("FAIL", name, found, "name an interface that is up, or unset it")
 
 
-def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
+def find_misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """Variables of NCCL and torch that neither of them reads, but that are nearly called as one that they do."""
-    for name in sorted(environment.keys() - KNOWN):
+    for name in sorted(environment.keys() - KNOWN_VARIABLES):
         theirs = name.startswith(("NCCL", "TORCH_NCCL", "PYTORCH_", "TORCH_DIST", "GLOO_"))
-        if theirs and (close := get_close_matches(name, KNOWN, n=1, cutoff=0.9)):
-            yield f"{name} is set, which nothing reads: is {close[0]} meant?"
+        if theirs and (close := get_close_matches(name, KNOWN_VARIABLES, n=1, cutoff=0.9)):
+            yield f"{name} is set, but nothing reads it; did you mean {close[0]}?"
 
 
-def absent(environment: Mapping[str, str], up: Sequence[str], name: str, *, whole: bool) -> str | None:
+def describe_missing_interfaces(
+    environment: Mapping[str, str], up: Sequence[str], name: str, *, whole: bool
+) -> str | None:
     """A variable that names interfaces that are not there and up.
 
     Gloo needs all of them (`whole`); one is enough for NCCL, which takes beginnings of names, whole ones after `=`,
@@ -271,4 +280,4 @@ def absent(environment: Mapping[str, str], up: Sequence[str], name: str, *, whol
     ]
     if all(found) if whole else any(found):
         return None
-    return f"{name}={value}, but the interfaces that are up are {', '.join(up)}"
+    return f"{name}={value}, but only these interfaces are up: {', '.join(up)}"

@@ -15,20 +15,20 @@ import sys
 _VARIABLE, _M_ARENA_MAX = "MALLOC_ARENA_MAX", -8  # of glibc's malloc.h
 
 
-def share() -> None:
+def use_single_arena() -> None:
     """Give no thread of this process an arena from now on; before threads begin, i.e. before anything is imported."""
-    if _limited() and _VARIABLE not in os.environ:
+    if _is_address_space_limited() and _VARIABLE not in os.environ:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
         if mallopt is not None:
             mallopt(_M_ARENA_MAX, 1)
 
 
-def variables() -> dict[str, str]:
+def arena_variables() -> dict[str, str]:
     """The same for processes that are started with these variables."""
-    return {_VARIABLE: "1"} if _limited() else {}
+    return {_VARIABLE: "1"} if _is_address_space_limited() else {}
 
 
-def _limited() -> bool:
+def _is_address_space_limited() -> bool:
     if sys.platform != "linux":
         return False
     import resource

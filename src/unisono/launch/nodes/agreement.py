@@ -18,24 +18,28 @@ from typing import Any
 from unisono.checkpoint.core import provenance
 from unisono.config.schema.run import RunConfig
 from unisono.launch.nodes import network
-from unisono.launch.nodes.tcp_rendezvous import Meeting
+from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
 from unisono.runtime.communicator import Node
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
 
 TOKEN = "nodes.token"  # in the run's folder while it starts: a number that only this start can know
-_OWN = ("launch.node_rank", "launch.interface", "run.name")  # keys that each node has for itself; node 0 names the run
+_PER_NODE_KEYS = (
+    "launch.node_rank",
+    "launch.interface",
+    "run.name",
+)  # keys that each node has for itself; node 0 names the run
 _PATIENCE = 10.0  # seconds in which a network file system shows what another host has written
-_REACH = 5.0  # seconds for a connection between two nodes
+_CONNECT_TIMEOUT = 5.0  # seconds for a connection between two nodes
 
 
-def agree(meeting: Meeting, config: RunConfig, opened: ExitStack) -> Node:
+def agree_on_node(meeting: NodeCommunicator, config: RunConfig, stack: ExitStack) -> Node:
     """Compare what the nodes were given, choose interfaces, and see that every node reaches every other.
 
     Args:
         meeting: of all nodes.
         config: concrete, of this node; its task has been imported.
-        opened: what this node holds while the processes run: the port of the address, for rank 0.
+        stack: what this node holds while the processes run: the port of the address, for rank 0.
 
     Returns:
         This node, with the address at which all processes will meet.
@@ -43,34 +47,34 @@ def agree(meeting: Meeting, config: RunConfig, opened: ExitStack) -> Node:
     Raises:
         RunError: naming two nodes and what they differ in, or two that cannot reach each other.
     """
-    provenance.agree(meeting, provenance.given(config, _OWN), "node")
-    return _connected(meeting, config, opened)
+    provenance.check_agreement(meeting, provenance.shared_inputs(config, _PER_NODE_KEYS), "node")
+    return _connect_nodes(meeting, config, stack)
 
 
-def _connected(meeting: Meeting, config: RunConfig, opened: ExitStack) -> Node:
+def _connect_nodes(meeting: NodeCommunicator, config: RunConfig, stack: ExitStack) -> Node:
     """This node with its interface, after every node has reached every other by theirs."""
     assert config.launch.rendezvous is not None
-    asked, (host, port) = config.launch.interface, network.rendezvous(config.launch.rendezvous)
+    asked, (host, port) = config.launch.interface, network.parse_rendezvous(config.launch.rendezvous)
 
     def choose() -> tuple[str, str] | None:  # node 0 cannot ask which way leads to itself: its name may mean 127.0.1.1
-        return network.choose(asked, host, port) if meeting.rank else None
+        return network.choose_interface(asked, host, port) if meeting.rank else None
 
-    others = meeting.everywhere(choose, "the interfaces of all nodes")
+    others = meeting.run_on_all_nodes(choose, "the interfaces of all nodes")
     with ExitStack() as listeners:
 
         def listen() -> dict[str, Any]:
-            name, address = others[meeting.rank] or network.choose(asked, others[1][1], port)
-            listener = listeners.enter_context(_listener(address, meeting.size))
-            kept = opened.enter_context(network.reserved(address))
+            name, address = others[meeting.rank] or network.choose_interface(asked, others[1][1], port)
+            listener = listeners.enter_context(_open_listener(address, meeting.size))
+            kept = stack.enter_context(network.reserve_port(address))
             ports = [each.getsockname()[1] for each in (listener, kept)]
             return {"interface": name, "address": address, "ports": ports}
 
-        nodes = meeting.everywhere(listen, "the addresses of all nodes")
-        meeting.everywhere(lambda: _reach(nodes, meeting.rank), "all nodes to reach each other")
+        nodes = meeting.run_on_all_nodes(listen, "the addresses of all nodes")
+        meeting.run_on_all_nodes(lambda: _reach_all_nodes(nodes, meeting.rank), "all nodes to reach each other")
     return Node(meeting.rank, meeting.size, nodes[0]["address"], nodes[0]["ports"][1], nodes[meeting.rank]["interface"])
 
 
-def _listener(address: str, size: int) -> socket.socket:
+def _open_listener(address: str, size: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -78,11 +82,13 @@ def _listener(address: str, size: int) -> socket.socket:
         listener.listen(size)
     except OSError as error:
         listener.close()
-        raise RunError(f"this node cannot be reached at {address}: {error.strerror}; name another interface") from error
+        raise RunError(
+            f"this node cannot listen at {address}: {error.strerror}; set launch.interface to another interface"
+        ) from error
     return listener
 
 
-def _reach(nodes: list[dict[str, Any]], mine: int) -> None:
+def _reach_all_nodes(nodes: list[dict[str, Any]], mine: int) -> None:
     """Connect to every other node once; the kernel there answers.
 
     Raises:
@@ -92,40 +98,42 @@ def _reach(nodes: list[dict[str, Any]], mine: int) -> None:
     for rank, node in enumerate(nodes):
         try:
             if rank != mine:
-                socket.create_connection((node["address"], node["ports"][0]), _REACH, (here["address"], 0)).close()
+                socket.create_connection(
+                    (node["address"], node["ports"][0]), _CONNECT_TIMEOUT, (here["address"], 0)
+                ).close()
         except OSError as error:
             raise RunError(
                 f"node {mine} ({here['interface']}, {here['address']}) cannot reach node {rank} ({node['interface']}, "
-                f"{node['address']}): {error.strerror or 'no answer'}. Name interfaces that lead to each other by "
-                "launch.interface, on each node its own, and let the firewall pass all ports between the nodes"
+                f"{node['address']}): {error.strerror or 'no answer'}. Set launch.interface on each node to interfaces "
+                "that reach each other, and open all ports between the nodes in the firewall"
             ) from error
 
 
-def mark(path: Path) -> str:
+def write_token(path: Path) -> str:
     """Leave a number in the folder of a run, by which other nodes know that they see the same folder."""
     token = secrets.token_hex(8)
     write_whole(path / TOKEN, token)
     return token
 
 
-def unmark(path: Path, node: Node) -> None:
+def remove_token(path: Path, node: Node) -> None:
     """Take the number away again, once all nodes have seen it."""
     if node.rank == 0:
         (path / TOKEN).unlink(missing_ok=True)
 
 
-def shared(path: Path, token: str) -> None:
+def check_shared_directory(path: Path, token: str) -> None:
     """See that a folder is the one that node 0 has made, and that it can be written to from here.
 
     Raises:
         RunError: if it is not.
     """
     deadline = time.monotonic() + _PATIENCE
-    while not _holds(path / TOKEN, token):
+    while not _has_token(path / TOKEN, token):
         if time.monotonic() > deadline:
-            there = "is another folder here" if path.exists() else "is not here"
+            there = "is a different folder on this node" if path.exists() else "does not exist on this node"
             raise RunError(
-                f"{path}, which node 0 has made for this run, {there}: run.dir must lie on a file system that all "
+                f"{path}, which node 0 created for this run, {there}: run.dir must be on a file system that all "
                 "nodes share, under the same path"
             )
         time.sleep(0.2)
@@ -139,7 +147,7 @@ def shared(path: Path, token: str) -> None:
         ) from error
 
 
-def _holds(path: Path, token: str) -> bool:
+def _has_token(path: Path, token: str) -> bool:
     with suppress(OSError):
         list(path.parent.parent.iterdir())  # makes a network file system ask again what is there
         return path.read_text(encoding="utf-8") == token

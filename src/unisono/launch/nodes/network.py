@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from unisono.runtime.communicator import SHARES_PORT
+from unisono.runtime.communicator import REUSE_PORT_OPTION
 from unisono.runtime.errors import ConfigError, nearest
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -50,12 +50,12 @@ def interfaces() -> list[Interface]:
     ]
 
 
-def described(found: list[Interface]) -> str:
+def format_interfaces(found: list[Interface]) -> str:
     """Interfaces in one line, e.g. `lo 127.0.0.1, eth0 10.0.0.1 (down)`."""
     return ", ".join(f"{i.name} {i.addresses[0] if i.addresses else '-'}{'' if i.up else ' (down)'}" for i in found)
 
 
-def rendezvous(text: str) -> tuple[str, int]:
+def parse_rendezvous(text: str) -> tuple[str, int]:
     """Host and port of `host:port`; an IPv6 address stands in brackets.
 
     Raises:
@@ -67,35 +67,35 @@ def rendezvous(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536) or (":" in host and host[0] != "["):
         raise ConfigError(
-            f"launch.rendezvous={text}: give the address of node 0 and a free port of it, as in 10.0.0.1:29400 "
+            f"launch.rendezvous={text}: write the address of node 0 and a free port on it, as in 10.0.0.1:29400 "
             "(an IPv6 address in brackets)"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def loopback() -> str:
+def find_loopback() -> str:
     """The address at which this host's own processes meet: 127.0.0.1, or ::1 where the loopback has no other.
 
     Raises:
         ConfigError: if it has neither, as where the loopback is down.
     """
     for address in ("127.0.0.1", "::1"):
-        with suppress(OSError), reserved(address):
+        with suppress(OSError), reserve_port(address):
             return address
     raise ConfigError(
-        "this host has no address of its own, neither 127.0.0.1 nor ::1, at which its processes could meet: "
-        f"{described(interfaces())}. `ip link set lo up` gives it both"
+        "this host has neither 127.0.0.1 nor ::1, so its processes cannot connect to each other; its interfaces: "
+        f"{format_interfaces(interfaces())}. Run `ip link set lo up`"
     )
 
 
-def reserved(address: str) -> socket.socket:
+def reserve_port(address: str) -> socket.socket:
     """A socket that keeps a free port for rank 0 of the processes that are started next, which alone shares it.
 
     Nobody else gets the port while the socket is open, however long these take until they listen there.
     """
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        held.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+        held.setsockopt(socket.SOL_SOCKET, REUSE_PORT_OPTION, 1)
         held.bind((address, 0))
     except OSError:
         held.close()
@@ -103,7 +103,7 @@ def reserved(address: str) -> socket.socket:
     return held
 
 
-def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+def resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     """The family and the address of a host.
 
     Raises:
@@ -113,29 +113,32 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(
-            f"launch.rendezvous: this host knows no address of {host!r} ({error.strerror}); give the address of node 0"
+            f"launch.rendezvous: cannot resolve the host name {host!r} ({error.strerror}); use the address of node 0"
         ) from error
     return family, str(address[0])
 
 
-def towards(host: str, port: int) -> str:
+def find_own_address(host: str, port: int) -> str:
     """This host's own address on the way to another host, by the kernel's routes; nothing is sent.
 
     Raises:
         ConfigError: if there is no way.
     """
-    family, address = resolve(host, port)
+    family, address = resolve_host(host, port)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
         except OSError as error:
             raise ConfigError(
-                f"this host has no route to {host} ({error.strerror}); its interfaces: {described(interfaces())}"
+                f"this host has no route to {host} ({error.strerror}); its interfaces: "
+                f"{format_interfaces(interfaces())}"
             ) from error
         return str(probe.getsockname()[0])
 
 
-def choose(asked: str | None, host: str, port: int, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+def choose_interface(
+    asked: str | None, host: str, port: int, environment: Mapping[str, str] = os.environ
+) -> tuple[str, str]:
     """The interface by which this node talks to the others, and its address.
 
     Args:
@@ -150,12 +153,12 @@ def choose(asked: str | None, host: str, port: int, environment: Mapping[str, st
     found = interfaces()
     name = asked or environment.get(GLOO)
     if name is None:
-        address = towards(host, port)
+        address = find_own_address(host, port)
         name = next((i.name for i in found if any(a.partition("%")[0] == address for a in i.addresses)), None)
         if name is None:
             raise ConfigError(
-                f"no interface has the address {address}, which leads to {host}; name one by launch.interface: "
-                f"{described(found)}"
+                f"no interface has the address {address}, which leads to {host}; set launch.interface to one of "
+                f"{format_interfaces(found)}"
             )
         return name, address
     key = f"launch.interface={name}" if asked else f"{GLOO}={name}"
@@ -164,7 +167,7 @@ def choose(asked: str | None, host: str, port: int, environment: Mapping[str, st
         raise ConfigError(f"{key}: this host has no such interface, {nearest(name, [i.name for i in found])}")
     if not chosen.up or not chosen.addresses:
         why = "has no address" if chosen.up else "is down"
-        raise ConfigError(f"{key}: this interface {why}; choose another: {described(found)}")
-    family = resolve(host, port)[0]
+        raise ConfigError(f"{key}: this interface {why}; choose another of {format_interfaces(found)}")
+    family = resolve_host(host, port)[0]
     fitting = [a for a in chosen.addresses if (":" in a) == (family == socket.AF_INET6)]
     return name, (fitting or list(chosen.addresses))[0]

@@ -17,15 +17,15 @@ from typing import Any
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 
-_LARGEST = 1 << 12
+_MAX_BYTES = 1 << 12
 
 
-def path_of(folder: Path, about: str) -> Path:
+def secret_path(folder: Path, about: str) -> Path:
     """Where a secret about something lies, e.g. the rendezvous of a job."""
     return folder / f".unisono-{sha256(about.encode()).hexdigest()[:16]}.secret"
 
 
-def leave(path: Path, values: dict[str, Any]) -> None:
+def write_secret(path: Path, values: dict[str, Any]) -> None:
     """Make the file, in place of an earlier one.
 
     Raises:
@@ -39,21 +39,21 @@ def leave(path: Path, values: dict[str, Any]) -> None:
         with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
             if not _is_private(os.fstat(file.fileno())):
                 path.unlink(missing_ok=True)
-                raise RunError(f"{path.parent}: others could read a file that is made there for this user alone")
+                raise RunError(f"{path.parent}: other users could read a file that is created there for this user only")
             file.write(json.dumps(values))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise RunError(f"{path} cannot be made: {error.strerror or error}") from error
+        raise RunError(f"cannot create {path}: {error.strerror or error}") from error
 
 
-def find(path: Path) -> dict[str, Any] | None:
+def read_secret(path: Path) -> dict[str, Any] | None:
     """What the file says; None where there is none, or none that only this user could have made and read."""
     with suppress(OSError, ValueError):
         list(path.parent.iterdir())  # makes a network file system ask again what is there
         with safe_paths.open_inside(path.parent, path.name) as file:
             if _is_private(os.fstat(file.fileno())):
-                found = safe_paths.parse_json(safe_paths.bounded(file, str(path), _LARGEST))
+                found = safe_paths.parse_json(safe_paths.bounded(file, str(path), _MAX_BYTES))
                 return found if isinstance(found, dict) else None
     return None
 

@@ -1,4 +1,4 @@
-"""Processes that this one starts and waits for: forks of a server, or new ones; both look the same from outside.
+"""Child processes that this one starts and waits for: forks of a server, or new processes, behind one interface.
 
 Each leads a session of its own, so that what a terminal sends to this process does not reach it, and ends with this
 process, however that ends (on Linux).
@@ -23,7 +23,7 @@ _PATIENCE = 5.0  # seconds for a process that was killed to be gone
 _TICK = 0.1  # seconds between two looks at processes that are no forks
 
 
-class Children(Protocol):
+class ChildProcesses(Protocol):
     """Processes that were started together.
 
     Attributes:
@@ -34,12 +34,12 @@ class Children(Protocol):
     pids: list[int]
     codes: dict[int, int]
 
-    def look(self, seconds: float) -> None:
+    def wait_for_exit(self, seconds: float) -> None:
         """See which have ended, waiting at most so long for one."""
         ...
 
 
-class Forks:
+class ForkedProcesses:
     """Forks of a server."""
 
     def __init__(
@@ -49,10 +49,10 @@ class Forks:
         self.pids = server.fork(module, arguments, environments)
         self.codes: dict[int, int] = {}
 
-    def look(self, seconds: float) -> None:
+    def wait_for_exit(self, seconds: float) -> None:
         """See which have ended."""
         try:
-            ended = self._server.ended(seconds)
+            ended = self._server.collect_exit_codes(seconds)
         except OSError:  # the kernel has ended them with it
             ended = dict.fromkeys(self.pids, -int(signal.SIGKILL))
         for place, pid in enumerate(self.pids):
@@ -60,7 +60,7 @@ class Forks:
                 self.codes.setdefault(place, ended[pid])
 
 
-class Started:
+class SpawnedProcesses:
     """New processes."""
 
     def __init__(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
@@ -72,7 +72,7 @@ class Started:
         self.pids = [process.pid for process in self._processes]
         self.codes: dict[int, int] = {}
 
-    def look(self, seconds: float) -> None:
+    def wait_for_exit(self, seconds: float) -> None:
         """See which have ended."""
         deadline = time.monotonic() + seconds
         while True:
@@ -85,9 +85,9 @@ class Started:
             time.sleep(min(_TICK, left))
 
 
-def start(
+def start_children(
     server: ForkServer | None, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
-) -> Children:
+) -> ChildProcesses:
     """Start a process for each environment, which runs a module with these arguments.
 
     Args:
@@ -97,11 +97,11 @@ def start(
         environments: of the processes.
     """
     if server is not None and server.ready:
-        return Forks(server, module, arguments, environments)
-    return Started(module, arguments, environments)
+        return ForkedProcesses(server, module, arguments, environments)
+    return SpawnedProcesses(module, arguments, environments)
 
 
-def wait(children: Children, signals: Sequence[int]) -> dict[int, int]:
+def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[int, int]:
     """Wait until all have ended, or one has failed; the others are then ended, too.
 
     Args:
@@ -114,19 +114,19 @@ def wait(children: Children, signals: Sequence[int]) -> dict[int, int]:
     Raises:
         KeyboardInterrupt: after all have ended, if one of the signals has come.
     """
-    with _noting(signals) as received:
+    with _collect_signals(signals) as received:
         try:
             while len(children.codes) < len(children.pids) and not any(children.codes.values()) and not received:
-                children.look(_TICK)
+                children.wait_for_exit(_TICK)
         finally:
             if len(children.codes) < len(children.pids):
-                end(children, received[0] if received else signal.SIGTERM)
+                end_children(children, received[0] if received else signal.SIGTERM)
     if received:
         raise KeyboardInterrupt
     return children.codes
 
 
-def end(children: Children, number: int = signal.SIGTERM) -> None:
+def end_children(children: ChildProcesses, number: int = signal.SIGTERM) -> None:
     """End those that are left: by a signal, and by force some seconds later."""
     for by, seconds in ((number, _GRACE), (signal.SIGKILL, _PATIENCE)):
         for place, pid in enumerate(children.pids):
@@ -135,11 +135,11 @@ def end(children: Children, number: int = signal.SIGTERM) -> None:
                     os.kill(pid, by)
         deadline = time.monotonic() + seconds
         while len(children.codes) < len(children.pids) and (left := deadline - time.monotonic()) > 0:
-            children.look(min(_TICK, left))
+            children.wait_for_exit(min(_TICK, left))
 
 
 @contextmanager
-def _noting(signals: Sequence[int]) -> Iterator[list[int]]:
+def _collect_signals(signals: Sequence[int]) -> Iterator[list[int]]:
     """While this lasts, these signals are noted and do nothing else; then handlers are as they were."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

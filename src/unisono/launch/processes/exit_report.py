@@ -1,22 +1,20 @@
-"""Which of many faults ended a run: what its processes have reported, what the monitor found, how they have ended."""
+"""Which of many faults ended a run: from what its processes reported, what the monitor found, and their exit codes."""
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.processes.monitor_client import Watch
+from unisono.launch.processes.monitor_client import MonitorClient
 from unisono.runtime.communicator import Node
 from unisono.runtime.errors import DesyncError, LostError, StuckError, UnisonoError
-from unisono.supervise import collective_mismatch, preemption
-from unisono.supervise.hang_detection import death
+from unisono.supervise import collective_mismatch, preemption, records
+from unisono.supervise.hang_detection import describe_death
 
-_FOLLOWS = ("DeadlineError", "Preempted")  # what a rank reports that another one's end may be the reason of
+_CONSEQUENCES = ("DeadlineError", "Preempted")  # what a rank reports that another one's end may be the reason of
 GRACE = 5.0  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
@@ -50,11 +48,13 @@ class LostWorkerError(WorkerError, LostError):
 
 
 class StuckWorkerError(WorkerError, StuckError):
-    """A process did not go on."""
+    """A process made no progress."""
 
 
-def headline(logs: Path, codes: Mapping[int, int], watch: Watch | None = None, node: Node | None = None) -> WorkerError:
-    """The fault to show: a process that died or was stuck, or the first fault that is not a wait in vain for another.
+def select_fault(
+    logs: Path, codes: Mapping[int, int], watch: MonitorClient | None = None, node: Node | None = None
+) -> WorkerError:
+    """The fault to show: a process that died or was stuck, or the first fault that is not a wait that timed out.
 
     Args:
         logs: of the run, with the faults and what the monitors found of all nodes.
@@ -64,72 +64,70 @@ def headline(logs: Path, codes: Mapping[int, int], watch: Watch | None = None, n
     """
     ended = time.time()
     folders = [logs] if watch is None else [logs, watch.directory]
-    faults = [json.loads(path.read_text(encoding="utf-8")) for each in folders for path in each.glob("*.fault.json")]
-    faults.sort(key=lambda fault: (fault["kind"] in _FOLLOWS, fault["time"]))
-    found = _found(logs, watch)
-    told = {fault["rank"] for fault in faults}
+    faults = [fault for each in folders for fault in records.read(each, "*.fault.json", records.Fault)]
+    faults.sort(key=lambda fault: (fault["kind"] in _CONSEQUENCES, fault["time"]))
+    found = _read_finding(logs, watch)
+    reporting = {fault["rank"] for fault in faults}
     ended_with = {rank: code for rank, code in codes.items() if code}
-    silent = {rank: code for rank, code in ended_with.items() if rank not in told}
+    silent = {rank: code for rank, code in ended_with.items() if rank not in reporting}
     # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= GRACE
-    ended_others = {-signal.SIGTERM, preemption.ENDED + signal.SIGTERM}
+    ended_others = {-signal.SIGTERM, preemption.ENDED_BY_SIGNAL + signal.SIGTERM}
     by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
     # Torch's launcher takes exit code 0 for success, however early it comes.
-    early = watch.untold() if watch is not None else []
-    deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in told]
+    early = watch.unfinished_ranks() if watch is not None else []
+    deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in reporting]
     # Where a rank has died, one that has made no step yet takes the launcher's SIGTERM for a preemption.
     if not faults or faults[0]["kind"] == "DeadlineError" or (faults[0]["kind"] == "Preempted" and deaths):
-        if watch is not None and (differ := _explained(logs, watch, node)):
+        if watch is not None and (differ := _describe_mismatch(logs, watch, node)):
             return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
-        if found is not None and found["kind"] == StuckError.__name__:
+        if found is not None and found.get("kind") == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
         # Processes that the monitor ended because another one was gone did not die by themselves.
-        lost = found["rank"] if found is not None else _earliest(deaths, ended_others)
+        lost = found.get("rank") if found is not None else _first_death(deaths, ended_others)
         if lost is not None and watch is not None and lost in codes:
             code = ended_with.get(lost, 0)
-            text = watch.lost(lost, code).text
+            text = watch.record_lost_rank(lost, code).text
             return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
         if found is not None:
             return LostWorkerError(found["text"], LostError.exit_code)
         if lost is not None:
             code = dict(deaths)[lost]
-            text = f"rank {lost} died without a message ({death(code)}); see {logs}"
+            text = f"rank {lost} died without a message ({describe_death(code)}); see {logs}"
             return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
     if not faults:
-        return WorkerError(f"the processes have ended with exit codes {_listed(ended_with)}; see {logs}", 1)
+        return WorkerError(f"the processes ended with exit codes {_format_codes(ended_with)}; see {logs}", 1)
     fault = faults[0]
     if fault["text"].startswith("Traceback"):
-        others = f" ({len(faults) - 1} other processes report a fault too; see {logs})" if len(faults) > 1 else ""
+        more = len(faults) - 1
+        others = f" ({more} other process{'es' * (more > 1)} failed, too; see {logs})" if more else ""
         memory = bool(fault.get("memory"))
         return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"], memory=memory)
     ranks = ", ".join(map(str, sorted(silent)))
-    stuck = f"\nRanks that said nothing until the launcher ended them: {ranks}"
+    stuck = f"\nRanks that did not respond until the launcher stopped them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
     memory = bool(fault.get("memory"))
     return WorkerError(text, fault["code"], fault["fault"], memory=memory, random=fault.get("random"))
 
 
-def _explained(logs: Path, watch: Watch, node: Node | None) -> str | None:
+def _describe_mismatch(logs: Path, watch: MonitorClient, node: Node | None) -> str | None:
     """Whether ranks made different collectives, of this node or of two."""
     if node is None:
-        return collective_mismatch.explain(watch.directory)
-    return collective_mismatch.explain_across(watch.directory, logs, watch.count * node.count)
+        return collective_mismatch.describe_mismatch(watch.directory)
+    return collective_mismatch.describe_mismatch_across_nodes(watch.directory, logs, watch.count * node.count)
 
 
-def _found(logs: Path, watch: Watch | None) -> dict[str, Any] | None:
+def _read_finding(logs: Path, watch: MonitorClient | None) -> dict[str, Any] | None:
     """What the monitor of this node has found, else that of another one."""
-    found = watch.finding() if watch is not None else None
-    for path in sorted(logs.glob("monitor-node-*.json")):
-        with suppress(OSError, ValueError):
-            found = found or json.loads(path.read_text(encoding="utf-8"))
-    return found
+    found = watch.read_finding() if watch is not None else None
+    return found or next(iter(records.read(logs, "monitor-node-*.json", records.Finding)), None)
 
 
-def _earliest(deaths: list[tuple[int, int]], by_launcher: set[int]) -> int | None:
+def _first_death(deaths: list[tuple[int, int]], by_launcher: set[int]) -> int | None:
     """Of processes that died, the one to name: not one that the launcher has ended after another had died."""
     return min(deaths, key=lambda death: death[1] in by_launcher)[0] if deaths else None
 
 
-def _listed(codes: Mapping[int, int]) -> str:
+def _format_codes(codes: Mapping[int, int]) -> str:
     return ", ".join(f"{code} (rank {rank})" for rank, code in sorted(codes.items()))

@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # What every rank imports: the loop and the engine bring torch with them.
-MODULES = (
+PRELOADED_MODULES = (
     "unisono.launch.processes.rank_process",
     "unisono.training.loop",
     "unisono.training.callbacks.build",
     "unisono.engines.torch.engine",
     "torch.distributed.fsdp",
 )
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 is_fork = False  # whether this process is one, which ends with its server already
 
@@ -48,7 +48,7 @@ class ForkServer:
     """A server, from the side of the launcher. A context: its forks end with it.
 
     Args:
-        modules: to import, besides `MODULES`; what cannot be imported is left to the ranks.
+        modules: to import, besides `PRELOADED_MODULES`; what cannot be imported is left to the ranks.
         variables: of the environment of server and ranks, besides those of this process.
     """
 
@@ -56,12 +56,13 @@ class ForkServer:
         here, there = socket.socketpair()
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "unisono.launch.processes.fork_server", f"{there.fileno()}", *MODULES, *modules],
+                [sys.executable, "-m", "unisono.launch.processes.fork_server", f"{there.fileno()}", *PRELOADED_MODULES,
+                *modules],
                 env={**os.environ, **(variables or {})}, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()],
                 start_new_session=True,
             )  # fmt: skip
-        self._channel = Lines(here)
-        self._ended: dict[int, int] = {}
+        self._channel = JsonChannel(here)
+        self._exit_codes: dict[int, int] = {}
         self._ready: bool | None = None
 
     def __enter__(self) -> ForkServer:
@@ -73,6 +74,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all its forks."""
         self._channel.close()  # it ends when nobody is there any more
+        if self._ready is None:  # it is still importing, would only see that afterwards, and has no forks
+            self._process.kill()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -100,16 +103,16 @@ class ForkServer:
         while (answer := self._channel.receive()) is not None:
             if "pids" in answer:
                 return list(answer["pids"])
-            self._ended[answer["pid"]] = answer["code"]
+            self._exit_codes[answer["pid"]] = answer["code"]
         raise OSError("the fork server is gone")
 
-    def ended(self, seconds: float) -> dict[int, int]:
+    def collect_exit_codes(self, seconds: float) -> dict[int, int]:
         """The exit codes of forks that have ended since, as `subprocess` has them; waits so long for the first.
 
         Raises:
             OSError: if the server is gone, and all its forks with it.
         """
-        found, self._ended = self._ended, {}
+        found, self._exit_codes = self._exit_codes, {}
         while self._channel.has_message(0.0 if found else seconds):
             answer = self._channel.receive()
             if answer is None:
@@ -118,7 +121,7 @@ class ForkServer:
         return found
 
 
-class Lines:
+class JsonChannel:
     """JSON messages, one a line, over a socket."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -151,7 +154,7 @@ class Lines:
         self.link.close()
 
 
-def die_with(parent: int | None) -> None:
+def die_with_process(parent: int | None) -> None:
     """Ask the kernel to end this process with its parent (on Linux); at once if that is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -170,15 +173,15 @@ def can_fork() -> bool:
 def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
     """Entry of the server."""
     sys.modules["unisono.launch.processes.fork_server"] = sys.modules["__main__"]  # one module, whoever imports it
-    die_with(None)
-    for number in _SIGNALS:  # they are meant for the ranks and the launcher
+    die_with_process(None)
+    for number in _IGNORED_SIGNALS:  # they are meant for the ranks and the launcher
         signal.signal(number, signal.SIG_IGN)
-    channel = Lines(socket.socket(fileno=descriptor))
+    channel = JsonChannel(socket.socket(fileno=descriptor))
     for module in modules:
         with suppress(ImportError):  # a rank says so, if it needs it
             importlib.import_module(module)
     ready = threading.active_count() == 1 and not _has_opened_a_device()
-    _send(channel, {"ready": ready})
+    _send_or_exit(channel, {"ready": ready})
     gc.collect()
     gc.freeze()  # a collection in a fork need not touch, and so copy, what all share
     wakeup, signalled = socket.socketpair()
@@ -192,7 +195,7 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
         if wakeup in asked:
             with suppress(BlockingIOError):
                 wakeup.recv(4096)
-            _report(channel, children)
+            _report_exits(channel, children)
         if channel.link in asked:
             order = channel.receive()
             if order is None:  # the launcher is gone, or has no more work
@@ -201,12 +204,12 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
                         os.kill(child, signal.SIGKILL)
                 os._exit(0)
             sockets = (channel.link, wakeup, signalled)
-            pids = [_forked(order, environment, sockets) for environment in order["environments"]]
+            pids = [_fork(order, environment, sockets) for environment in order["environments"]]
             children.update(pids)
-            _send(channel, {"pids": pids})
+            _send_or_exit(channel, {"pids": pids})
 
 
-def _report(channel: Lines, children: set[int]) -> None:
+def _report_exits(channel: JsonChannel, children: set[int]) -> None:
     """Say which children have ended, and how."""
     while children:
         try:
@@ -216,17 +219,17 @@ def _report(channel: Lines, children: set[int]) -> None:
         if not pid:
             return
         children.discard(pid)
-        _send(channel, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        _send_or_exit(channel, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _send(channel: Lines, message: Any) -> None:
+def _send_or_exit(channel: JsonChannel, message: Any) -> None:
     try:
         channel.send(message)
     except OSError:  # the launcher is gone
         os._exit(0)
 
 
-def _forked(order: Mapping[str, Any], environment: Mapping[str, str], sockets: Sequence[socket.socket]) -> int:
+def _fork(order: Mapping[str, Any], environment: Mapping[str, str], sockets: Sequence[socket.socket]) -> int:
     """The number of a fork that does what was ordered."""
     server = os.getpid()
     with warnings.catch_warnings():
@@ -236,14 +239,14 @@ def _forked(order: Mapping[str, Any], environment: Mapping[str, str], sockets: S
         return pid
     code = 1
     try:
-        die_with(server)
+        die_with_process(server)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (*_SIGNALS, signal.SIGCHLD):
+        for number in (*_IGNORED_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for one in sockets:
             os.close(one.detach())
-        _become(order, environment)
+        _apply_environment(order, environment)
         folder, *more = order["arguments"]
         importlib.import_module(order["module"]).main(Path(folder), *more)
         code = 0
@@ -258,7 +261,7 @@ def _forked(order: Mapping[str, Any], environment: Mapping[str, str], sockets: S
         os._exit(code)
 
 
-def _become(order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+def _apply_environment(order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     """Be a process that was started with this environment, and that people find by its name."""
     global is_fork
     is_fork = True

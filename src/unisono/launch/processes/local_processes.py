@@ -21,29 +21,32 @@ from unisono.launch import cluster
 from unisono.launch.host import malloc_arenas
 from unisono.launch.nodes import network
 from unisono.launch.processes import children, fork_server
-from unisono.launch.processes.children import Children
+from unisono.launch.processes.children import ChildProcesses
 from unisono.launch.processes.exit_report import LostWorkerError as LostWorkerError
 from unisono.launch.processes.exit_report import StuckWorkerError as StuckWorkerError
 from unisono.launch.processes.exit_report import WorkerError as WorkerError
-from unisono.launch.processes.exit_report import headline
+from unisono.launch.processes.exit_report import select_fault
 from unisono.launch.processes.fork_server import ForkServer
-from unisono.launch.processes.monitor_client import Watch, memory_folder, watching
+from unisono.launch.processes.monitor_client import MonitorClient, build_client, make_memory_directory
 from unisono.runtime import heartbeat
 from unisono.runtime.authenticated_line import TOKEN
-from unisono.runtime.communicator import STORE, Node
+from unisono.runtime.communicator import STORE_VARIABLE, Node
 from unisono.runtime.errors import LostError, Preempted
 from unisono.supervise import preemption
 
-TRAINS = "unisono.launch.processes.rank_process"
+TRAINING_MODULE = "unisono.launch.processes.rank_process"
 _HANGUPS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-INTERRUPTS = (signal.SIGINT, *_HANGUPS)  # that end all processes; SIGTERM is a preemption, which they answer themselves
+INTERRUPT_SIGNALS = (
+    signal.SIGINT,
+    *_HANGUPS,
+)  # that end all processes; SIGTERM is a preemption, which they answer themselves
 
 
 def launch(
     config: RunConfig,
     folder: Path,
     threads: int,
-    module: str = TRAINS,
+    module: str = TRAINING_MODULE,
     node: Node | None = None,
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
@@ -69,25 +72,29 @@ def launch(
     count = config.layout.world_size // (node.count if node else 1)
     first = node.rank * count if node else 0
     watch = (
-        watching(config, folder, range(first, first + count), node.rank if node else 0) if module == TRAINS else None
+        build_client(config, folder, range(first, first + count), node.rank if node else 0)
+        if module == TRAINING_MODULE
+        else None
     )
-    started: list[Children] = []
+    started: list[ChildProcesses] = []
     with (
-        preemption.passed_on(lambda: _living(started), lambda: _kill(started), config.launch.preempt_deadline) as asked,
+        preemption.forward_signals(
+            lambda: _living_pids(started), lambda: _kill_all(started), config.launch.preempt_deadline
+        ) as asked,
         watch or nullcontext(),
     ):
         try:
-            processes(
-                module, folder, count, threads, config.recipe, loopback, node, watch, INTERRUPTS,
+            run_processes(
+                module, folder, count, threads, config.recipe, loopback, node, watch, INTERRUPT_SIGNALS,
                 arguments=arguments, server=server, started=started, authenticated=config.layout.engine == "jax",
             )  # fmt: skip
         except WorkerError as error:
             if asked() and error.by_signal:  # before they could hear it, or long after their deadline
-                raise _preempted(folder) from None
+                raise _preempted_error(folder) from None
             raise
 
 
-def processes(
+def run_processes(
     module: str,
     folder: Path,
     count: int,
@@ -95,12 +102,12 @@ def processes(
     reference: str,
     loopback: bool,
     node: Node | None = None,
-    watch: Watch | None = None,
-    signals: Sequence[int] = (signal.SIGTERM, *INTERRUPTS),
+    watch: MonitorClient | None = None,
+    signals: Sequence[int] = (signal.SIGTERM, *INTERRUPT_SIGNALS),
     ours: bool = True,
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
-    started: list[Children] | None = None,
+    started: list[ChildProcesses] | None = None,
     authenticated: bool = False,
 ) -> None:
     """Start processes that each run a module, with a folder as its first argument, and wait for them.
@@ -126,37 +133,37 @@ def processes(
         WorkerError: with the text and the exit code of the first fault.
         KeyboardInterrupt: after all processes have ended.
     """
-    with ExitStack() as opened:
-        address = network.loopback() if node is None else ""
+    with ExitStack() as stack:
+        address = network.find_loopback() if node is None else ""
         if node is None:
-            forget(folder)
-            kept = opened.enter_context(network.reserved(address))
+            remove_old_faults(folder)
+            kept = stack.enter_context(network.reserve_port(address))
             meet_at = address, kept.getsockname()[1]
             if not ours:
                 kept.close()
         else:
             meet_at = node.host, node.port
-        common = {**variables(threads, reference), **_addresses(meet_at, loopback, node)}
+        common = {**process_variables(threads, reference), **_address_variables(meet_at, loopback, node)}
         if watch is not None:
-            common[heartbeat.VARIABLE] = str(watch.directory)
+            common[heartbeat.DIRECTORY_VARIABLE] = str(watch.directory)
         if node is None and ours:
-            private = watch.directory if watch is not None else opened.enter_context(_private_folder())
-            common[STORE] = str(private / "store")
+            private = watch.directory if watch is not None else stack.enter_context(_private_directory())
+            common[STORE_VARIABLE] = str(private / "store")
         if authenticated and node is None:  # nodes have a token of their own, or none
             common[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
         ranks = range(node.rank * count if node else 0, (node.rank + 1) * count if node else count)
-        environments = [{**os.environ, **common, **_place(rank, ranks, node)} for rank in ranks]
-        begun = children.start(server, module, [str(folder), *arguments], environments)
+        environments = [{**os.environ, **common, **_rank_variables(rank, ranks, node)} for rank in ranks]
+        begun = children.start_children(server, module, [str(folder), *arguments], environments)
         if started is not None:
             started[:] = [begun]
-        codes = {ranks[place]: code for place, code in children.wait(begun, signals).items()}
+        codes = {ranks[place]: code for place, code in children.wait_for_children(begun, signals).items()}
     if any(codes.values()):
-        raise headline(folder / "logs", codes, watch, node)
-    if watch is not None and (untold := watch.untold()):
-        raise LostWorkerError(watch.lost(untold[0], 0).text, LostError.exit_code)
+        raise select_fault(folder / "logs", codes, watch, node)
+    if watch is not None and (untold := watch.unfinished_ranks()):
+        raise LostWorkerError(watch.record_lost_rank(untold[0], 0).text, LostError.exit_code)
 
 
-def variables(threads: int, reference: str) -> dict[str, str]:
+def process_variables(threads: int, reference: str) -> dict[str, str]:
     """What the environment of processes says besides that of this one, wherever the user has not.
 
     Args:
@@ -166,14 +173,14 @@ def variables(threads: int, reference: str) -> dict[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **malloc_arenas.variables(),
+        **malloc_arenas.arena_variables(),
     }
     chosen = {name: value for name, value in defaults.items() if name not in os.environ}
     return {**chosen, "PYTHONPATH": _import_path(reference)}
 
 
 @contextmanager
-def forking(
+def open_fork_server(
     count: int, threads: int, reference: str, modules: Sequence[str] = (), engine: str = "torch"
 ) -> Iterator[ForkServer | None]:
     """A server for the processes of a run, where they may be forks; it begins to import at once.
@@ -188,11 +195,11 @@ def forking(
     if count < 1 or engine != "torch" or not fork_server.can_fork():
         yield None
         return
-    with ForkServer(modules, variables(threads, reference)) as server:
+    with ForkServer(modules, process_variables(threads, reference)) as server:
         yield server
 
 
-def forget(folder: Path) -> None:
+def remove_old_faults(folder: Path) -> None:
     """Remove what the faults of an earlier start have left in a run's folder."""
     (folder / "logs").mkdir(exist_ok=True)
     for pattern in ("*.fault.json", "monitor-node-*.json", "*.calls"):
@@ -201,7 +208,7 @@ def forget(folder: Path) -> None:
 
 
 @contextmanager
-def variables_set(changes: Mapping[str, str]) -> Iterator[None]:
+def environment_changed(changes: Mapping[str, str]) -> Iterator[None]:
     """This process's environment changed for the processes that it starts, and then as it was."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -216,16 +223,16 @@ def variables_set(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _private_folder() -> Iterator[Path]:
+def _private_directory() -> Iterator[Path]:
     """A folder in shared memory that this user alone may enter, for a while."""
-    folder = memory_folder()
+    folder = make_memory_directory()
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _place(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
+def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
     """The variables by which a process, and the libraries in it, know which one it is; as torchrun sets them."""
     here, nodes, number = len(ranks), node.count if node else 1, node.rank if node else 0
     run_id = f"unisono-{os.getpid()}"
@@ -234,11 +241,11 @@ def _place(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
         "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": here * nodes,
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
     }  # fmt: skip
-    texts = {cluster.OURS: run_id, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    texts = {cluster.RUN_ID_VARIABLE: run_id, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return {**{name: str(value) for name, value in numbers.items()}, **texts}
 
 
-def _addresses(meet_at: tuple[str, int], loopback: bool, node: Node | None) -> dict[str, str]:
+def _address_variables(meet_at: tuple[str, int], loopback: bool, node: Node | None) -> dict[str, str]:
     """Where the processes meet, and by which interface they talk."""
     found = {"MASTER_ADDR": meet_at[0], "MASTER_PORT": str(meet_at[1])}
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
@@ -259,19 +266,19 @@ def _import_path(reference: str) -> str:
     return os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH")]))
 
 
-def _living(started: Sequence[Children]) -> list[int]:
+def _living_pids(started: Sequence[ChildProcesses]) -> list[int]:
     """The numbers of processes that have not ended, as far as this one knows."""
     return [pid for each in started for place, pid in enumerate(each.pids) if place not in each.codes]
 
 
-def _kill(started: Sequence[Children]) -> None:
-    for number in _living(started):
+def _kill_all(started: Sequence[ChildProcesses]) -> None:
+    for number in _living_pids(started):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
 
 
-def _preempted(folder: Path) -> Preempted:
+def _preempted_error(folder: Path) -> Preempted:
     """The error of a run whose processes were ended before they could answer."""
-    newest = [int(path.name.rpartition("-")[2]) for path in commit.find(folder / "checkpoints")[-1:]]
-    kept = f"the newest checkpoint is that of step {newest[0]}" if newest else "there is no checkpoint yet"
+    newest = [int(path.name.rpartition("-")[2]) for path in commit.find_checkpoints(folder / "checkpoints")[-1:]]
+    kept = f"the newest checkpoint is from step {newest[0]}" if newest else "there is no checkpoint yet"
     return Preempted(f"preempted before the processes could save; {kept}")

@@ -23,38 +23,40 @@ from typing import IO, Any
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.console import say
 from unisono.runtime.errors import DesyncError, LostError, StuckError
+from unisono.runtime.files import own_folder
 from unisono.supervise import fault_injection, hang_detection, identity, monitor, processes
-from unisono.supervise.hang_detection import Finding, Seen
+from unisono.supervise.hang_detection import MonitorFinding, RankStatus
 from unisono.supervise.monitor import Specification
 
 _PATIENCE = 10.0  # seconds for a monitor to end when it is told to; it may be busy killing
-_AGAIN = 3  # times that a monitor that died is started again
-_FOUND = (LostError.exit_code, StuckError.exit_code, DesyncError.exit_code)
+_MAX_RESTARTS = 3  # times that a monitor that died is started again
+_FINDING_CODES = (LostError.exit_code, StuckError.exit_code, DesyncError.exit_code)
 
 
-class Watch:
+class MonitorClient:
     """A monitor of processes that this one starts.
 
     Attributes:
-        directory: where the processes are to tell what they are at.
+        directory: where the processes write their heartbeats.
         count: of the ranks of this node.
     """
 
     def __init__(self, config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> None:
-        self.directory = memory_folder()
+        self.directory = make_memory_directory()
         self._folder, self._ranks, self._node = folder.resolve(), list(ranks), node
         self.count = len(self._ranks)
-        self._specification = _specification(config, self.directory, self._folder, ranks, node)
-        self._killed = processes.killed_for_memory()
+        self._specification = _build_specification(config, self.directory, self._folder, ranks, node)
+        self._killed = processes.count_oom_kills()
         self._closing = threading.Event()
         self._input: IO[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, name="unisono-monitor", daemon=True)
+        self._thread = threading.Thread(target=self._keep_running, name="unisono-monitor", daemon=True)
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Watch:
-        self._monitor = self._start()
+    def __enter__(self) -> MonitorClient:
+        self._monitor = self._start_monitor()
         self._thread.start()
         return self
 
@@ -71,63 +73,67 @@ class Watch:
             self._monitor.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def finding(self) -> dict[str, Any] | None:
+    def read_finding(self) -> dict[str, Any] | None:
         """Why the monitor has ended the run, if it has; of another node, if they share the folder."""
         with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self.directory / monitor.FINDING).read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads((self.directory / monitor.FINDING_FILE).read_text(encoding="utf-8"))
             return found
         return None
 
-    def lost(self, rank: int, code: int | None) -> Finding:
+    def record_lost_rank(self, rank: int, code: int | None) -> MonitorFinding:
         """The finding about a rank that died, with an exit code as `subprocess` tells it; it is recorded too."""
-        found = self.finding() or {}
-        seen = self._seen()
-        memory = processes.killed_for_memory() > self._killed
+        found = self.read_finding() or {}
+        seen = self._read_ranks()
+        memory = processes.count_oom_kills() > self._killed
         record = seen[rank].record if rank in seen else None
-        finding = hang_detection.lost(rank, record, seen, platform.node(), code, memory)
+        finding = hang_detection.describe_lost(rank, record, seen, platform.node(), code, memory)
         with suppress(OSError):
-            path = monitor.record_of(self._folder, self._node)
-            monitor.write(path, finding, self._node, str(found.get("stacks", "")))
+            path = monitor.finding_path(self._folder, self._node)
+            monitor.write_finding(path, finding, self._node, str(found.get("stacks", "")))
         return finding
 
-    def untold(self) -> list[int]:
+    def unfinished_ranks(self) -> list[int]:
         """Ranks that did not say that they have finished."""
-        seen = self._seen()
-        return [rank for rank in self._ranks if rank not in seen or seen[rank].here]
+        seen = self._read_ranks()
+        return [rank for rank in self._ranks if rank not in seen or seen[rank].is_active]
 
-    def _seen(self) -> dict[int, Seen]:
+    def _read_ranks(self) -> dict[int, RankStatus]:
         now = time.monotonic()
-        records = {rank: heartbeat.read(heartbeat.file_of(self.directory, rank)) for rank in self._ranks}
-        return {rank: Seen(told, "Z", now - told.since / 1e9) for rank, told in records.items() if told is not None}
+        records = {rank: heartbeat.read_record(heartbeat.heartbeat_path(self.directory, rank)) for rank in self._ranks}
+        return {
+            rank: RankStatus(values, "Z", now - values.since / 1e9)
+            for rank, values in records.items()
+            if values is not None
+        }
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        return _started(self._specification, held=True)
+    def _start_monitor(self) -> subprocess.Popen[bytes] | None:
+        return _spawn_monitor(self._specification, held=True)
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
         """Start the monitor again if it dies."""
-        for left in reversed(range(_AGAIN + 1)):
+        for left in reversed(range(_MAX_RESTARTS + 1)):
             if self._monitor is None:
                 return
             code = self._monitor.wait()
             with self._lock:
-                if self._closing.is_set() or code in (0, *_FOUND):
+                if self._closing.is_set() or code in (0, *_FINDING_CODES):
                     return
-                how = hang_detection.death(code)
-                then = "Another one was started" if left else "The run goes on without one (launch.timeout remains)"
-                print(  # noqa: T201
-                    f"unisono: WARNING: the monitor (process {self._monitor.pid}) is gone: {how}. {then}",
-                    file=sys.stderr, flush=True,
+                how = hang_detection.describe_death(code)
+                then = "It was restarted" if left else "The run continues without one (launch.timeout still applies)"
+                say(
+                    f"unisono: WARNING: the monitor (process {self._monitor.pid}) died: {how}. {then}",
+                    error=True,
                 )  # fmt: skip
-                self._monitor = self._start() if left else None
+                self._monitor = self._start_monitor() if left else None
 
 
-def watching(config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> Watch | None:
+def build_client(config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> MonitorClient | None:
     """The monitor that a configuration asks for, if this system can have one."""
-    return Watch(config, folder, ranks, node) if config.launch.monitor and sys.platform == "linux" else None
+    return MonitorClient(config, folder, ranks, node) if config.launch.monitor and sys.platform == "linux" else None
 
 
 @contextmanager
-def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Iterator[None]:
+def monitor_rank(config: RunConfig, folder: Path, place: ProcessInfo, group: Communicator) -> Iterator[None]:
     """Be watched, as one of the processes that torchrun or srun started; the first one of each node starts the monitor.
 
     Raises:
@@ -137,25 +143,25 @@ def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Itera
         fault_injection.install(place.rank)
         yield
         return
-    key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), identity.machine()]
-    directory = str(memory_folder()) if place.local_rank == 0 and sys.platform == "linux" else None
-    told = group.gather([key, directory], "where to tell the monitor what they are at")
-    of_node = [rank for rank, (theirs, _) in enumerate(told) if theirs == key]
-    here = next((told[rank][1] for rank in of_node if told[rank][1]), None)
+    key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), identity.machine_id()]
+    directory = str(make_memory_directory()) if place.local_rank == 0 and sys.platform == "linux" else None
+    values = group.gather([key, directory], "where to tell the monitor what they are at")
+    of_node = [rank for rank, (theirs, _) in enumerate(values) if theirs == key]
+    here = next((values[rank][1] for rank in of_node if values[rank][1]), None)
     if here is None or not Path(here).is_dir():
         fault_injection.install(place.rank)
         yield
         return
     heartbeat.start(here, place.rank)
     fault_injection.install(place.rank)
-    nodes = list(dict.fromkeys(json.dumps(theirs) for theirs, _ in told))
+    nodes = list(dict.fromkeys(json.dumps(theirs) for theirs, _ in values))
     if directory is not None:
         torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        specification = _specification(
+        specification = _build_specification(
             config, Path(directory), folder.resolve(), of_node, nodes.index(json.dumps(key)), len(nodes),
             agent=os.getppid() if torchrun else None,
         )  # fmt: skip
-        _started(specification, held=False)
+        _spawn_monitor(specification, held=False)
     try:
         yield
     except BaseException as error:
@@ -164,7 +170,7 @@ def joined(config: RunConfig, folder: Path, place: Place, group: Group) -> Itera
     heartbeat.stop()
 
 
-def _specification(
+def _build_specification(
     config: RunConfig,
     directory: Path,
     folder: Path,
@@ -181,28 +187,28 @@ def _specification(
     )
 
 
-def _started(specification: Specification, held: bool) -> subprocess.Popen[bytes] | None:
+def _spawn_monitor(specification: Specification, held: bool) -> subprocess.Popen[bytes] | None:
     """A monitor in a session of its own, so that what is meant for the processes does not reach it."""
-    told = json.dumps({**asdict(specification), "held": held})
+    values = json.dumps({**asdict(specification), "held": held})
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "unisono.supervise.monitor", told], env=_environment(os.environ), cwd="/",
+            [sys.executable, "-m", "unisono.supervise.monitor", values], env=_monitor_environment(os.environ), cwd="/",
             stdin=subprocess.PIPE if held else subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        print(f"unisono: WARNING: no monitor could be started ({error}); the run goes on", file=sys.stderr)  # noqa: T201
+        say(f"unisono: WARNING: the monitor could not be started ({error}); the run continues without", error=True)
         return None
 
 
-def _environment(mine: Mapping[str, str]) -> dict[str, str]:
+def _monitor_environment(mine: Mapping[str, str]) -> dict[str, str]:
     """This process's environment for one that works elsewhere: where this package is found, it is found there too."""
     package = str(Path(heartbeat.__file__).resolve().parents[2])
     paths = [str(Path(path).resolve()) for path in mine.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**mine, "PYTHONPATH": os.pathsep.join([package, *paths])}
 
 
-def memory_folder() -> Path:
+def make_memory_directory() -> Path:
     """A fresh folder in shared memory, which this user alone may enter."""
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
-    return Path(tempfile.mkdtemp(prefix="unisono-", dir=memory if usable else None))
+    return own_folder("unisono-", memory if usable else Path(tempfile.gettempdir()))

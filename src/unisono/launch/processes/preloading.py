@@ -13,10 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.config import recipes, references
+from unisono.runtime.errors import ConfigError
 
-KNOWN = frozenset(
+PRELOADABLE = frozenset(
     """
-    einops h5py matplotlib numba numpy pandas peft PIL safetensors scipy skbio sklearn sympy timm tokenizers tqdm
+    einops h5py matplotlib numba numpy pandas peft PIL safetensors scipy sklearn sympy timm tokenizers tqdm
     torchaudio torchvision transformers
     """.split()  # noqa: SIM905
 )
@@ -25,33 +26,40 @@ KNOWN = frozenset(
 def is_jax(reference: str) -> bool:
     """Whether a task looks as if it were written in JAX, so that nothing of torch need be imported for its processes.
 
-    A guess, which costs time where it is wrong and nothing else: who starts processes asks the layout.
+    A guess, which costs time where it is wrong and nothing else: who starts processes asks the layout. A recipe says
+    it of its first task.
     """
-    libraries = {name.partition(".")[0] for file in _files_of(reference) for name in _imported(file)}
+    if reference in recipes.recipe_names():
+        with suppress(ConfigError):  # reported later, by whoever needs the task
+            return recipes.find_recipe(reference).engine == "jax"
+        return False
+    libraries = {name.partition(".")[0] for file in _task_files(reference) for name in _imported_modules(file)}
     return "jax" in libraries and "torch" not in libraries
 
 
-def modules_of(reference: str) -> list[str]:
+def find_libraries(reference: str) -> list[str]:
     """The libraries that the files of a task import, those in its folder too where that is a package.
 
     Args:
         reference: to the task.
     """
-    found = {name for file in _files_of(reference) for name in _imported(file)}
-    return sorted(name for name in found if name.partition(".")[0] in KNOWN)
+    found = {name for file in _task_files(reference) for name in _imported_modules(file)}
+    return sorted(name for name in found if name.partition(".")[0] in PRELOADABLE)
 
 
-def _files_of(reference: str) -> list[Path]:
+def _task_files(reference: str) -> list[Path]:
     """The file of a task, and those beside it where it lies in a package."""
-    place = (references.located(reference) if reference in recipes.names() else reference).rpartition(":")[0]
-    file = Path(place) if place.endswith(".py") else _file_of(place)
+    place = (references.resolve_reference(reference) if reference in recipes.recipe_names() else reference).rpartition(
+        ":"
+    )[0]
+    file = Path(place) if place.endswith(".py") else _module_file(place)
     if file is None or not file.is_file():
         return []
     packaged = (file.parent / "__init__.py").is_file()
     return sorted(file.parent.glob("*.py")) if packaged else [file]
 
 
-def _file_of(module: str) -> Path | None:
+def _module_file(module: str) -> Path | None:
     """The file of a module, found without importing it; its packages are."""
     with suppress(ImportError, ValueError):
         spec = find_spec(module) if module else None
@@ -60,7 +68,7 @@ def _file_of(module: str) -> Path | None:
     return None
 
 
-def _imported(path: Path) -> Iterator[str]:
+def _imported_modules(path: Path) -> Iterator[str]:
     """The modules that a source file imports where it is imported itself, or in a function."""
     try:
         tree = ast.parse(path.read_bytes())

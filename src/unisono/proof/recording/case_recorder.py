@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -10,30 +12,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.checkpoint.core import commit
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader
+from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.plan import Plan, StreamPlan
-from unisono.data.order.planning import plan_of, source_of
+from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
-from unisono.engines.protocol import Job
+from unisono.engines.protocol import EngineJob
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim import schedules
-from unisono.proof.cases import Case, Proof
-from unisono.proof.recording.recorder import Recorder, content, probe
-from unisono.proof.recording.trace import Facts, StepFacts, Trace, folder_of, write_facts
-from unisono.protocols import cross_sample
-from unisono.runtime.communicator import Group, Place
-from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, UnisonoError
+from unisono.proof import engines, probes
+from unisono.proof.cases import Case, ProofSettings
+from unisono.proof.recording.recorder import Recorder, content_digest, probe_model
+from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, trace_folder, write_facts
+from unisono.proof.user_errors import format_user_error
+from unisono.protocols import cross_sample_mode
+from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, UnisonoError
 from unisono.task import Task
-from unisono.training.parts import held_out_of
+from unisono.training.parts import build_held_out
 
 if TYPE_CHECKING:
     from unisono.proof.recording.lower_precision import LowerPrecision
 
 
-def record(
-    task: Task, config: RunConfig, process: Place, communicator: Group, case: Case, proof: Proof, root: Path
+def record_case(
+    task: Task,
+    config: RunConfig,
+    process: ProcessInfo,
+    communicator: Communicator,
+    case: Case,
+    proof: ProofSettings,
+    root: Path,
 ) -> None:
     """Run a case and write its trace; an error of the run is part of it.
 
@@ -46,13 +56,13 @@ def record(
         proof: its settings.
         root: a folder per case lies in it.
     """
-    folder = folder_of(root, case.name)
+    folder = trace_folder(root, case.name)
     if process.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     communicator.barrier("the folder of a trace")
-    facts = Facts()
+    facts, began = RunFacts(), time.perf_counter()
     try:
-        run = _Run(task, config, process, communicator, case, proof, root)
+        run = _CaseRun(task, config, process, communicator, case, proof, root)
         with _attention_kernel(case.attention), closing(run):
             run.run(facts)
     except Exception as error:
@@ -60,47 +70,68 @@ def record(
         # else may be one rank's alone, and only a single process can continue after it.
         refused = isinstance(error, UnisonoError) and not (facts.trainable or facts.frozen)
         agreed = isinstance(error, GuardError | NonFiniteError) or getattr(error, "agreed", False)
+        text = format_user_error(error)
         if process.world_size > 1 and not (refused or agreed):
+            if text:
+                raise RunError(f"rank {process.rank}: {text}") from error
             raise
-        facts.fault = f"{type(error).__name__}: {error}"
+        facts.fault, facts.user_error = f"{type(error).__name__}: {error}", text
         facts.called = getattr(error, "fault", "")
+    facts.seconds = time.perf_counter() - began
     if process.is_first:
         write_facts(folder, facts)
     communicator.barrier("a trace")
 
 
-class _Run:
+class _CaseRun:
     """One case on one process, from its first step to its evaluation."""
 
     def __init__(
-        self, task: Task, config: RunConfig, process: Place, communicator: Group, case: Case, proof: Proof, root: Path
+        self,
+        task: Task,
+        config: RunConfig,
+        process: ProcessInfo,
+        communicator: Communicator,
+        case: Case,
+        proof: ProofSettings,
+        root: Path,
     ) -> None:
         self.task, self.config, self.process, self.communicator = task, config, process, communicator
         self.case, self.proof, self.root = case, proof, root
-        self.folder = folder_of(root, case.name)
+        self.folder = trace_folder(root, case.name)
         short = {"global_batch": proof.global_batch, "steps": proof.steps, "epochs": None}
         proved = config.model_copy(update={"train": config.train.model_copy(update=short)})
-        self.source = source_of(task, proved, process.world_size)
-        plan = plan_of(task, self.source, proved, process.world_size)
+        self.source = build_source(task, proved, process.world_size)
+        plan = build_plan(task, self.source, proved, process.world_size)
         self.plan: Plan = replace(plan, length=proof.rows) if isinstance(plan, StreamPlan) else plan
-        whole = config.train.steps or plan_of(task, self.source, config, world_size=1).steps
-        self.scalars = schedules.Scalars(config, max(self.plan.steps, whole))
-        self.split = Split.of(proof.global_batch, process.world_size, case.micro_batch, config.layout.devices_each)
+        whole = config.train.steps or build_plan(task, self.source, config, world_size=1).steps
+        self.scalars = schedules.ScheduledScalars(config, max(self.plan.steps, whole))
+        self.split = BatchSplit.create(
+            proof.global_batch, process.world_size, case.micro_batch, config.layout.devices_each
+        )
         # Which rows a process has, by the number of the rank that usually has them.
         last = process.world_size - 1
-        self.rows_of = replace(process, rank=last - process.rank) if case.reversed else process
-        self.held_out = held_out_of(task, config, self.rows_of, self.split)
+        self.rows_of_rank = replace(process, rank=last - process.rank) if case.reversed else process
+        self.held_out = build_held_out(task, config, self.rows_of_rank, self.split)
         self.first_samples: list[str] | None = None
         self.lower: LowerPrecision | None = None
         self.steps: list[StepFacts] = []
 
-    def open(self, facts: Facts) -> None:
+    def open(self, facts: RunFacts) -> None:
         """Create engine and loader."""
-        self.loader = Loader.of(self.task, self.source, self.plan, self.split, self.rows_of, self.config)
-        job = Job(self.task, self.config, self.process, self.communicator, self.split, self.rows_of.rank, guarded=False)
+        self.loader = Loader.from_config(self.task, self.source, self.plan, self.split, self.rows_of_rank, self.config)
+        job = EngineJob(
+            self.task,
+            self.config,
+            self.process,
+            self.communicator,
+            self.split,
+            self.rows_of_rank.rank,
+            check_updates=False,
+        )
         self.engine = create_engine(job)
         first = next(iter(self.loader.steps()))
-        samples = [content(micro) for micro in first]
+        samples = [content_digest(micro) for micro in first]
         if self.first_samples not in (None, samples):
             facts.unrepeatable = "the first rows came out otherwise when they were read again"
         self.first_samples = samples
@@ -114,13 +145,27 @@ class _Run:
                 view.module, self.case.precision, self.config.run.seed, perturbing=self.case.perturbed > 0
             )
             self.engine.observe(self.lower)
-        self.recorder = Recorder(view, self.communicator, self.folder)
+        case = self.case
+        of_terms = self.process.world_size == 1 and case.precision == "fp64" and not (case.perturbed or case.starts)
+        self.recorder = Recorder(view, self.communicator, self.folder, of_terms)
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1:
             floor = 1e-9 if self.case.precision == "fp64" else 1e-3
-            why, facts.neighbours = probe(view, first[0], self.scalars(0), floor)
-            facts.unrepeatable = facts.unrepeatable or why
+            found = probe_model(view, first[0], self.scalars(0), floor)
+            facts.neighbours, facts.mixed = found.neighbours, found.mixed
+            facts.unrepeatable = facts.unrepeatable or found.unrepeatable
+            if of_terms and not (facts.unrepeatable or facts.neighbours or facts.probed):
+                self._probe(first[0], facts)
+
+    def _probe(self, micro: MicroBatch, facts: RunFacts) -> None:
+        """Try the task's loss by itself; a task that cannot be tried on some of its rows is left untried."""
+        try:
+            found = probes.probe_loss(self.engine.view, self.task, micro, self.scalars(0), 1e-9)
+        except Exception as error:
+            logging.getLogger(__name__).debug("the loss was not tried on some rows: %s", error)
+            return
+        facts.probed, facts.unstable_loss, facts.additivity = True, found.unstable, found.additivity
 
     def close(self) -> None:
         """Release both."""
@@ -131,7 +176,7 @@ class _Run:
         if hasattr(self, "engine"):
             self.engine.close()
 
-    def run(self, facts: Facts) -> None:
+    def run(self, facts: RunFacts) -> None:
         """Every step, with its interruptions; then the evaluation."""
         case, communicator = self.case, self.communicator
         facts.steps = self.steps
@@ -140,8 +185,15 @@ class _Run:
         view = self.engine.view
         if case.perturbed:
             view.perturb(case.perturbed)
+        if case.weights_from:
+            from unisono.engines.jax.view import JaxModelView
+
+            assert isinstance(view, JaxModelView)
+            view.replace(engines.weights(self.root, case, self.config.recipe))
+        elif case.engine:
+            self.recorder.write(engines.BUFFERS, None, view.whole("buffers"))
         self.recorder.write("initial parameters", None, view.whole("parameters"))
-        facts.crosses = cross_sample(self.task) or ""
+        facts.crosses = cross_sample_mode(self.task) or ""
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after
         if case.starts_from:
@@ -150,13 +202,13 @@ class _Run:
         batches = self.loader.steps(first)
         for step in range(first, self.plan.steps):
             micro_batches = next(batches)
-            if step == 0 and [content(micro) for micro in micro_batches] != self.first_samples:
+            if step == 0 and [content_digest(micro) for micro in micro_batches] != self.first_samples:
                 facts.unrepeatable = "the first rows came out otherwise when they were read again"
             self.engine.step(micro_batches, step, self.scalars(step))
             updates = step + 1
             if updates == 1 or updates in self.proof.stops:
                 folder, shards = self.folder / "checkpoints", self.engine.state()
-                commit.save(folder, updates, shards, {"step": updates}, communicator, keep=self.plan.steps)
+                commit.save_checkpoint(folder, updates, shards, {"step": updates}, communicator, keep=self.plan.steps)
             if updates in case.interrupted:
                 self.close()
                 self.open(facts)
@@ -182,29 +234,36 @@ class _Run:
         needed, free = 8 * count * copies, shutil.disk_usage(self.root).free
         if any(self.communicator.gather(needed > free, "whether there is room for the traces")):
             raise ConfigError(
-                f"a run of a model with {count:,} parameters leaves about {needed / 1e9:.1f} GB in {self.root}, which "
-                f"has {free / 1e9:.1f} GB; prove a smaller model (overrides, or Task.shrunk), or set TMPDIR"
+                f"proving a model with {count:,} parameters needs about {needed / 1e9:.1f} GB in {self.root}, which "
+                f"has {free / 1e9:.1f} GB free; prove a smaller model (overrides, or Task.shrunk), or set TMPDIR"
             )
 
     def _load(self, case: str, updates: int) -> None:
         """Load the checkpoint that a case has saved after so many updates."""
-        saved = commit.find(folder_of(self.root, case) / "checkpoints")
-        checkpoint = commit.open_(next(path for path in saved if commit.read(path).step == updates))
+        saved = commit.find_checkpoints(trace_folder(self.root, case) / "checkpoints")
+        checkpoint = commit.open_checkpoint(next(path for path in saved if commit.read_manifest(path).step == updates))
         self.engine.load(checkpoint.reader())
 
-    def _evaluate(self, held_out: HeldOut, facts: Facts) -> None:
+    def _evaluate(self, held_out: HeldOut, facts: RunFacts) -> None:
         engine, steps = self.engine, self.plan.steps
         before = engine.view.digests()
         values = [held_out.evaluate(engine, steps, self.scalars(steps - 1)) for _ in range(2)]
+        digests = {
+            str(micro.rows.tolist()): content_digest(micro)
+            for batches in held_out.batches()
+            for micro in batches
+            if not micro.idle
+        }
         left = [what for what, value in engine.view.digests().items() if value != before[what]]
-        everyone = self.communicator.gather([*values, left], "the evaluation of all ranks")
+        everyone = self.communicator.gather([*values, left, digests], "the evaluation of all ranks")
         facts.evaluation, facts.evaluation_again = [e[0] for e in everyone], [e[1] for e in everyone]
         facts.evaluation_left = sorted({what for e in everyone for what in e[2]})
+        facts.held_out = {rows: digest for e in everyone for rows, digest in e[3].items()}
 
     def _update_as_reference(self) -> None:
         """The reference's second update, from its state and its gradients: what is left is the optimizer alone."""
         reference = self.case.reference
-        gradients = Trace(folder_of(self.root, reference)).tensors("clipped gradients", 1)
+        gradients = Trace(trace_folder(self.root, reference)).tensors("clipped gradients", 1)
         try:
             self._load(reference, 1)
             fits = True

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from unisono.engines.observers import Observer
 from unisono.runtime import rng
 
-_LOWER = {
+_LOWER_DTYPES = {
     "fp64": (torch.float32, torch.float16, torch.bfloat16),
     "fp32": (torch.float16, torch.bfloat16),
     "bf16": (),
@@ -43,7 +43,7 @@ class LowerPrecision(Observer):
     """
 
     def __init__(self, module: Any, precision: str, seed: int, perturbing: bool) -> None:
-        self._mode = _Mode(module, precision, seed, perturbing) if isinstance(module, nn.Module) else None
+        self._mode = _DispatchMode(module, precision, seed, perturbing) if isinstance(module, nn.Module) else None
         self.found: dict[str, str] = {} if self._mode is None else self._mode.found
 
     @property
@@ -56,7 +56,7 @@ class LowerPrecision(Observer):
         return self._mode if name == "passes" else None
 
 
-class _Mode(TorchDispatchMode):
+class _DispatchMode(TorchDispatchMode):
     """Sees every operation; as a context.
 
     Args:
@@ -69,13 +69,13 @@ class _Mode(TorchDispatchMode):
     def __init__(self, model: nn.Module, precision: str, seed: int, perturbing: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {module: name or "the model" for name, module in model.named_modules()}
-        self._dtypes, self._perturbing = _LOWER[precision], perturbing
+        self._dtypes, self._perturbing = _LOWER_DTYPES[precision], perturbing
         self._generator = torch.Generator().manual_seed(rng.key(seed, "lower"))
         self._inside: list[str] = []
         self.found: dict[str, str] = {}
         self.attention = False
 
-    def __enter__(self) -> _Mode:
+    def __enter__(self) -> _DispatchMode:
         self._hooks = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -94,9 +94,9 @@ class _Mode(TorchDispatchMode):
         """Called by torch for every operation while the mode is on."""
         result = func(*args, **(kwargs or {}))
         self.attention |= "scaled_dot_product" in func.name()
-        return tree_map_only(Tensor, self._seen, result) if self._dtypes and not func.is_view else result
+        return tree_map_only(Tensor, self._on_tensor, result) if self._dtypes and not func.is_view else result
 
-    def _seen(self, tensor: Tensor) -> Tensor:
+    def _on_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.dtype not in self._dtypes:
             return tensor
         self.found.setdefault(self._inside[-1] if self._inside else "outside of the model", str(tensor.dtype)[6:])

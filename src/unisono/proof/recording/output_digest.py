@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Sketch = list[float]
 
 
-def sketch(array: Array) -> Sketch:
+def build_sketch(array: Array) -> Sketch:
     """Norm, and products with vectors of random signs."""
     real = np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
     values = real.astype(np.float64).ravel()
@@ -28,12 +28,12 @@ def sketch(array: Array) -> Sketch:
     return [float(np.linalg.norm(values)), *(float(values @ (1.0 - 2.0 * (bits >> k & 1))) for k in range(_SIGNS))]
 
 
-def sketches(arrays: Mapping[str, Array]) -> dict[str, Sketch]:
+def build_sketches(arrays: Mapping[str, Array]) -> dict[str, Sketch]:
     """Of every array by name."""
-    return {name: sketch(array) for name, array in arrays.items()}
+    return {name: build_sketch(array) for name, array in arrays.items()}
 
 
-def distance(mine: Mapping[str, Sketch], reference: Mapping[str, Sketch]) -> tuple[float, str]:
+def sketch_distance(mine: Mapping[str, Sketch], reference: Mapping[str, Sketch]) -> tuple[float, str]:
     """The largest relative difference of two forward passes, and the array that has it."""
     worst = 0.0, ""
     for name in {**reference, **mine}:
@@ -62,3 +62,25 @@ def row_differs(first: Mapping[str, Array], second: Mapping[str, Array], row: in
             if float(np.linalg.norm(mine - other)) > floor * max(np.linalg.norm(mine), np.linalg.norm(other)):
                 return True
     return False
+
+
+def mixed_rows(whole: Mapping[str, Array], by_row: Mapping[str, Array], floor: float) -> str:
+    """An array that has the right numbers in the wrong rows, as a reshape that joins axes in another order leaves it.
+
+    Args:
+        whole: outputs of a micro-batch by name.
+        by_row: the same, each row made with copies of itself beside it, so that it has nothing of others.
+        floor: relative difference that is rounding.
+
+    Returns:
+        Its name; empty where there is none.
+    """
+    for name, expected in by_row.items():
+        found = whole.get(name)
+        if found is None or found.shape != expected.shape or not np.issubdtype(found.dtype, np.floating):
+            continue
+        limit = floor * max(float(np.abs(expected).max(initial=0.0)), 1e-300)
+        same = np.abs(np.sort(found, axis=None) - np.sort(expected, axis=None)).max(initial=0.0) <= limit
+        if same and np.abs(found - expected).max(initial=0.0) > limit:
+            return name
+    return ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,10 +14,13 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines.nested import leaves
 from unisono.engines.observers import ModelView, Observer
 from unisono.engines.protocol import StepResult
-from unisono.proof.recording.output_digest import Sketch, distance, row_differs, sketches
-from unisono.proof.recording.trace import Array, StepFacts, write_tensors
-from unisono.runtime.communicator import Group
+from unisono.proof.recording.gradient_sample import sample_elements
+from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
+from unisono.proof.recording.trace import Array, Part, StepFacts, write_tensors
+from unisono.runtime.communicator import Communicator
 from unisono.task import Loss
+
+_FEW = 16  # rows, each of which a pass is made for where they are mixed
 
 
 class Recorder(Observer):
@@ -27,23 +30,31 @@ class Recorder(Observer):
         view: of the model.
         communicator: of all processes; rank 0 writes.
         folder: of the trace.
+        of_terms: whether to keep what each micro-batch adds to the gradient, by term of the loss.
 
     Attributes:
         steps: the facts of every step so far.
     """
 
-    def __init__(self, view: ModelView, communicator: Group, folder: Path) -> None:
-        self._view, self._communicator, self._folder = view, communicator, folder
+    def __init__(self, view: ModelView, communicator: Communicator, folder: Path, of_terms: bool = False) -> None:
+        self._view, self._communicator, self._folder, self._of_terms = view, communicator, folder, of_terms
         self.steps: list[StepFacts] = []
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """See `Observer`."""
         self._batches, self._is_clean = batches, not self._view.has_gradients()
         self._outputs: list[dict[str, Sketch]] = []
+        self._losses: list[Loss | None] = []
+        self._term_gradients: dict[str, Array] = {}
 
     def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
-        """Keep sketches of what the task returned."""
-        self._outputs.append({} if outputs is None else sketches(self._view.flatten(outputs)))
+        """Keep sketches of what the task returned, its sums, and the gradients of these where they are asked for."""
+        self._outputs.append({} if outputs is None else build_sketches(self._view.flatten(outputs)))
+        self._losses.append(loss)
+        if self._of_terms and loss is not None and not micro.idle:
+            for term, gradients in self._view.term_gradients(loss).items():
+                sample = sample_elements(gradients)
+                self._term_gradients |= {f"{term}/{micro.number}/{name}": value for name, value in sample.items()}
 
     def on_gradients(self) -> None:
         """Keep the raw gradients; collective."""
@@ -58,15 +69,18 @@ class Recorder(Observer):
 
     def on_step_end(self, step: int, result: StepResult) -> None:
         """Write what the update made, and gather the facts of the step; collective."""
-        differing = self._view.differing_replicas()
+        differing = self._view.find_differing_replicas()
         for kind in ("optimizer state", "parameters", "buffers", "EMA"):
             self.write(kind, step, self._view.whole(kind))
+        self.write("term gradients", step, self._term_gradients)
+        rank = self._communicator.rank
         own = [
-            [micro.number, micro.rows.tolist(), content(micro), outputs]
-            for micro, outputs in zip(self._batches, self._outputs, strict=True)
+            [micro.number, micro.rows.tolist(), content_digest(micro), outputs, _part(micro, rank, loss)]
+            for micro, outputs, loss in zip(self._batches, self._outputs, self._losses, strict=True)
             if not micro.idle
         ]
-        mine = [own, self._view.learning_rates(), dict(result.metrics), self._is_clean]
+        by_row = _counted_by_row([micro for micro in self._batches if not micro.idle], list(result.terms))
+        mine = [own, self._view.learning_rates(), dict(result.metrics), self._is_clean, by_row]
         everyone = self._communicator.gather(mine, "the facts of a step")
         numbered = sorted((entry for rank in everyone for entry in rank[0]), key=lambda entry: entry[0])
         self.steps.append(
@@ -76,6 +90,8 @@ class Recorder(Observer):
                 samples=[entry[2] for entry in numbered],
                 outputs=[entry[3] for entry in numbered],
                 replicas=differing,
+                parts=[Part(**entry[4]) for entry in numbered if entry[4]],
+                by_row=sorted(set.intersection(*(set(rank[4]) for rank in everyone))),
                 loss=result.loss,
                 terms=dict(result.terms),
                 grad_norm=result.grad_norm,
@@ -91,7 +107,7 @@ class Recorder(Observer):
             write_tensors(self._folder, moment, step, values)
 
 
-def content(micro: MicroBatch) -> str:
+def content_digest(micro: MicroBatch) -> str:
     """A digest of the arrays of a micro-batch."""
     digest = hashlib.sha256()
     for name, array in sorted(leaves(micro.arrays)):
@@ -99,7 +115,42 @@ def content(micro: MicroBatch) -> str:
     return digest.hexdigest()[:16]
 
 
-def probe(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> tuple[str, bool]:
+def _part(micro: MicroBatch, rank: int, loss: Loss | None) -> dict[str, Any]:
+    """What a micro-batch adds to the step, as a `Part` is made of it; empty where the engine does not tell."""
+    if loss is None:
+        return {}
+    metrics = {f"metric/{name}": pair for name, pair in loss.metrics.items()}
+    sums = {name: _as_number(value) for name, value in loss.sums.items()}
+    weights = {name: float(loss.weights.get(name, 1.0)) for name in sums}
+    sums |= {name: _as_number(pair[0]) for name, pair in metrics.items()}
+    counts = {**micro.counts, **{name: _as_number(pair[1]) for name, pair in metrics.items()}}
+    return asdict(Part(micro.number, rank, micro.size, sums, counts, weights))
+
+
+def _as_number(value: Any) -> float:
+    return float(value.detach() if hasattr(value, "detach") else value)
+
+
+def _counted_by_row(batches: Sequence[MicroBatch], terms: Sequence[str]) -> list[str]:
+    """The terms that count as many as there are rows, in each of these micro-batches."""
+    return [name for name in terms if all(micro.counts.get(name) == micro.size for micro in batches)]
+
+
+class Probed(NamedTuple):
+    """What two forward passes say of a model.
+
+    Attributes:
+        unrepeatable: why the pass cannot be repeated, empty if it can.
+        neighbours: whether a row depends on those beside it.
+        mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
+    """
+
+    unrepeatable: str
+    neighbours: bool
+    mixed: str
+
+
+def probe_model(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> Probed:
     """Make a forward pass twice, and once for each of the first rows with copies of it in place of the others.
 
     Args:
@@ -107,9 +158,6 @@ def probe(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floo
         micro: whose rows they are.
         scalars: of the first step.
         floor: relative difference that is rounding.
-
-    Returns:
-        Why the pass cannot be repeated, empty if it can; and whether a row depends on those beside it.
     """
     count = micro.size
 
@@ -117,15 +165,24 @@ def probe(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floo
         return view.flatten(view.outputs(replace(micro, arrays=dict(arrays)), scalars))
 
     def copies(row: int) -> dict[str, Any]:
-        return {n: a[[row] * count] if _is_by_row(a, count) else a for n, a in micro.arrays.items()}
+        return {n: a[[row] * count] if _is_per_row(a, count) else a for n, a in micro.arrays.items()}
 
-    with view.without_trace():
+    with view.without_side_effects():
         once, again = outputs(micro.arrays), outputs(micro.arrays)
         alike = [(row, outputs(copies(row))) for row in range(min(count, 4)) if count > 1]
-    size, name = distance(sketches(once), sketches(again))
-    why = f"the same weights, rows and seeds gave another {name} in a second forward pass" if size > floor else ""
-    return why, any(row_differs(once, others, row, count, floor) for row, others in alike)
+        neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
+        if neighbours and count <= _FEW:
+            alike += [(row, outputs(copies(row))) for row in range(len(alike), count)]
+            by_row = {
+                n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if _is_per_row(a, count)
+            }
+            mixed = mixed_rows(once, by_row, floor)
+        else:
+            mixed = ""
+    size, name = sketch_distance(build_sketches(once), build_sketches(again))
+    why = f"a second forward pass with the same weights, rows and seeds gave another {name}" if size > floor else ""
+    return Probed(why, neighbours, mixed)
 
 
-def _is_by_row(array: Any, rows: int) -> bool:
+def _is_per_row(array: Any, rows: int) -> bool:
     return getattr(array, "ndim", 0) > 0 and len(array) == rows

@@ -1,6 +1,6 @@
 """What a run did, on disk: a JSON file of facts, and a safetensors file of tensors for every moment that is compared.
 
-A trace is written by `record` and read by `comparison`; nothing in it says which framework made it.
+A trace is written by `record_case` and read by `comparison`; nothing in it says which framework made it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,27 @@ QUANTITIES = (
 
 
 @dataclass
+class Part:
+    """What one micro-batch adds to a step.
+
+    Attributes:
+        number: of the micro-batch in the global batch.
+        rank: that computed it.
+        rows: of the global batch in it.
+        sums: that the task's loss returned, by term; of metrics as `metric/NAME`.
+        counts: what they are divided by, by the same names.
+        weights: of the terms.
+    """
+
+    number: int
+    rank: int
+    rows: int
+    sums: dict[str, float]
+    counts: dict[str, float]
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class StepFacts:
     """What one step came to, beside its tensors.
 
@@ -56,6 +77,8 @@ class StepFacts:
         samples: a digest of the arrays of every micro-batch, in the order of the global batch.
         replicas: parameters that ranks which hold copies have with other bits, each with these ranks.
         outputs: of every micro-batch, in the same order, a sketch of each tensor that the task's `outputs` returned.
+        by_row: terms of the loss that count every row once, in all micro-batches.
+        parts: of every micro-batch, in the order of the global batch; empty where an engine does not tell.
     """
 
     rows: list[int]
@@ -69,6 +92,8 @@ class StepFacts:
     samples: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     outputs: list[dict[str, list[float]]] = field(default_factory=list)
+    by_row: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
     @property
     def computed(self) -> bool:
@@ -77,7 +102,7 @@ class StepFacts:
 
 
 @dataclass
-class Facts:
+class RunFacts:
     """What is known of a whole run.
 
     Attributes:
@@ -89,6 +114,12 @@ class Facts:
         attention: whether it used one of torch's fused kernels for scaled dot product attention.
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
+        mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
+        probed: whether the task's functions were tried by themselves, which the next two say the results of.
+        unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
+        additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
+            `statistic` for anything else.
+        held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
         devices: how many each process computes on.
         steps: in order.
@@ -99,6 +130,8 @@ class Facts:
         optimizer: the name of its class, where a script has made it.
         fault: the error that ended the run, if one did.
         called: the name of the likely fault behind that error, where the error says it.
+        user_error: the same error with the lines of the user's code, where it came from there.
+        seconds: that the run took.
     """
 
     trainable: list[str] = field(default_factory=list)
@@ -109,6 +142,11 @@ class Facts:
     attention: bool = False
     unrepeatable: str = ""
     neighbours: bool = False
+    mixed: str = ""
+    probed: bool = False
+    unstable_loss: str = ""
+    additivity: dict[str, str] = field(default_factory=dict)
+    held_out: dict[str, str] = field(default_factory=dict)
     crosses: str = ""
     devices: int = 1
     steps: list[StepFacts] = field(default_factory=list)
@@ -119,6 +157,8 @@ class Facts:
     optimizer: str = ""
     fault: str = ""
     called: str = ""
+    user_error: str = ""
+    seconds: float = 0.0
 
 
 class Trace:
@@ -131,16 +171,18 @@ class Trace:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         values = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        for step in values["steps"]:
+            step["parts"] = [Part(**part) for part in step["parts"]]
         values["steps"] = [StepFacts(**step) for step in values["steps"]]
-        self.facts = Facts(**values)
+        self.facts = RunFacts(**values)
 
     def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
-        file = _file(self.folder, moment, step)
+        file = _tensor_file(self.folder, moment, step)
         return load_file(file) if file.is_file() else {}
 
 
-def folder_of(root: Path, case: str) -> Path:
+def trace_folder(root: Path, case: str) -> Path:
     """Where the trace of a case lies."""
     return root / case.replace(" ", "_").replace(":", "-")
 
@@ -148,20 +190,21 @@ def folder_of(root: Path, case: str) -> Path:
 def write_tensors(folder: Path, moment: str, step: int | None, tensors: Mapping[str, Array]) -> None:
     """Write the tensors of one moment."""
     save_file(
-        {name: _real(np.ascontiguousarray(value)) for name, value in tensors.items()}, _file(folder, moment, step)
+        {name: _as_real(np.ascontiguousarray(value)) for name, value in tensors.items()},
+        _tensor_file(folder, moment, step),
     )
 
 
-def _real(value: Array) -> Array:
+def _as_real(value: Array) -> Array:
     """Real and imaginary parts side by side, since safetensors has no complex128."""
     return np.stack([value.real, value.imag], axis=-1) if np.iscomplexobj(value) else value
 
 
-def write_facts(folder: Path, facts: Facts) -> None:
+def write_facts(folder: Path, facts: RunFacts) -> None:
     """Write what is known beside the tensors; it is written last, so a trace with facts is a whole one."""
     (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
 
-def _file(folder: Path, moment: str, step: int | None) -> Path:
+def _tensor_file(folder: Path, moment: str, step: int | None) -> Path:
     where = "start" if step is None else f"step-{step}"
     return folder / f"{where} {moment}.safetensors".replace(" ", "-")

@@ -13,8 +13,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -25,17 +26,19 @@ from unisono.launch.processes import local_processes
 from unisono.launch.task_objects import reference_to
 from unisono.proof import certificate, comparison, prove, verdict
 from unisono.proof.cases import EPSILON, Case
-from unisono.proof.comparison import Compared, Difference
-from unisono.proof.fault_names import named
-from unisono.proof.recording.trace import QUANTITIES, Trace, folder_of
-from unisono.proof.scripts.script_process import LATE, Run
+from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.fault_names import build_diagnosis
+from unisono.proof.hangs import read_stacks
+from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
+from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.proof.verdict import Verdict
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
-_LARGEST = {"fp64": 1e-6, "fp32": 1e-2}
-_MIXED = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
+_MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
+_MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass
@@ -46,16 +49,20 @@ class Report:
         verdicts: of every number of processes, against one process.
         alone: of one process, for itself.
         certificate: the file with everything, if a folder for it was given.
+        unseen: what could not be seen, in sentences.
     """
 
     verdicts: list[Verdict]
     alone: list[Verdict]
     certificate: Path | None = None
+    unseen: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        """0: an equality passed and nothing failed; 1: something failed; 2: nothing could be said."""
-        return verdict.exit_code([*self.verdicts, *self.alone])
+        """0: gradients are equal and nothing failed; 1: something failed; 2: nothing could be said."""
+        code = verdict.exit_code([*self.verdicts, *self.alone])
+        shown = [c.mark for v in self.verdicts for c in v.compared if c.quantity == "raw gradients"]
+        return 2 if code == 0 and "PASS" not in shown else code
 
     @property
     def mark(self) -> str:
@@ -65,7 +72,7 @@ class Report:
     @property
     def lines(self) -> list[str]:
         """The table, what explains it, and the verdict."""
-        return [*verdict.lines(self.verdicts, self.alone), self.mark]
+        return [*verdict.format_verdicts(self.verdicts, self.alone), *self.unseen, self.mark]
 
 
 def compare(
@@ -99,131 +106,165 @@ def compare(
     place = cluster.process_info()
     if place is not None and (place.launcher != "slurm" or place.world_size > 1):
         raise ConfigError(
-            "unisono.proof.compare starts its processes itself, but was called by a process of a run: put the call "
-            "under `if __name__ == '__main__':`, and start the script with python alone"
+            "unisono.proof.compare starts its own processes, but was called by a process of a run: put the call "
+            "under `if __name__ == '__main__':`, and start the script with plain python"
         )
     reference = reference_to(train)
     if not worlds or min(worlds) < 2:
-        raise ConfigError(f"worlds={list(worlds)}: one process is compared with 2 or more, so name numbers from 2 on")
+        raise ConfigError(f"worlds={list(worlds)}: one process is compared with 2 or more; give numbers of at least 2")
     if precision not in prove.FLOOR:
         raise ConfigError(f"precision must be fp64 or fp32, not {precision!r}")
-    digests = code_digest.digests(reference)
+    digests = code_digest.digest_sources(reference)
     root = Path(tempfile.mkdtemp(prefix="unisono-proof-")) if folder is None else Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     try:
-        one = Case("1 process", 1, {}, precision)
-        again = Case("1 process, perturbed", 1, {}, precision, perturbed=EPSILON[precision])
-        every = [one, again, *(Case(f"{world} processes", world, {}, precision, one.name) for world in worlds)]
-        run = Run(reference, precision, timeout, "", arguments=sys.argv)
-        verdicts, alone = _judged(every, run, root, adaptive, quiet)
+        run = ScriptRun(reference, precision, timeout, "", arguments=sys.argv)
+        verdicts, alone = _judge_runs(ScriptRuns(run, worlds, root, quiet), adaptive)
         report = Report(verdicts, alone)
         if folder is not None:
             about = {"script": reference, "precision": precision, "code": digests, "versions": _versions()}
-            report.certificate = certificate.write(root, verdicts, alone, about)
+            report.certificate = certificate.write_certificate(root, verdicts, alone, about)
     finally:
         if folder is None:
             shutil.rmtree(root, ignore_errors=True)
     if not quiet:
-        print("\n".join(report.lines))
+        say("\n".join(report.lines))
     return report
 
 
-def _judged(
-    every: list[Case], run: Run, root: Path, adaptive: bool | None, quiet: bool
-) -> tuple[list[Verdict], list[Verdict]]:
-    """Run all cases, and compare them with the first."""
-    one, again = every[:2]
-    traces: dict[str, Trace] = {}
-    ended: dict[str, local_processes.WorkerError] = {}
+@dataclass
+class ScriptRuns:
+    """The runs of a script: on one process, once more with weights changed in their last bit, and on many.
 
-    def ran(case: Case) -> Trace | None:
-        if not quiet:
-            print(f"{case.name} …", file=sys.stderr, flush=True)
-        threads = threads_per_process(max(other.world_size for other in every))
+    Attributes:
+        run: what they have in common.
+        worlds: numbers of processes to compare with one.
+        root: a folder for the traces.
+        quiet: print no progress.
+        arguments: of the script by number of processes, where they depend on it.
+        traces: of the runs that came to their end, by case.
+        ended: the errors of the others.
+    """
+
+    run: ScriptRun
+    worlds: Sequence[int]
+    root: Path
+    quiet: bool
+    arguments: Mapping[int, list[str]] = field(default_factory=dict)
+    traces: dict[str, Trace] = field(default_factory=dict)
+    ended: dict[str, local_processes.WorkerError] = field(default_factory=dict)
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """One process, one process perturbed, and the others."""
+        precision = self.run.precision
+        one = Case("1 process", 1, {}, precision)
+        again = Case("1 process, perturbed", 1, {}, precision, perturbed=EPSILON[precision])
+        return [one, again, *(Case(f"{world} processes", world, {}, precision, one.name) for world in self.worlds)]
+
+    def record(self, case: Case) -> Trace | None:
+        """Run a case; None if it ended with an error."""
+        if not self.quiet:
+            say(f"{case.name} …", error=True)
+        run = replace(self.run, arguments=self.arguments.get(case.world_size, self.run.arguments))
         try:
-            traces[case.name] = _ran(case, run, root, threads)
+            self.traces[case.name] = run_case(case, run, self.root, threads_per_process(max(self.worlds)))
         except local_processes.WorkerError as error:
-            ended[case.name] = error
-        return traces.get(case.name)
+            self.ended[case.name] = error
+        return self.traces.get(case.name)
 
-    reference = ran(one)
+    def explain_stray(self, adaptive: bool) -> str:
+        """Why the script is not the same when it is run twice on one process; empty if it is."""
+        one, again = self.cases[:2]
+        if again.name in self.ended:
+            return str(self.ended[again.name])
+        return _explain_unrepeatable(self.traces[again.name], self.traces[one.name], self.run.precision, adaptive)
+
+    def judge(self, adaptive: bool) -> tuple[list[Verdict], list[Verdict]]:
+        """Compare the runs on many processes with that on one; their verdicts, and those of single runs."""
+        return prove.judge_cases(self.cases, self.traces, adaptive, self.ended)
+
+
+def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict], list[Verdict]]:
+    """Run all cases, and compare them with the first."""
+    one, again, *many = runs.cases
+    reference = runs.record(one)
     if reference is None:
-        return prove.judged(every, traces, False, ended)
+        return runs.judge(adaptive=False)
     divides = reference.facts.optimizer != "SGD" if adaptive is None else adaptive
-    perturbed = ran(again)
-    stray = _stray(perturbed, reference, run.precision, divides) if perturbed else str(ended[again.name])
+    runs.record(again)
+    stray = runs.explain_stray(divides)
     if stray:
         reference.facts.unrepeatable = stray
-        said = [Compared("the run", "ABSTAIN", why=f"{one.name} cannot be repeated")]
-        skipped = [Verdict(case.name, case.reference, False, said) for case in every[2:]]
-        return skipped, prove.judged([one], traces, divides)[1]
-    for case in every[2:]:
-        ran(case)
-    verdicts, alone = prove.judged(every, traces, divides, ended)
+        said = [ComparedQuantity("the run", "ABSTAIN", why=f"{one.name} cannot be repeated")]
+        skipped = [Verdict(case.name, case.reference, False, said) for case in many]
+        return skipped, prove.judge_cases([one], runs.traces, divides)[1]
+    for case in many:
+        runs.record(case)
+    verdicts, alone = runs.judge(divides)
+    name_local_statistics(verdicts, runs.traces)
+    return verdicts, alone
+
+
+def name_local_statistics(verdicts: Sequence[Verdict], traces: Mapping[str, Trace]) -> None:
+    """Name batch normalisation by the rows of one process, where it is what makes the difference."""
     for found in verdicts:
         local_statistics = traces[found.case].facts.per_process if found.case in traces else []
         if local_statistics and found.first and found.first.quantity in ("loss", "raw gradients"):
             told = f"{local_statistics[0]} and others are of the rows of one process, which normalises by them"
-            found.diagnosis = named("Buffers are those of one process", told)
-    return verdicts, alone
+            found.diagnosis = build_diagnosis("Buffers are those of one process", told)
 
 
-def _ran(case: Case, run: Run, root: Path, threads: int) -> Trace:
+def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
     """Run a case to its end.
 
     Raises:
         ConfigError: for a mistake in the use of the recorder.
         WorkerError: for an error of the script, or if it took too long.
     """
-    trace = folder_of(root, case.name)
+    trace = trace_folder(root, case.name)
     shutil.rmtree(trace, ignore_errors=True)
     trace.mkdir()
     own = replace(run, trace=trace.name, perturbed=case.perturbed)
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
         module, world = "unisono.proof.scripts.script_process", case.world_size
-        local_processes.processes(module, root, world, threads, run.reference, loopback=True, ours=False)
+        local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, ours=False)
     except local_processes.WorkerError as error:
         code = error.exit_code
         if code == ConfigError.exit_code:
             raise ConfigError(str(error)) from None
-        if late := _late(root / "logs"):
-            told = f"it was not at its end after {run.timeout:g} s (timeout={run.timeout:g}): {late}"
+        if late := read_stacks(root, world):
+            lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
+            told = f"it did not finish within {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
             if case.world_size == 1:
                 raise local_processes.WorkerError(told, code) from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None
-        if run.precision == "fp64" and _MIXED.search(str(error)):
+        if run.precision == "fp64" and _MIXED_PRECISION.search(str(error)):
             raise local_processes.WorkerError(str(error), code, fault="Single precision meets double") from None
         raise
     return Trace(trace)
 
 
-def _late(logs: Path) -> str:
-    """Where every process was when the time was up, if that is what ended the run."""
-    faults = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.fault.json"))]
-    late = [fault["text"] for fault in faults if fault["kind"] == LATE]
-    return "; ".join(late) if len(late) == len(faults) else ""
-
-
-def _stray(again: Trace, reference: Trace, precision: str, adaptive: bool) -> str:
+def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adaptive: bool) -> str:
     """Why two runs on one process, of which one began with weights changed in their last bit, are not the same run."""
     allowed = {**dict.fromkeys(QUANTITIES, math.inf), "sample ids": 0.0}
-    found = {c.quantity: c for c in comparison.compare(again, reference, allowed, adaptive=False)}
+    found = {c.quantity: c for c in comparison.compare_traces(again, reference, allowed, adaptive=False)}
     if adaptive:  # what it makes of rounding is told from the rest by the floor of the gradients
         allowed["raw gradients"] = prove.FLOOR[precision]
-        told = comparison.compare(again, reference, allowed, adaptive=True)
+        told = comparison.compare_traces(again, reference, allowed, adaptive=True)
         found |= {c.quantity: c for c in told if c.quantity in ("optimizer state", "parameters", "EMA")}
     for quantity in QUANTITIES:
         worst = found[quantity].worst
-        if found[quantity].mark == "FAIL" or worst.size > _LARGEST[precision]:
+        if found[quantity].mark == "FAIL" or worst.size > _MAX_ROUNDING[precision]:
             return (
                 "two runs on one process, whose initial weights differ in their last bit, differ in "
-                f"{quantity}{_by(worst)}; give every generator a seed (torch.manual_seed)"
+                f"{quantity}{_format_distance(worst)}; give every generator a seed (torch.manual_seed)"
             )
     return ""
 
 
-def _by(worst: Difference) -> str:
+def _format_distance(worst: Difference) -> str:
     step = f" at step {worst.step}" if worst.step else ""
     return step if math.isinf(worst.size) else f" by {worst.size:.0e}{step}"
 
@@ -231,4 +272,4 @@ def _by(worst: Difference) -> str:
 def _versions() -> dict[str, str]:
     installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
     libraries = {"accelerate", "lightning", "lightning-fabric"} & installed
-    return {**environment.versions(), **{name: importlib.metadata.version(name) for name in sorted(libraries)}}
+    return {**environment.library_versions(), **{name: importlib.metadata.version(name) for name in sorted(libraries)}}

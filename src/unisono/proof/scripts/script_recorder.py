@@ -1,16 +1,18 @@
-"""A recorder for training scripts that are not ours: a few lines in the script, and its run leaves a trace.
+"""A recorder for training scripts that are not ours, which leaves a trace of their run.
 
 The learning rate, the gradients of the update, the optimizer's state and the parameters are taken where the optimizer
-makes its update, by hooks that torch has for it; the script only says what it alone knows. Recording changes neither a
-number of the script nor its random state.
+makes its update. `script_hooks` drives the recorder through torch's global hooks, for a script that is left as it is; a
+script may also do so itself and say what it alone knows (`World.records`). Recording changes neither a number of the
+script nor its random state.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,23 +28,31 @@ from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.gradients import local
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
-from unisono.proof.recording.trace import Array, Facts, StepFacts, write_facts, write_tensors
+from unisono.proof.recording.gradient_sample import sample_elements
+from unisono.proof.recording.local_gradients import LocalGradients
+from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
 from unisono.runtime import rng
-from unisono.runtime.communicator import Alone, Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 # What DDP, torch.compile, Fabric, activation checkpointing and FSDP put into the names of parameters.
 _WRAPPERS = re.compile(
     r"(?<![^./])(?:module|_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
+_RANKS_FILE = "ranks.json"
+
+
+def reduced_moment(rank: int) -> str:
+    """The moment of a trace that holds elements of the reduced gradients as one process has them."""
+    return f"reduced gradients of rank {rank}"
 
 
 @dataclass(frozen=True)
 class World:
     """One process of a comparison, as the script sees it.
 
-    The variables that torchrun sets (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, …) are set too, so a script may
-    start its processes' group as it always does.
+    The variables that torchrun sets (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, …) are set too, so a script can
+    initialise its process group as usual.
 
     Attributes:
         rank: number of this process among all, from 0.
@@ -74,37 +84,79 @@ class World:
         return Records(self, model, optimizer, ema)
 
 
+@dataclass
+class RankFacts:
+    """What one process alone saw of a step.
+
+    Attributes:
+        losses: the scalars that it called `backward` on, in order.
+        inputs: a digest of every row that its model was given.
+        shape: of the inputs, without their number of rows.
+        limits: to which it clipped the gradients.
+        clipped: digests of the gradients of the update, by parameter.
+        buffers: digests, by buffer.
+        initial: digests of the parameters with which it began, by name; of the first step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    shape: str = ""
+    limits: list[float] = field(default_factory=list)
+    clipped: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    initial: dict[str, int] = field(default_factory=dict)
+
+
+def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
+    """What the processes of a trace saw, step by step and rank by rank."""
+    values = json.loads((folder / _RANKS_FILE).read_text(encoding="utf-8"))
+    return [[RankFacts(**rank) for rank in step] for step in values]
+
+
 class Records:
-    """What a run does, step by step; made by `World.records`."""
+    """What a run does, step by step; made by `World.records`.
+
+    Args:
+        world: the process.
+        model: that is trained.
+        optimizer: whose updates are recorded; None where `before_update` is called by whoever sees updates.
+        ema: a model that holds a moving average of the parameters, if there is one.
+    """
 
     def __init__(
-        self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None = None
+        self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: nn.Module | None = None
     ) -> None:
         self._world, self._model, self._ema = world, model, ema
-        self._optimizer = _innermost(optimizer)
+        self._optimizer = None if optimizer is None else _unwrap_optimizer(optimizer)
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
                 "FullyShardedDataParallel keeps parameters in flat pieces that cannot be recorded; shard the model "
                 "with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        self._group = _group(world)
-        self._facts = Facts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
+        self._group = _build_group(world)
+        self._facts = RunFacts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
+        self._ranks: list[list[dict[str, Any]]] = []  # `RankFacts` of every step and rank
+        self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
+        self.seen = RankFacts()
         self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
         self._norm: float | None = None
         self._clean: bool | None = None  # not known until a backward pass has reached a leaf
         self._random = False
         self._generators: list[int] = []
-        self._begin(_named(model.named_parameters()))
-        self._optimizer.register_step_pre_hook(self._before_update)
-        model.register_forward_pre_hook(lambda *_: self._before_forward())
-        model.register_forward_hook(lambda *_: self._after_forward())
+        self._begin(_by_plain_name(model.named_parameters()))
+        if self._optimizer is not None:
+            self._optimizer.register_step_pre_hook(self._before_step)
+            model.register_forward_pre_hook(lambda *_: self.before_forward())
+            model.register_forward_hook(lambda *_: self.after_forward())
+        self._local = LocalGradients(_by_plain_name(model.named_parameters()))
         for parameter in model.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_hook(self._before_accumulation)
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
-        self._write_gradients("raw gradients")
+        parameters = _by_plain_name(self._model.named_parameters())
+        self._raw = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
 
     def step(
         self,
@@ -124,21 +176,23 @@ class Records:
         """
         if self._rates is None:
             raise ConfigError(
-                f"records.step() of step {self._number + 1} was called, but the optimizer that is recorded made no "
-                "update since the one before: call it once per update (where a library accumulates, with the last "
-                "micro-batch alone: `if accelerator.sync_gradients`), and give world.records() the optimizer "
+                f"records.step() was called for step {self.steps + 1}, but the recorded optimizer made no update "
+                "since the previous call: call it once per update (where a library accumulates, only with the last "
+                "micro-batch: `if accelerator.sync_gradients`), and give world.records() the optimizer "
                 "that makes the updates"
             )
         mine = [
-            [] if rows is None else [int(row) for row in torch.as_tensor(_listed(rows)).flatten().tolist()],
+            [] if rows is None else [int(row) for row in torch.as_tensor(_as_list(rows)).flatten().tolist()],
             self._rates,
             None if loss is None else float(loss),
             None if metrics is None else {name: float(value) for name, value in metrics.items()},
             self._clean,
             self._random,
+            self._see_buffers(),
         ]
         everyone = self._group.gather(mine, "the facts of a step")
-        by_rank, rates, losses, reported, clean, random = (list(told) for told in zip(*everyone, strict=True))
+        by_rank, rates, losses, reported, clean, random, seen = (list(told) for told in zip(*everyone, strict=True))
+        self._ranks.append(seen)
         self._facts.random |= any(random)
         self._facts.steps.append(
             StepFacts(
@@ -150,23 +204,24 @@ class Records:
                 lr=rates,
                 metrics=[values for values in reported if values is not None],
                 clean=None if None in clean else all(clean),
-                replicas=self._differing(),
+                replicas=self._differing_replicas(),
             )
         )
-        number = self._number - 1
-        self._write("parameters", number, _named(self._model.named_parameters()))
-        self._write("buffers", number, _named(self._model.named_buffers()))
-        self._write(
-            "optimizer state", number, _named(sharded_tensors.optimizer_tensors(self._model, self._optimizer).items())
-        )
+        number = self.steps - 1
+        self._write("parameters", number, _by_plain_name(self._model.named_parameters()))
+        self._write("buffers", number, _by_plain_name(self._model.named_buffers()))
+        assert self._optimizer is not None
+        state = sharded_tensors.optimizer_tensors(self._model, self._optimizer)
+        self._write("optimizer state", number, _by_plain_name(state.items()))
         if self._ema is not None:
-            self._write("EMA", number, _named(self._ema.named_parameters()))
+            self._write("EMA", number, _by_plain_name(self._ema.named_parameters()))
         self._rates = self._norm = self._clean = None
+        self.seen = RankFacts()
 
     def evaluation(self, values: Mapping[str, float | Tensor]) -> None:
         """Record what an evaluation after the last step came to; a second call checks that evaluation repeats."""
         if self._facts.evaluation_again:
-            raise ConfigError("records.evaluation() is called once, or twice to check that evaluation repeats")
+            raise ConfigError("records.evaluation() may be called at most twice (twice checks that evaluation repeats)")
         told = self._group.gather({name: float(value) for name, value in values.items()}, "the evaluation")
         if self._facts.evaluation:
             self._facts.evaluation_again = told
@@ -182,12 +237,18 @@ class Records:
         if not self._facts.steps:
             raise ConfigError("no update was recorded: call records.step() after every optimizer.step()")
         if self._world.rank == 0:
+            (self._world.folder / _RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
             write_facts(self._world.folder, self._facts)
 
     @property
-    def _number(self) -> int:
-        """Steps that are recorded, which is also the number of the one under way, from 0."""
+    def steps(self) -> int:
+        """Updates that are recorded, which is also the number of the one under way, from 0."""
         return len(self._facts.steps)
+
+    @property
+    def with_gradient(self) -> set[int]:
+        """The parameters that have a gradient now, by `id`."""
+        return {id(parameter) for parameter in self._model.parameters() if parameter.grad is not None}
 
     def _begin(self, parameters: Mapping[str, Tensor]) -> None:
         if self._world.perturbed:
@@ -201,64 +262,92 @@ class Records:
         if self._world.size > 1:
             self._facts.per_process = sorted(_local_statistics(self._model))
         self._write("initial parameters", None, parameters)
+        self.seen.initial = _digest_plain(parameters)
 
     # what torch calls --------------------------------------------------------------------------------------------
 
-    def _before_update(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if any(value is not None for value in (*arguments[1:], *named.values())):
             raise ConfigError(
-                f"optimizer.step() of step {self._number + 1} was given a closure, so its gradients are not there yet "
+                f"optimizer.step() of step {self.steps + 1} was given a closure, so its gradients are not there yet "
                 "when the update begins and cannot be recorded; call backward() before step() without a closure"
             )
+        self.before_update(optimizer)
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record rates and gradients; called when the gradients are there and nothing is updated yet."""
         if self._rates is not None:
             raise ConfigError(
-                f"the optimizer makes a second update, and step {self._number + 1} is not recorded yet: call "
+                f"the optimizer made a second update before step {self.steps + 1} was recorded: call "
                 "records.step() after every optimizer.step()"
             )
-        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._write_gradients("raw gradients" if self._norm is None else "clipped gradients")
+        self._optimizer = optimizer
+        self._facts.optimizer = type(optimizer).__name__
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        parameters = _by_plain_name(self._model.named_parameters())
+        now = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
+        self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
+        if clips:
+            self._write_gradients("clipped gradients", now, parameters)
+        plain = {name: value for name, value in now.items() if not isinstance(value, DTensor)}
+        self.seen.clipped = _digest_plain(now)
+        raw = plain if self._raw is None else {name: self._raw[name] for name in plain if name in self._raw}
+        arrays = {name: sharded_tensors.gather_array(value, keep=True) for name, value in raw.items()}
+        held = sample_elements({name: value for name, value in arrays.items() if value is not None})
+        write_tensors(self._world.folder, reduced_moment(self._world.rank), self.steps, held)
+        self._local.write(self._world.folder, self._world.rank, self.steps)
+        self._raw = None
 
-    def _before_accumulation(self, _: Tensor) -> None:
+    def _before_accumulation(self, gradient: Tensor) -> None:
         """Of the first leaf that a backward pass reaches: what it finds there was left by the step before."""
         if self._clean is None:
             left = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             self._clean = not any(bool(local(gradient).any()) for gradient in left)
 
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """Called before a forward pass of the model."""
         if self._model.training:
-            self._generators = _generators()
+            self._generators = _generator_digests()
 
-    def _after_forward(self) -> None:
-        self._random |= self._model.training and self._generators != _generators()
+    def after_forward(self) -> None:
+        """Called after it: what it drew is seen by the generators."""
+        self._random |= self._model.training and self._generators != _generator_digests()
 
     # tensors -----------------------------------------------------------------------------------------------------
 
-    def _write_gradients(self, moment: str) -> None:
-        parameters = _named(self._model.named_parameters())
-        mine = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        everyone = {name for names in self._group.gather(mine, "the names of gradients") for name in names}
+    def _write_gradients(self, moment: str, mine: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        everyone = {name for names in self._group.gather(list(mine), "the names of gradients") for name in names}
         gradients: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad
+            if name in mine:
+                gradients[name] = mine[name]
             elif name in everyone and isinstance(parameter, DTensor):  # gathering is for all
                 gradients[name] = torch.zeros_like(parameter)
-        whole = self._write(moment, self._number, gradients)
+        whole = self._write(moment, self.steps, gradients)
         if moment == "raw gradients":
             self._norm = math.sqrt(sum(float(np.square(np.abs(g), dtype=np.float64).sum()) for g in whole.values()))
 
+    def _see_buffers(self) -> dict[str, Any]:
+        self.seen.buffers = _digest_plain(_by_plain_name(self._model.named_buffers()))
+        return asdict(self.seen)
+
     def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> dict[str, Array]:
         """Gather whole tensors, which is collective, and write them on rank 0, which alone gets them."""
-        gathered = {name: sharded_tensors.whole(value, keep=self._world.rank == 0) for name, value in values.items()}
+        gathered = {
+            name: sharded_tensors.gather_array(value, keep=self._world.rank == 0) for name, value in values.items()
+        }
         whole = {name: value for name, value in gathered.items() if value is not None}
         if self._world.rank == 0:
             write_tensors(self._world.folder, moment, step, whole)
         return whole
 
-    def _differing(self) -> list[str]:
+    def _differing_replicas(self) -> list[str]:
         """Parameters of which some ranks hold the same piece with other bits."""
-        parameters = _named(self._model.named_parameters())
-        mine = {name: [*sharded_tensors.piece(value), replicas.digest(value)] for name, value in parameters.items()}
+        parameters = _by_plain_name(self._model.named_parameters())
+        mine = {
+            name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in parameters.items()
+        }
         everyone = self._group.gather(mine, "the digests of parameters")
         result = []
         for name in dict.fromkeys(name for rank in everyone for name in rank):
@@ -273,7 +362,7 @@ class Records:
         return result
 
 
-def _group(world: World) -> Group:
+def _build_group(world: World) -> Communicator:
     """All processes, over gloo, whatever the script's own backend.
 
     Raises:
@@ -286,24 +375,24 @@ def _group(world: World) -> Group:
             "torch.distributed.init_process_group(), or make an Accelerator or a Fabric of all processes, before it"
         )
     if world.size == 1:
-        return Alone()
-    place = Place(world.rank, world.size, world.local_rank, world.size, "unisono")
+        return SingleProcess()
+    place = ProcessInfo(world.rank, world.size, world.local_rank, world.size, "unisono")
     channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
     return TorchCommunicator(place, world.timeout, channel)
 
 
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of the wrappers of Accelerate and Fabric, which keep it as `optimizer`."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer, and cannot be recorded")
+        raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer and cannot be recorded")
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError("ZeroRedundancyOptimizer keeps its state in pieces that cannot be recorded; use fully_shard")
     return optimizer
 
 
-def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors by the names that they have without any wrapper.
 
     Raises:
@@ -318,6 +407,11 @@ def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return result
 
 
+def _digest_plain(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Digests of the tensors that every rank holds whole."""
+    return {name: replicas.digest(value) for name, value in tensors.items() if not isinstance(value, DTensor)}
+
+
 def _local_statistics(model: nn.Module) -> list[str]:
     """Buffers of batch normalisation that each process computes from its own rows."""
     layers = {
@@ -328,7 +422,7 @@ def _local_statistics(model: nn.Module) -> list[str]:
     return [_WRAPPERS.sub("", name) for name in buffers]
 
 
-def _generators() -> list[int]:
+def _generator_digests() -> list[int]:
     """Digests of the states of torch's generators."""
     states = [torch.get_rng_state()]
     if torch.accelerator.is_available():
@@ -336,5 +430,5 @@ def _generators() -> list[int]:
     return [replicas.digest(state) for state in states]
 
 
-def _listed(rows: Iterable[int] | Tensor) -> Any:
+def _as_list(rows: Iterable[int] | Tensor) -> Any:
     return rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)

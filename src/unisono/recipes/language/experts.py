@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from unisono import ConfigError
 
 GROUPED = "unisono_grouped"  # its name among the kernels of transformers
-_ON = ("cpu", "cuda")  # devices on which torch 2.11 and newer multiply by groups, forward and backward
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what architectures call the number of experts
-_ALIGNED = 16  # bytes: torch refuses matrices whose rows are no multiple of it
+_SUPPORTED_DEVICES = ("cpu", "cuda")  # devices on which torch 2.11 and newer multiply by groups, forward and backward
+EXPERT_COUNT_KEYS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # what architectures call the number of experts
+_ALIGNMENT_BYTES = 16  # bytes: torch refuses matrices whose rows are no multiple of it
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether experts are stacked in one parameter per matrix, with a choice of how to multiply with them."""
-    return any(True for _ in _stacks(model))
+    """Whether experts are stacked in one parameter per matrix, with a choice of kernels."""
+    return any(True for _ in _expert_modules(model))
 
 
-def check(text: Any) -> None:
+def check_experts_per_token(text: Any) -> None:
     """Refuse more experts per token than there are.
 
     Args:
@@ -38,7 +42,7 @@ def check(text: Any) -> None:
         ConfigError: naming both settings.
     """
     chosen = getattr(text, "num_experts_per_tok", None) or 0
-    for name in COUNTS:
+    for name in EXPERT_COUNT_KEYS:
         there = getattr(text, name, None)
         if isinstance(there, int) and 0 < there < chosen:
             raise ConfigError(
@@ -46,28 +50,34 @@ def check(text: Any) -> None:
             )
 
 
-def against_grouped(model: nn.Module, device: str, precision: str) -> str:
-    """What speaks against the grouped product; empty where it can be used."""
+def grouped_obstacle(model: nn.Module, device: str, precision: str) -> str:
+    """Why the grouped product cannot be used; empty if it can."""
     if precision == "fp64":
-        return "torch has no fp64 kernel of a grouped product"
-    if device not in _ON:
-        return f"torch's grouped product is not known to work on {device}"
-    least = _ALIGNED // (2 if precision == "bf16" else 4)
-    sizes = {size for stack in _stacks(model) for matrices in _matrices(stack) for size in matrices.shape[1:]}
+        return "torch has no fp64 kernel for grouped matrix products"
+    if device not in _SUPPORTED_DEVICES:
+        return f"torch's grouped matrix product is not known to work on {device}"
+    least = _ALIGNMENT_BYTES // (2 if precision == "bf16" else 4)
+    sizes = {
+        size for stack in _expert_modules(model) for matrices in _expert_matrices(stack) for size in matrices.shape[1:]
+    }
     odd = sorted(size for size in sizes if size % least)
     if odd:
-        return f"in {precision} torch's grouped product needs widths that are multiples of {least}, and there are {odd}"
+        return f"in {precision} torch's grouped product needs widths that are multiples of {least}, but some are {odd}"
     return ""
 
 
-def active(model: Any) -> float:
-    """Elements of expert matrices that one token is multiplied with: k of the E of each layer."""
+def active_elements(model: Any) -> float:
+    """Number of expert weights used per token: k of the E experts of each layer."""
     text = model.config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", 0)
-    return sum(chosen * matrices.numel() / len(matrices) for stack in _stacks(model) for matrices in _matrices(stack))
+    return sum(
+        chosen * matrices.numel() / len(matrices)
+        for stack in _expert_modules(model)
+        for matrices in _expert_matrices(stack)
+    )
 
 
-def register() -> None:
+def register_grouped() -> None:
     """Make the grouped product known to transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -84,13 +94,13 @@ def _grouped(stack: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -
 
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
-        stack = _Cast(stack, torch.get_autocast_dtype(device))  # type: ignore[assignment]
+        stack = _CastParameters(stack, torch.get_autocast_dtype(device))  # type: ignore[assignment]
     result: Tensor = grouped_mm_experts_forward(stack, hidden, chosen, shares)
     return result
 
 
-class _Cast:
-    """A module as it is, but for the dtype of its own parameters."""
+class _CastParameters:
+    """A module with its own parameters cast to another dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
@@ -100,12 +110,12 @@ class _Cast:
         return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
 
 
-def _stacks(model: nn.Module) -> list[nn.Module]:
+def _expert_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that transformers' `use_experts_implementation` has made; it leaves these marks on them."""
     return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_bias")]
 
 
-def _matrices(stack: nn.Module) -> list[Tensor]:
+def _expert_matrices(stack: nn.Module) -> list[Tensor]:
     return [parameter for parameter in stack.parameters(recurse=False) if parameter.dim() == 3]
 
 
@@ -113,26 +123,26 @@ def _matrices(stack: nn.Module) -> list[Tensor]:
 
 
 def check_router(model: Any) -> None:
-    """Refuse losses of a router where transformers knows none for the architecture.
+    """Refuse router losses if transformers has none for the architecture.
 
     Raises:
         ConfigError: naming the architecture.
     """
     text = model.config.get_text_config()
     if not (has_experts(model) and hasattr(text, "router_aux_loss_coef")):
-        what = "chooses its experts by another rule" if has_experts(model) else "is no mixture of experts"
+        what = "chooses its experts by another rule" if has_experts(model) else "is not a mixture of experts"
         raise ConfigError(
             f"model.balance_weight and model.router_z_weight: {text.model_type} {what}, and transformers has no such "
             "loss for it; set them to 0"
         )
 
 
-def routed(logits: Tensor, real: Tensor, best: int) -> Tensor:
+def count_routed(logits: Tensor, real: Tensor, best: int) -> Tensor:
     """How many tokens choose each expert.
 
     Args:
         logits: of the routers, (rows, length, layers, experts).
-        real: (rows, length) bool; padding counts for nothing.
+        real: (rows, length) bool; padding is not counted.
         best: experts per token.
 
     Returns:
@@ -143,7 +153,7 @@ def routed(logits: Tensor, real: Tensor, best: int) -> Tensor:
     return (chosen * real[..., None, None]).sum(1)
 
 
-def balance(logits: Tensor, real: Tensor, counts: Tensor, best: int) -> Tensor:
+def balance_loss(logits: Tensor, real: Tensor, counts: Tensor, best: int) -> Tensor:
     """The load-balancing loss, summed over tokens and averaged over layers; k where all experts get as many.
 
     Args:
@@ -161,17 +171,17 @@ def balance(logits: Tensor, real: Tensor, counts: Tensor, best: int) -> Tensor:
 
 def z_loss(logits: Tensor, real: Tensor) -> Tensor:
     """The squared logarithm of the normaliser, summed over tokens and averaged over layers (Zoph et al., 2022)."""
-    return (_wide(logits).logsumexp(-1).square().mean(-1) * real).sum()
+    return (_to_float(logits).logsumexp(-1).square().mean(-1) * real).sum()
 
 
-def load(counts: Tensor) -> Tensor:
-    """How much the busiest expert has to do, relative to the mean, averaged over layers; (rows,) or (1,)."""
+def expert_load(counts: Tensor) -> Tensor:
+    """Load of the busiest expert relative to the mean, averaged over layers; (rows,) or (1,)."""
     return (counts.amax(-1) / counts.mean(-1).clamp_min(1e-12)).mean(-1)
 
 
 def _probabilities(logits: Tensor) -> Tensor:
-    return _wide(logits).softmax(-1)
+    return _to_float(logits).softmax(-1)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _to_float(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()

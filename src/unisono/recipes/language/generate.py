@@ -1,4 +1,4 @@
-"""The verb `generate`: what a trained language model writes."""
+"""The verb `generate`: text from a trained language model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from unisono import Run, RunError
 def generate(
     run: Run, prompt: str, tokens: int = 64, temperature: float = 0.0, seed: int = 0, ema: bool = False
 ) -> str:
-    """Continue a prompt by a run's newest checkpoint.
+    """Continue a prompt with a run's newest checkpoint.
 
     Args:
         run: its folder.
         prompt: text; may be empty.
-        tokens: how many to write; it stops earlier at the end of a document.
+        tokens: how many to generate; stops earlier at the end of a document.
         temperature: 0 takes the likeliest token each time; above it, tokens are drawn, from the whole vocabulary.
         seed: of the draws.
-        ema: let the moving average of the weights write (ema.decay).
+        ema: use the moving average of the weights (ema.decay).
 
     Raises:
-        RunError: if numbers or prompt leave nothing to write from.
+        RunError: if the numbers or the prompt are invalid.
     """
     if tokens < 1:
-        raise RunError(f"tokens={tokens}: at least one has to be written")
+        raise RunError(f"tokens={tokens}: at least one token must be generated")
     if temperature < 0:
         raise RunError(f"temperature={temperature:g} is negative; 0 takes the likeliest token each time")
     import torch
@@ -34,7 +34,7 @@ def generate(
     ids = tokenizer.encode([prompt])[0].tolist()
     ids = ids[:-1] if tokenizer.last is not None else ids
     if not ids:
-        raise RunError("the prompt has no token, and this tokenizer has none that begins a document; give a prompt")
+        raise RunError("the prompt is empty, and this tokenizer has no begin-of-document token; give a prompt")
     torch.manual_seed(seed)
     # transformers would draw from the 50 likeliest tokens if it were not told otherwise
     drawn = {"do_sample": True, "temperature": float(temperature), "top_k": 0} if temperature else {"do_sample": False}

@@ -1,7 +1,7 @@
-"""Which kernels a model computes with: chosen by what device, precision, installed packages and the model itself allow.
+"""Chooses a model's kernels by what the device, precision, installed packages and the model itself allow.
 
-The choice changes speed and memory, and the result by no more than rounding. What is asked for by name and cannot be
-had is refused before anything starts; `auto` takes the next best and says why.
+The choice changes speed and memory, and the result only by rounding. A kernel requested by name that cannot be
+used is refused before anything starts; `auto` takes the next best and says why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unisono import KernelError, choose_kernel
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import ModelGroup
 
-_LEAST_FOR_FLEX = 16  # features of a head; torch's templates multiply blocks no narrower
+_MIN_FLEX_WIDTH = 16  # features of a head; torch's templates multiply blocks no narrower
 _DROPOUTS = ("attention_dropout", "attn_pdrop")
 
 
@@ -25,7 +25,7 @@ class Kernels:
     Attributes:
         attention: `eager`, `sdpa`, `flex` or `flash`.
         experts: `grouped` or `loop`; empty for models without experts.
-        why: by setting, what kept `auto` from a better one.
+        why: by setting, why `auto` did not choose a better one.
     """
 
     attention: str
@@ -33,23 +33,23 @@ class Kernels:
     why: tuple[tuple[str, str], ...] = ()
 
     @property
-    def described(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """For the console."""
         reasons = dict(self.why)
         chosen = {"attention": self.attention, **({"experts": self.experts} if self.experts else {})}
         return {name: f"{kernel} ({reasons[name]})" if name in reasons else kernel for name, kernel in chosen.items()}
 
     def use(self, model: Any) -> None:
-        """Let a model compute with them, in place of the plain kernels that every device has."""
+        """Make a model use them instead of the plain kernels that every device has."""
         if self.attention != "eager":
-            names = {"flex": "flex_attention", "flash": _installed_flash()}
+            names = {"flex": "flex_attention", "flash": _find_flash()}
             model.set_attn_implementation(names.get(self.attention, self.attention))
         if self.experts == "grouped":
-            experts.register()
+            experts.register_grouped()
             model.set_experts_implementation(experts.GROUPED)
 
 
-def choose(config: ModelGroup, model: Any, device: str, precision: str) -> Kernels:
+def select_kernels(config: ModelGroup, model: Any, device: str, precision: str) -> Kernels:
     """The kernels of a model.
 
     Args:
@@ -62,11 +62,11 @@ def choose(config: ModelGroup, model: Any, device: str, precision: str) -> Kerne
         KernelError: naming key, reason and remedy.
     """
     order = ("flash", "sdpa", "flex", "eager")
-    against = {kernel: "; ".join(_against(kernel, model, device, precision)) for kernel in order}
+    against = {kernel: "; ".join(_obstacles(kernel, model, device, precision)) for kernel in order}
     attention, why_attention = choose_kernel("model.attention", config.attention, against, expected="sdpa")
     how = why_experts = ""
     if experts.has_experts(model):
-        of_experts = {"grouped": experts.against_grouped(model, device, precision), "loop": ""}
+        of_experts = {"grouped": experts.grouped_obstacle(model, device, precision), "loop": ""}
         how, why_experts = choose_kernel("model.experts", config.experts, of_experts, expected="grouped")
     elif config.experts != "auto":
         raise KernelError(
@@ -77,41 +77,41 @@ def choose(config: ModelGroup, model: Any, device: str, precision: str) -> Kerne
     return Kernels(attention, how, tuple((name, why) for name, why in reasons.items() if why))
 
 
-def _against(kernel: str, model: Any, device: str, precision: str) -> Iterator[str]:
-    """What speaks against a kernel of attention; nothing where it can be used."""
+def _obstacles(kernel: str, model: Any, device: str, precision: str) -> Iterator[str]:
+    """Reasons why an attention kernel cannot be used; none if it can."""
     text = model.config.get_text_config()
     supported = {"sdpa": model._supports_sdpa, "flex": model._supports_flex_attn, "flash": model._supports_flash_attn}
     if not supported.get(kernel, True) or (kernel != "eager" and not model._can_set_attn_implementation()):
-        yield f"{text.model_type} has no attention of this kind in transformers"
+        yield f"transformers has no attention of this kind for {text.model_type}"
     dropout = next((rate for key in _DROPOUTS if (rate := getattr(text, key, 0.0))), 0.0)
     match kernel:
         case "flex":
             if device == "cpu":
                 yield "torch's flex_attention has no backward pass on a CPU"
             if precision == "fp64":
-                yield "there is no fp64 kernel of it"
+                yield "it has no fp64 kernel"
             if dropout:
-                yield f"it drops no attention weights, and this model drops {dropout:g} of them"
-            if (width := _width_of_head(text)) < _LEAST_FOR_FLEX:
-                yield f"it needs heads of at least {_LEAST_FOR_FLEX} features, and this model's have {width}"
+                yield f"it has no attention dropout, but this model's is {dropout:g}"
+            if (width := _head_width(text)) < _MIN_FLEX_WIDTH:
+                yield f"it needs heads of at least {_MIN_FLEX_WIDTH} features, but this model's have {width}"
         case "flash":
             if device != "cuda":
-                yield f"it needs a CUDA or ROCm device, and this run is on {device}"
+                yield f"it needs a CUDA or ROCm device, but this run is on {device}"
             if precision != "bf16":
-                yield f"there is no {precision} kernel of it, only half precision (train.precision=bf16)"
-            if not _installed_flash():
+                yield f"it has no {precision} kernel, only half precision (train.precision=bf16)"
+            if not _find_flash():
                 yield "the package flash-attn is not installed"
 
 
-def _width_of_head(text: Any) -> int:
+def _head_width(text: Any) -> int:
     heads = getattr(text, "num_attention_heads", 0) or 1
     return int(getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
-def _installed_flash() -> str:
-    """The name of the installed flash attention in transformers; empty without one.
+def _find_flash() -> str:
+    """Transformers' name of the installed flash attention; empty without one.
 
-    transformers would also fetch one from a hub through its `kernels` package. Nothing is downloaded here, code least.
+    transformers would also fetch one from a hub through its `kernels` package. Nothing is downloaded here.
     """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 

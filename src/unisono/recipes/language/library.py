@@ -1,4 +1,4 @@
-"""The documents of a run, wherever they come from: one corpus or several, tokenised ahead, before, or on the fly.
+"""The documents of a run: one corpus or several, tokenised ahead, before, or on the fly.
 
 A source has rows to train on and rows held out, of documents kept apart. Tokenised ahead, a document becomes rows of up
 to `sequence` targets; on the fly, where nobody knows lengths before, a row is a document. Where rows are packed,
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, Mapped, Source, Subset, hold_out
 from unisono.recipes.language import tokens
-from unisono.recipes.language.settings import Corpus, Documents, Prepared
+from unisono.recipes.language.settings import Corpus, Documents, PreparedDocuments
 from unisono.recipes.language.texts import Texts, digest
-from unisono.recipes.language.tokenizer import Tokenizer, tokenizer_from, trained
-from unisono.recipes.language.tokens import Ahead, TokenStore
+from unisono.recipes.language.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from unisono.recipes.language.tokens import TokenisePreparation, TokenStore
 
 Tokens = NDArray[np.int64]
-ONE = ""  # the name of the only source
+SINGLE_SOURCE = ""  # the name of the only source
 _HINT = "or cut text files into documents by data.separator"
 
 
@@ -42,7 +42,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class LiveTexts:
+class OnTheFlyTexts:
     """Documents that are tokenised as they are asked for.
 
     Attributes:
@@ -80,7 +80,7 @@ class Library:
         verify: what `check` holds against the manifests: `content`, or `sizes`, which were when they were opened.
     """
 
-    corpora: Mapping[str, TokenStore | LiveTexts]
+    corpora: Mapping[str, TokenStore | OnTheFlyTexts]
     fraction: float
     sequence: int
     verify: str
@@ -127,11 +127,11 @@ class Library:
             counts = sum(tokens.unigram_counts(store, self.split[name][1]) for name, store in stores.items())
             assert isinstance(counts, np.ndarray)
             entropy = {"unigram_entropy": round(tokens.unigram_entropy(counts), 4)} if counts[1].any() else {}
-        return {**sizes.get(ONE, {"corpora": sizes}), "vocabulary": self.tokenizer.size, **entropy}
+        return {**sizes.get(SINGLE_SOURCE, {"corpora": sizes}), "vocabulary": self.tokenizer.size, **entropy}
 
 
 def open_library(
-    config: Documents | Prepared, sequence: int, of_model: Path | None, of_run: Tokenizer | None = None
+    config: Documents | PreparedDocuments, sequence: int, of_model: Path | None, of_run: Tokenizer | None = None
 ) -> Library:
     """The documents that the settings name.
 
@@ -145,42 +145,44 @@ def open_library(
         DataError: for documents or a tokenizer that cannot be read.
         ConfigError: for settings that do not fit each other.
     """
-    corpora: Mapping[str, TokenStore | LiveTexts]
-    if isinstance(config, Prepared):
+    corpora: Mapping[str, TokenStore | OnTheFlyTexts]
+    if isinstance(config, PreparedDocuments):
         stores = {name: TokenStore(path) for name, path in config.folders.items()}
         if of_run is not None:
-            _check_alike(stores, of_run, "the run")
+            _check_tokenizers(stores, of_run, "the run")
         elif of_model is not None:
-            _check_alike(stores, tokenizer_from(of_model), f"{of_model} (model.path)")
+            _check_tokenizers(stores, load_tokenizer(of_model), f"{of_model} (model.path)")
         else:
-            _check_alike(stores)
+            _check_tokenizers(stores)
         corpora = stores
     else:
         texts, tokenizer = _texts(config, of_model, of_run)
         if config.tokenise == "on_the_fly":
-            corpora = {name: LiveTexts(corpus, tokenizer) for name, corpus in texts.items()}
+            corpora = {name: OnTheFlyTexts(corpus, tokenizer) for name, corpus in texts.items()}
         else:
-            corpora = {name: tokens.ahead(corpus, tokenizer, config.cache) for name, corpus in texts.items()}
+            corpora = {name: tokens.load_tokens(corpus, tokenizer, config.cache) for name, corpus in texts.items()}
     return Library(corpora, config.held_out, sequence, config.verify)
 
 
-def preparations(config: Documents | Prepared, of_model: Path | None) -> dict[str, tuple[Ahead, Path]]:
-    """What can be made ahead, by source, and where the cache has it.
+def preparations(
+    config: Documents | PreparedDocuments, of_model: Path | None
+) -> dict[str, tuple[TokenisePreparation, Path]]:
+    """What can be tokenised ahead, by source, and its place in the cache.
 
     Raises:
-        ConfigError: for documents that were prepared before.
+        ConfigError: for documents that are already prepared.
     """
-    if isinstance(config, Prepared):
-        raise ConfigError("data=prepared was prepared before; give the documents, e.g. data=corpus data.path=DIR")
+    if isinstance(config, PreparedDocuments):
+        raise ConfigError("data=prepared is already prepared; give the documents, e.g. data=corpus data.path=DIR")
     texts, tokenizer = _texts(config, of_model)
     return {
-        name: (Ahead(corpus, tokenizer), tokens.entry(corpus, tokenizer, config.cache))
+        name: (TokenisePreparation(corpus, tokenizer), tokens.cache_entry(corpus, tokenizer, config.cache))
         for name, corpus in texts.items()
     }
 
 
-def sample(record: Document, library: Library, too_long: str) -> Tokens:
-    """The tokens of a document that is tokenised on the fly; of one that has none, a single one, which is no target.
+def tokenise_document(record: Document, library: Library, too_long: str) -> Tokens:
+    """The tokens of a document tokenised on the fly; an empty one gives a single token, which is no target.
 
     Args:
         record: the document.
@@ -194,9 +196,9 @@ def sample(record: Document, library: Library, too_long: str) -> Tokens:
     if len(ids) > library.sequence + 1 and not record.whole:
         if too_long == "stop":
             raise DataError(
-                f"a document has {len(ids) - 1} targets, more than task.sequence={library.sequence}: cut it into rows "
-                "by data.tokenise=ahead, use only its beginning by data.too_long=cut, or raise task.sequence (it begins "
-                f"with {(record.text or '')[:40]!r})"
+                f"a document has {len(ids) - 1} targets, more than task.sequence={library.sequence}: split it into "
+                "rows with data.tokenise=ahead, use only its beginning with data.too_long=cut, or raise task.sequence "
+                f"(it begins with {(record.text or '')[:40]!r})"
             )
         ids = ids[: library.sequence + 1]
     return ids.astype(np.int64) if len(ids) else np.zeros(1, dtype=np.int64)
@@ -206,16 +208,16 @@ def _texts(
     config: Documents, of_model: Path | None, of_run: Tokenizer | None = None
 ) -> tuple[dict[str, Texts], Tokenizer]:
     """The documents by source, and their tokenizer, which may have to be trained on them."""
-    where = config.files if isinstance(config, Corpus) else {ONE: None}
+    where = config.files if isinstance(config, Corpus) else {SINGLE_SOURCE: None}
     texts = {name: Texts.of(files) for name, files in where.items()}
     if of_run is not None:
         return texts, of_run
     given = config.tokenizer or of_model
-    return texts, trained(texts, config.vocab_size, config.cache) if given is None else tokenizer_from(given)
+    return texts, train_tokenizer(texts, config.vocab_size, config.cache) if given is None else load_tokenizer(given)
 
 
-def _check_alike(stores: Mapping[str, TokenStore], needed: Tokenizer | None = None, whose: str = "") -> None:
-    """Refuse tokens of different tokenizers, and of another one than the model needs."""
+def _check_tokenizers(stores: Mapping[str, TokenStore], needed: Tokenizer | None = None, whose: str = "") -> None:
+    """Refuse tokens of different tokenizers, or of another one than the model needs."""
     first, *others = stores
     for name in others:
         if stores[name].tokenizer.digest != stores[first].tokenizer.digest:
@@ -225,6 +227,6 @@ def _check_alike(stores: Mapping[str, TokenStore], needed: Tokenizer | None = No
             )
     if needed is not None and needed.digest != stores[first].tokenizer.digest:
         raise DataError(
-            f"{stores[first].folder} was prepared with another tokenizer than that of {whose}: prepare the documents "
+            f"{stores[first].folder} was prepared with a different tokenizer than {whose}: prepare the documents "
             f"with data.tokenizer={needed.path}"
         )

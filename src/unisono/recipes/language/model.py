@@ -18,7 +18,7 @@ from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-def check(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> Any:
+def check_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> Any:
     """The transformers configuration of a model, with every setting known.
 
     Args:
@@ -31,53 +31,56 @@ def check(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> Any
             few experts.
     """
     if isinstance(config, Pretrained):
-        found = _read_config(saved) if saved and not config.path.is_dir() else _from_directory(config.path)
+        found = _read_config(saved) if saved and not config.path.is_dir() else _config_from_directory(config.path)
     else:
         assert isinstance(config, FromConfig)
-        found = _from_settings(config, vocab_size)
+        found = _config_from_settings(config, vocab_size)
     text = found.get_text_config()
     if text.vocab_size < vocab_size:
         raise ConfigError(
-            f"the model has {text.vocab_size} token embeddings, but the tokenizer makes ids up to {vocab_size - 1}"
+            f"the model has {text.vocab_size} token embeddings, but the tokenizer has ids up to {vocab_size - 1}"
         )
-    experts.check(text)
+    experts.check_experts_per_token(text)
     text.use_cache = False
     return found
 
 
-def build(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
+def build_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
     """A model in fp32 on the CPU, with plain kernels: random weights from torch's generator, or those of the directory.
 
-    Arguments as of `check`; a pretrained model that is gone has random weights, in place of which a run's are read.
+    Arguments as of `check_model`; a pretrained model that is gone has random weights, in place of which a run's are
+    read.
 
     Raises:
-        ConfigError: for what `check` and `untrained` refuse, weights that cannot be read or do not fit, and a model
-            that is not causal.
+        ConfigError: for what `check_model` and `build_untrained` refuse, weights that cannot be read or do not fit, and
+            a model that is not causal.
     """
     there = isinstance(config, Pretrained) and not (saved and not config.path.is_dir())
-    model = _pretrained(config, vocab_size) if there else untrained(config, vocab_size, saved)
-    _refuse_foresight(model)
+    model = _load_pretrained(config, vocab_size) if there else build_untrained(config, vocab_size, saved)
+    _check_causal(model)
     if config.balance_weight or config.router_z_weight:
         experts.check_router(model)
-        _refuse_silent_routers(model)
+        _check_router_scores(model)
     return model
 
 
-def untrained(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
+def build_untrained(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
     """The model with the weights that torch's generator gives it, on the current default device, with plain kernels.
 
-    Arguments as of `check`.
+    Arguments as of `check_model`.
 
     Raises:
-        ConfigError: for what `check` refuses, and settings that the architecture itself refuses.
+        ConfigError: for what `check_model` refuses, and settings that the architecture itself refuses.
     """
     from transformers import AutoModelForCausalLM
 
-    settings = check(config, vocab_size, saved)
+    settings = check_model(config, vocab_size, saved)
     try:
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False, **_PLAIN)
     except Exception as error:  # each architecture validates in its own way
-        raise ConfigError(f"a {settings.model_type} model cannot be made with these model.settings: {error}") from error
+        raise ConfigError(
+            f"a {settings.model_type} model cannot be built with these model.settings: {error}"
+        ) from error
     assert isinstance(model, nn.Module)
     return model
 
@@ -96,7 +99,7 @@ def head_is_linear(model: Any) -> bool:
     ids, grown = torch.arange(4)[None] + 1, 1.0
     hook = head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * grown,))
     try:
-        with _asking(model):
+        with _evaluation_mode(model):
             for least in (1e-5, 1e-2):
                 logits = model(input_ids=ids, use_cache=False).logits
                 hidden = base(input_ids=ids, use_cache=False).last_hidden_state
@@ -126,46 +129,46 @@ def flops_per_token(model: Any) -> tuple[float, float]:
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and their scans are not counted
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    return 6.0 * (sum(matrices.values()) + experts.active(model)), 12.0 * text.num_hidden_layers * heads * size
+    return 6.0 * (sum(matrices.values()) + experts.active_elements(model)), 12.0 * text.num_hidden_layers * heads * size
 
 
-def _refuse_foresight(model: Any) -> None:
-    """Some architectures of the causal list are encoders unless told otherwise, and would learn to look ahead.
+def _check_causal(model: Any) -> None:
+    """Refuse models that look ahead: some architectures of the causal list are encoders by default.
 
     Raises:
-        ConfigError: if another last token changes what is predicted before it.
+        ConfigError: if changing the last token changes earlier predictions.
     """
     ids = torch.arange(4)[None] + 1
     other = torch.cat([ids[:, :-1], ids[:, -1:] + 1], dim=1)
-    with _asking(model):
+    with _evaluation_mode(model):
         change = (model(input_ids=other, use_cache=False).logits - model(input_ids=ids, use_cache=False).logits).abs()
     if change[:, :-1].max() > 1e-5 * change[:, -1].max():
         raise ConfigError(
-            f"{type(model).__name__} lets tokens see those after them, so it would learn to copy what it has to "
-            "predict; a causal model is needed (bert and its relatives are causal with model.settings.is_decoder=true)"
+            f"{type(model).__name__} lets tokens attend to later ones, so it would learn to copy what it should "
+            "predict; use a causal model (bert and its relatives are causal with model.settings.is_decoder=true)"
         )
 
 
-def _refuse_silent_routers(model: Any) -> None:
-    """Not every mixture hands out what its routers computed in the same form.
+def _check_router_scores(model: Any) -> None:
+    """Refuse mixtures of experts that do not return their router scores in the expected form.
 
     Raises:
         ConfigError: unless there is a score for every token and expert of each layer.
     """
     ids = torch.arange(4)[None] + 1
-    with _asking(model):
+    with _evaluation_mode(model):
         made = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
     found = getattr(made, "router_logits", None) or ()
     if not found or {tuple(logits.shape) for logits in found} != {(ids.numel(), found[0].shape[-1])}:
         raise ConfigError(
-            f"{type(model).__name__} does not return a score for every token and expert of each layer, which its "
+            f"{type(model).__name__} does not return a score for every token and expert of each layer, which router "
             "losses need; set model.balance_weight and model.router_z_weight to 0"
         )
 
 
 @contextmanager
-def _asking(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients."""
     training = model.training
     model.eval()
     try:
@@ -175,11 +178,11 @@ def _asking(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def _pretrained(config: Any, vocab_size: int) -> nn.Module:
+def _load_pretrained(config: Any, vocab_size: int) -> nn.Module:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    settings = check(config, vocab_size)
+    settings = check_model(config, vocab_size)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -203,7 +206,7 @@ def _pretrained(config: Any, vocab_size: int) -> nn.Module:
     return model
 
 
-def _from_settings(config: FromConfig, vocab_size: int) -> Any:
+def _config_from_settings(config: FromConfig, vocab_size: int) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -212,15 +215,17 @@ def _from_settings(config: FromConfig, vocab_size: int) -> Any:
         hint = nearest(config.architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         hint = hint if hint.startswith("did") else "e.g. llama, gpt2, qwen3"
         raise ConfigError(
-            f"model.architecture={config.architecture} is no causal language model of transformers, {hint}"
+            f"model.architecture={config.architecture} is not a causal language model of transformers, {hint}"
         )
     kind = CONFIG_MAPPING[config.architecture]
     known = set(kind().to_dict()) | set(kind.attribute_map)
     for name in config.settings:
-        if name not in known and not _reads(kind, name):  # the library would keep it and ignore it
+        if name not in known and not _reads_setting(kind, name):  # the library would keep it and ignore it
             hint = nearest(name, known)
-            told = hint.replace("'", "'model.settings.", 1) if hint.startswith("did") else "see its configuration class"
-            raise ConfigError(f"unknown key 'model.settings.{name}' for {config.architecture}, {told}")
+            remedy = (
+                hint.replace("'", "'model.settings.", 1) if hint.startswith("did") else "see its configuration class"
+            )
+            raise ConfigError(f"unknown key 'model.settings.{name}' for {config.architecture}, {remedy}")
     settings = {"vocab_size": vocab_size, **config.settings}
     try:
         return AutoConfig.for_model(config.architecture, **settings)
@@ -228,30 +233,30 @@ def _from_settings(config: FromConfig, vocab_size: int) -> Any:
         raise ConfigError(f"model.settings do not fit {config.architecture}: {error}") from error
 
 
-def _reads(kind: Any, name: str) -> bool:
-    """Whether a model reads a setting that its configuration class does not declare, as qwen3_moe does its head_dim."""
+def _reads_setting(kind: Any, name: str) -> bool:
+    """Whether a model reads a setting that its configuration class does not declare, e.g. head_dim of qwen3_moe."""
     from transformers import AutoModelForCausalLM
 
     source = inspect.getsource(inspect.getmodule(AutoModelForCausalLM._model_mapping[kind]) or object)
     return f'getattr(config, "{name}",' in source
 
 
-def _from_directory(path: Path) -> Any:
+def _config_from_directory(path: Path) -> Any:
     if not path.is_dir():
         raise ConfigError(
-            f"model.path: {path} is not a directory; a local model with config.json and safetensors is needed"
+            f"model.path: {path} is not a directory; give a local model with config.json and safetensors"
             + pickle_hint(path)
         )
     if not (path / hf_config.CONFIG).exists():
         raise ConfigError(f"model.path: {path} has no config.json")
     if (path / "adapter_config.json").exists():
         raise ConfigError(
-            f"model.path: {path} has adapters beside its model (adapter_config.json), which transformers would load with it; "
-            "merge them, or move that file away"
+            f"model.path: {path} has adapters beside its model (adapter_config.json), which transformers would load "
+            "too; merge them, or move that file away"
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path: {path} has no *.safetensors; other formats are not read, since they can run code"
+            f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
             + pickle_hint(path)
         )
     try:

@@ -1,8 +1,8 @@
-"""Several documents in one row, none of which sees another: what a row holds, and what a model is told of it.
+"""Several documents in one row, none of which attends to another: the row's content, and the model's extra inputs.
 
-A model is told by positions, which begin at 0 with each document. transformers makes of them a mask for its plain
-attention, SDPA and flex attention; flash attention is given the documents' borders, since it would look for them in
-batches of one row only. Whether an architecture heeds either is asked of the model itself, on a few tokens.
+The model gets positions, which begin at 0 with each document. transformers turns them into a mask for its plain
+attention, SDPA and flex attention; flash attention is given the documents' borders, since it would find them in
+batches of one row only. Whether an architecture respects either is tested on the model itself, with a few tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from unisono import ConfigError
 
-_BORDERS = "unisono_borders"  # our attention by borders, among the kernels of transformers
-_HEEDED = 1e-2  # of what documents change in each other where nothing keeps them apart: far above rounding
+_BORDER_KERNEL = "unisono_borders"  # our attention by borders, among the kernels of transformers
+_LEAK_TOLERANCE = 1e-2  # of what documents change in each other where nothing keeps them apart: far above rounding
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PackedRow:
     positions: NDArray[np.int64]
 
 
-def row_of(documents: Sequence[NDArray[np.int64]]) -> PackedRow:
+def pack_row(documents: Sequence[NDArray[np.int64]]) -> PackedRow:
     """A row of documents, each (tokens,); one token more than a document has targets."""
     nothing = [np.zeros(0, dtype=np.int64)]  # a row may have lost all its documents
     return PackedRow(
@@ -48,7 +48,7 @@ def row_of(documents: Sequence[NDArray[np.int64]]) -> PackedRow:
     )
 
 
-def borders(positions: Tensor) -> dict[str, Any]:
+def flash_borders(positions: Tensor) -> dict[str, Any]:
     """What flash attention has to know: where documents begin in all rows, one row after the other.
 
     Args:
@@ -64,8 +64,8 @@ def borders(positions: Tensor) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def check(model: nn.Module) -> None:
-    """Refuse a model that is told no positions, and so cannot know where a document begins; it may be without memory.
+def check_positions(model: nn.Module) -> None:
+    """Refuse a model without position inputs, which cannot know where a document begins; it may be on `meta`.
 
     Raises:
         ConfigError: naming it.
@@ -73,13 +73,13 @@ def check(model: nn.Module) -> None:
     base = getattr(model, "base_model", model)
     if any("position_ids" not in inspect.signature(one.forward).parameters for one in (model, base)):
         raise ConfigError(
-            f"data.packing: {type(model).__name__} takes no position_ids, so it cannot be told where a document "
-            "begins, and documents of a row would mix. Leave data.packing=null, or choose another architecture"
+            f"data.packing: {type(model).__name__} takes no position_ids, so it cannot know where a document "
+            "begins, and documents of a row would mix. Use data.packing=null, or another architecture"
         )
 
 
-def check_apart(model: Any, flash: bool) -> None:
-    """Refuse a model in which documents of a row see each other, or that goes on counting positions.
+def check_isolation(model: Any, flash: bool) -> None:
+    """Refuse a model in which documents of a row attend to each other, or whose positions do not restart.
 
     Args:
         model: on the CPU, with plain kernels.
@@ -88,17 +88,17 @@ def check_apart(model: Any, flash: bool) -> None:
     Raises:
         ConfigError: naming it.
     """
-    check(model)
+    check_positions(model)
     first, second = torch.arange(1, 5)[None], torch.arange(3, 0, -1)[None]
     both = torch.cat([first, second], 1)
     positions = torch.cat([torch.arange(4), torch.arange(3)])[None]
-    told: dict[str, Any] = {"position_ids": positions}
+    extra_inputs: dict[str, Any] = {"position_ids": positions}
     was = model.config._attn_implementation
     if flash:
         from transformers import AttentionInterface
 
-        AttentionInterface.register(_BORDERS, by_borders)
-        told |= borders(positions)
+        AttentionInterface.register(_BORDER_KERNEL, border_attention)
+        extra_inputs |= flash_borders(positions)
     training = model.training
     model.eval()
     try:
@@ -106,22 +106,22 @@ def check_apart(model: Any, flash: bool) -> None:
             alone = model(input_ids=second, use_cache=False).logits
             mixed = model(input_ids=both, use_cache=False).logits[:, 4:]
             if flash:
-                model.set_attn_implementation(_BORDERS)
-            apart = model(input_ids=both, use_cache=False, **told).logits[:, 4:]
+                model.set_attn_implementation(_BORDER_KERNEL)
+            apart = model(input_ids=both, use_cache=False, **extra_inputs).logits[:, 4:]
     finally:
         model.train(training)
         if flash:
             model.set_attn_implementation(was)
-    if (apart - alone).abs().max() > _HEEDED * (mixed - alone).abs().max():
+    if (apart - alone).abs().max() > _LEAK_TOLERANCE * (mixed - alone).abs().max():
         how = " with model.attention=flash" if flash else ""
         raise ConfigError(
-            f"data.packing: in {type(model).__name__}{how} a document sees those before it in its row, although it is "
-            "told its positions. Leave data.packing=null, or choose another "
+            f"data.packing: in {type(model).__name__}{how} a document attends to those before it in its row, although "
+            "it is given its positions. Use data.packing=null, or another "
             + ("kernel, e.g. model.attention=sdpa" if flash else "architecture")
         )
 
 
-def by_borders(
+def border_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -140,11 +140,11 @@ def by_borders(
         query: (rows, heads, length, size); key and value may have fewer heads.
         key: as `query`.
         value: as `query`.
-        attention_mask: none; there are borders.
+        attention_mask: unused, since there are borders.
         scaling: of the scores; None for 1 / √size.
         dropout: of attention weights.
         cu_seq_lens_q: borders; without them, as flash attention would, every row is one document.
-        others: what other kernels want to know.
+        others: arguments of other kernels, unused.
 
     Returns:
         (rows, length, heads, size), and no attention weights.

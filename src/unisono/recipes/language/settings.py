@@ -15,12 +15,12 @@ class LanguageConfig(Settings):
     """How documents become rows."""
 
     sequence: Annotated[int, Field(ge=2)] = Field(
-        256, description="targets per row; longer documents take several rows"
+        256, description="targets per row; longer documents span several rows"
     )
     pad_to_multiple: PositiveInt = Field(
         64, description="rows of a micro-batch are padded to the longest, rounded up to this"
     )
-    loss_chunk: PositiveInt = Field(1024, description="tokens whose logits exist at the same time")
+    loss_chunk: PositiveInt = Field(1024, description="tokens whose logits are in memory at the same time")
 
 
 class ModelGroup(Settings):
@@ -30,13 +30,13 @@ class ModelGroup(Settings):
         "auto", description="kernel of attention; auto: flash where it is installed and fits, else sdpa, flex, eager"
     )
     experts: Literal["auto", "grouped", "loop"] = Field(
-        "auto", description="how experts are multiplied with; auto: grouped where torch has it for device and precision"
+        "auto", description="kernel of the experts; auto: grouped if torch has it for device and precision"
     )
     balance_weight: NonNegativeFloat = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts (Fedus et al., 2022); 0: none"
     )
     balance_over: Literal["global_batch", "row"] = Field(
-        "global_batch", description="rows over which experts are to be balanced; global_batch takes a forward pass more"
+        "global_batch", description="rows over which experts are balanced; global_batch needs an extra forward pass"
     )
     router_z_weight: NonNegativeFloat = Field(
         0.0, description="weight of the router z-loss of a mixture of experts (Zoph et al., 2022); 0: none"
@@ -64,13 +64,14 @@ Model = Annotated[FromConfig | Pretrained, Field(discriminator="kind")]
 
 
 class AllDocuments(Data):
-    """What all documents have, however they come to be tokens."""
+    """Settings of all documents, however they are tokenised."""
 
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the documents kept for evaluation, of each source"
     )
     verify: Literal["content", "sizes"] = Field(
-        "content", description="of tokenised documents, before a start; content: every byte, sizes: only how many"
+        "content",
+        description="check of tokenised documents before a start; content: every byte, sizes: only file sizes",
     )
 
     @model_validator(mode="after")
@@ -84,7 +85,7 @@ class AllDocuments(Data):
 
 
 class Documents(AllDocuments):
-    """Documents that are tokenised here."""
+    """Documents that are tokenised by this run."""
 
     tokenizer: Path | None = Field(
         None,
@@ -92,17 +93,17 @@ class Documents(AllDocuments):
     )
     vocab_size: Annotated[int, Field(ge=257)] = Field(4096, description="of a tokenizer trained on the documents")
     tokenise: Literal["ahead", "on_the_fly"] = Field(
-        "ahead", description="ahead: once, into the cache; on_the_fly: as they are needed, each document being a row"
+        "ahead", description="ahead: once, into the cache; on_the_fly: when needed, one row per document"
     )
     too_long: Literal["stop", "cut"] = Field(
         "stop",
-        description="tokenise=on_the_fly: of documents longer than task.sequence; cut: only their beginning is used",
+        description="tokenise=on_the_fly: for documents longer than task.sequence; cut: use only their beginning",
     )
     cache: Path | None = Field(None, description="for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono")
 
 
-class Embedded(Documents):
-    """The example that needs no download: the source of Python's standard library, a module being a document."""
+class EmbeddedDocuments(Documents):
+    """The example that needs no download: the source of Python's standard library, one document per module."""
 
     kind: Literal["embedded"]
 
@@ -110,7 +111,7 @@ class Embedded(Documents):
 Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
 
 
-class Reading(Settings):
+class ReadOptions(Settings):
     """How files become documents."""
 
     pattern: str = Field("*", description="glob that file names must match")
@@ -121,42 +122,44 @@ class Reading(Settings):
     )
 
 
-class Files(Reading):
+class CorpusFiles(ReadOptions):
     """Where documents are."""
 
     path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
 
 
-class Corpus(Documents, Reading):
+class Corpus(Documents, ReadOptions):
     """Documents from files; several corpora in `sources`."""
 
     kind: Literal["corpus"]
     path: Place | list[Place] | None = Field(None, description="file, directory, glob or URL, or a list of them")
-    sources: dict[str, Files] = Field(
-        {}, description="several corpora by name, in place of path; data.mixture weighs them"
+    sources: dict[str, CorpusFiles] = Field(
+        {}, description="several corpora by name, instead of path; data.mixture weights them"
     )
 
     @property
-    def files(self) -> dict[str, Files]:
+    def files(self) -> dict[str, CorpusFiles]:
         """Where the documents of each source are; the only one is called ''."""
         if self.sources:
             return dict(self.sources)
         assert self.path is not None
-        return {"": Files(**{name: getattr(self, name) for name in Files.model_fields})}
+        return {"": CorpusFiles(**{name: getattr(self, name) for name in CorpusFiles.model_fields})}
 
 
-class Ready(Settings):
-    """Where prepared documents are."""
+class PreparedFolder(Settings):
+    """The folder of prepared documents."""
 
-    path: Path = Field(description="folder that `unisono data prepare` has made")
+    path: Path = Field(description="folder created by `unisono data prepare`")
 
 
-class Prepared(AllDocuments):
-    """Documents that `unisono data prepare` has tokenised, here or elsewhere."""
+class PreparedDocuments(AllDocuments):
+    """Documents tokenised by `unisono data prepare`, here or elsewhere."""
 
     kind: Literal["prepared"]
-    path: Path | None = Field(None, description="folder that `unisono data prepare` has made")
-    sources: dict[str, Ready] = Field({}, description="several by name, in place of path; data.mixture weighs them")
+    path: Path | None = Field(None, description="folder created by `unisono data prepare`")
+    sources: dict[str, PreparedFolder] = Field(
+        {}, description="several by name, instead of path; data.mixture weights them"
+    )
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -167,4 +170,4 @@ class Prepared(AllDocuments):
         return {"": self.path}
 
 
-LanguageData = Annotated[Embedded | Corpus | Prepared, Field(discriminator="kind")]
+LanguageData = Annotated[EmbeddedDocuments | Corpus | PreparedDocuments, Field(discriminator="kind")]

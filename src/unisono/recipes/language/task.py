@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from unisono.recipes.language.kernels import Kernels
     from unisono.recipes.language.packed import PackedRow
-    from unisono.recipes.language.tokens import Ahead
+    from unisono.recipes.language.tokens import TokenisePreparation
 
 IGNORED = -100
 BESIDE = (
@@ -42,34 +42,34 @@ class Language(Task):
 
     config: settings.LanguageConfig
     model_config: settings.FromConfig | settings.Pretrained
-    data_config: settings.Documents | settings.Prepared
+    data_config: settings.Documents | settings.PreparedDocuments
     _assets: Path | None = None  # of the run that is used
 
     # data -------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Count FLOPs now: while a model is made, torch's default dtype is another."""
+        """Count FLOPs now, since torch's default dtype differs while a model is built."""
         _ = self._flops
 
     def data(self) -> Source | Mapping[str, Source]:
         """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
-        rows: dict[str, Source] = self.library.training(whole=self._packs)
-        return rows.get(library.ONE, rows)
+        rows: dict[str, Source] = self.library.training(whole=self._is_packed)
+        return rows.get(library.SINGLE_SOURCE, rows)
 
     def held_out(self) -> Source | None:
-        """Rows of the documents kept apart, those of one corpus after those of another."""
+        """Rows of the held-out documents, one corpus after the other."""
         parts = self.library.held_out()
         return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
     def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64]:
-        """A row as tokens: it is them already, unless documents are tokenised on the fly."""
+        """The tokens of a row; tokenises it if documents are tokenised on the fly."""
         if isinstance(record, library.Document):
             assert isinstance(self.data_config, settings.Documents)
-            return library.sample(record, self.library, self.data_config.too_long)
+            return library.tokenise_document(record, self.library, self.data_config.too_long)
         return np.asarray(record)
 
-    def preparation(self) -> dict[str, tuple[Ahead, Path]]:
-        """The corpora, to be tokenised ahead."""
+    def preparation(self) -> dict[str, tuple[TokenisePreparation, Path]]:
+        """The corpora to tokenise ahead."""
         return library.preparations(self.data_config, self._tokenizer_of_model)
 
     @property
@@ -82,14 +82,14 @@ class Language(Task):
         return max(0, len(sample) - 1)
 
     def cut(self, sample: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
-        """A document's targets `first..last-1` and the token before each: neighbours share a token, and lose none."""
+        """A document's targets `first..last-1` and the token before them, so that no target is lost at a cut."""
         return sample[first : last + 1]
 
     def pack(self, samples: Sequence[NDArray[np.int64]]) -> PackedRow:
         """Documents in one row."""
         from unisono.recipes.language import packed
 
-        return packed.row_of(samples)
+        return packed.pack_row(samples)
 
     def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow]) -> Batch:
         """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
@@ -124,13 +124,13 @@ class Language(Task):
     # model and loss ---------------------------------------------------------------------------------------------
 
     def build(self) -> nn.Module:
-        """The model, with the kernels that were chosen; its head is asked whether it can be applied chunk by chunk."""
+        """The model with the chosen kernels; also checks whether its head can be applied in chunks."""
         from unisono.recipes.language import model as models
         from unisono.recipes.language import packed
 
-        model = models.build(self.model_config, self.tokenizer.size, saved=self._assets)
-        if self._packs:
-            packed.check_apart(model, flash=self._kernels.attention == "flash")
+        model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
+        if self._is_packed:
+            packed.check_isolation(model, flash=self._kernels.attention == "flash")
         self._chunked = models.head_is_linear(model)
         self._kernels.use(model)
         return model
@@ -149,7 +149,7 @@ class Language(Task):
 
             inputs["position_ids"] = batch["positions"]
             if self._kernels.attention == "flash":
-                inputs |= packed.borders(batch["positions"])
+                inputs |= packed.flash_borders(batch["positions"])
         guided = bool(self._router_weights) and context.training
         if guided:
             inputs["output_router_logits"] = True
@@ -165,31 +165,31 @@ class Language(Task):
         return {"hidden": made.last_hidden_state, "weight": head.weight, "bias": head.bias, **router}
 
     def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
-        """Summed cross-entropy; in evaluation also the share of tokens that the model would have chosen itself."""
+        """Summed cross-entropy; in evaluation also the share of correctly predicted tokens."""
         targets = batch["targets"].reshape(-1)
-        total, right = self._summed(outputs, targets)
+        total, right = self._sum_cross_entropy(outputs, targets)
         if not context.training:
             return Loss({"next_token": total}, metrics={"accuracy": (right, (targets != IGNORED).sum())})
         if not self._router_weights:
             return Loss({"next_token": total})
-        return self._guided(total, outputs["router"], batch["targets"] != IGNORED, context)
+        return self._add_router_losses(total, outputs["router"], batch["targets"] != IGNORED, context)
 
     def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
-        """Of each row its targets, the nats of each, and the share that the model would have chosen itself."""
+        """For each row: number of targets, nats per target, and accuracy."""
         import torch
 
         columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
         made = next(name for name in ("hidden", "logits") if name in outputs)
         for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):
-            total, right = self._summed({**outputs, made: outputs[made][row : row + 1]}, targets)
+            total, right = self._sum_cross_entropy({**outputs, made: outputs[made][row : row + 1]}, targets)
             count = int((targets != IGNORED).sum())
             columns["targets"].append(count)
             columns["nats_per_target"].append(float(total) / max(1, count))
             columns["accuracy"].append(float(right) / max(1, count))
         return columns
 
-    def _summed(self, outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy in nats over targets (tokens,), and how many the model would have chosen itself."""
+    def _sum_cross_entropy(self, outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy in nats over targets (tokens,), and the number of correct predictions."""
         from unisono import linear_cross_entropy, logits_cross_entropy
 
         if "logits" in outputs:
@@ -203,40 +203,50 @@ class Language(Task):
         return self.model_config.balance_weight > 0 and self.model_config.balance_over == "global_batch"
 
     def totals(self, outputs: dict[str, Any], batch: Batch, context: Context) -> dict[str, Tensor]:
-        """How many tokens of these rows choose each expert, (layers, experts)."""
+        """Number of tokens of these rows routed to each expert, (layers, experts)."""
         from unisono.recipes.language import experts
 
-        return {"routed": experts.routed(outputs["router"], batch["targets"] != IGNORED, self._best).sum(0)}
+        return {
+            "routed": experts.count_routed(outputs["router"], batch["targets"] != IGNORED, self._experts_per_token).sum(
+                0
+            )
+        }
 
-    def _guided(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
-        """The loss with the terms of the routers, and how uneven their choices are."""
+    def _add_router_losses(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
+        """The loss with the routers' terms, and a metric of the experts' imbalance."""
         from unisono.recipes.language import experts
 
         # Of the global batch, or of each row.
-        counts = context.totals["routed"][None] if self.needs_totals else experts.routed(logits, real, self._best)
+        counts = (
+            context.totals["routed"][None]
+            if self.needs_totals
+            else experts.count_routed(logits, real, self._experts_per_token)
+        )
         sums = {"next_token": total}
         if "balance" in self._router_weights:
-            sums["balance"] = experts.balance(logits, real, counts, self._best)
+            sums["balance"] = experts.balance_loss(logits, real, counts, self._experts_per_token)
         if "router_z" in self._router_weights:
             sums["router_z"] = experts.z_loss(logits, real)
         tokens = real.sum(1)
         return Loss(
-            sums, self._router_weights, metrics={"expert_load": ((experts.load(counts) * tokens).sum(), tokens.sum())}
+            sums,
+            self._router_weights,
+            metrics={"expert_load": ((experts.expert_load(counts) * tokens).sum(), tokens.sum())},
         )
 
     @property
-    def _packs(self) -> bool:
+    def _is_packed(self) -> bool:
         """Whether documents share rows in training."""
         return self.data_config.packing is not None
 
     @cached_property
     def _router_weights(self) -> dict[str, float]:
-        """Of the terms that guide routers; empty where nothing does."""
+        """Weights of the router losses; empty if there are none."""
         weights = {"balance": self.model_config.balance_weight, "router_z": self.model_config.router_z_weight}
         return {name: weight for name, weight in weights.items() if weight}
 
     @cached_property
-    def _best(self) -> int:
+    def _experts_per_token(self) -> int:
         """Experts per token."""
         return int(getattr(self._skeleton.config.get_text_config(), "num_experts_per_tok", 0))
 
@@ -247,19 +257,19 @@ class Language(Task):
         from unisono.recipes.language import experts, packed
         from unisono.recipes.language import model as models
 
-        models.check(self.model_config, self.tokenizer.size)
+        models.check_model(self.model_config, self.tokenizer.size)
         self.library.check()
-        if self._packs:
-            packed.check(self._skeleton)
+        if self._is_packed:
+            packed.check_positions(self._skeleton)
         if self._router_weights:
             experts.check_router(self._skeleton)
 
     def kernels(self, device: str, precision: str) -> dict[str, str]:
-        """Of attention and experts; `build` makes the model with them."""
+        """The kernels of attention and experts; `build` uses them."""
         from unisono.recipes.language import kernels
 
-        self._kernels = kernels.choose(self.model_config, self._skeleton, device, precision)
-        return self._kernels.described
+        self._kernels = kernels.select_kernels(self.model_config, self._skeleton, device, precision)
+        return self._kernels.describe
 
     def facts(self) -> dict[str, Any]:
         """Sizes of the corpora, and the loss of a model that knows only how frequent tokens are."""
@@ -278,10 +288,10 @@ class Language(Task):
         for path in beside:  # for those who export the run
             if path.is_file():
                 shutil.copyfile(path, directory / (FILE if path == self.tokenizer.path else path.name))
-        models.check(self.model_config, self.tokenizer.size).save_pretrained(directory)
+        models.check_model(self.model_config, self.tokenizer.size).save_pretrained(directory)
 
     def load_assets(self, directory: Path) -> None:
-        """The tokenizer, and the configuration of a model whose directory may be gone."""
+        """The tokenizer, and the configuration of a model whose directory may no longer exist."""
         self.tokenizer, self._assets = Tokenizer.saved(directory), directory
 
     def shrunk(self, limit: int) -> Language | None:
@@ -298,13 +308,13 @@ class Language(Task):
 
     @cached_property
     def library(self) -> Library:
-        """The documents; those that a trained run is given are read by its tokenizer."""
+        """The documents; a trained run reads them with its own tokenizer."""
         of_run = None if self._assets is None else self.tokenizer
         return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model, of_run)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the documents; of a run, the one that lies among its assets."""
+        """The tokenizer of the documents; for a run, the one among its assets."""
         return self.library.tokenizer
 
     @cached_property
@@ -322,21 +332,21 @@ class Language(Task):
         from unisono.recipes.language import model as models
 
         with torch.device("meta"):
-            return models.untrained(self.model_config, self.tokenizer.size, self._assets)
+            return models.build_untrained(self.model_config, self.tokenizer.size, self._assets)
 
     @cached_property
     def _kernels(self) -> Kernels:
-        """What was chosen; for a CPU in fp32 where nobody has asked."""
+        """The chosen kernels; by default for a CPU in fp32."""
         from unisono.recipes.language import kernels
 
-        return kernels.choose(self.model_config, self._skeleton, "cpu", "fp32")
+        return kernels.select_kernels(self.model_config, self._skeleton, "cpu", "fp32")
 
     @cached_property
     def _chunked(self) -> bool:
-        """Whether the head can be applied chunk by chunk; `build` has asked its model already."""
+        """Whether the head can be applied in chunks; `build` has already checked it."""
         from unisono.recipes.language import model as models
 
-        return models.head_is_linear(models.untrained(self.model_config, self.tokenizer.size, self._assets))
+        return models.head_is_linear(models.build_untrained(self.model_config, self.tokenizer.size, self._assets))
 
     @property
     def _tokenizer_of_model(self) -> Path | None:

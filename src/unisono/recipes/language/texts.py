@@ -1,7 +1,7 @@
 """The documents of a corpus by number: text, JSONL, Parquet, Arrow and saved data sets, in one fixed order.
 
-`unisono.sources` finds and reads the files, on this host or behind a URL. What makes their rows documents is one column,
-of text, where a null is an empty document.
+`unisono.sources` finds and reads the files, local or behind a URL. A document is one text column of a row; a null is an
+empty document.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from unisono import DataError, sources
-from unisono.recipes.language.settings import Files
+from unisono.recipes.language.settings import CorpusFiles
 
 _FORMATS = ("text", "jsonl", "parquet", "arrow")
 _CACHE_MB = 64.0  # of blocks that were read last
@@ -24,7 +24,7 @@ _NOT_DOCUMENTS = {"test", "tests", "idle_test", "site-packages", "dist-packages"
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents as text. What the files hold is looked at when it is first asked for.
+    """Documents as text. The files are read on first use.
 
     Attributes:
         found: their files.
@@ -37,7 +37,7 @@ class Texts:
     separator: str | None = None
 
     @classmethod
-    def of(cls, files: Files | None) -> Texts:
+    def of(cls, files: CorpusFiles | None) -> Texts:
         """The documents that the settings name; None for the source of Python's standard library.
 
         Raises:
@@ -46,7 +46,7 @@ class Texts:
         if files is None:
             return cls(standard_library())
         paths = files.path if isinstance(files.path, list) else [files.path]
-        return cls(find(paths, files.pattern, files.split), files.column, files.separator)
+        return cls(find_texts(paths, files.pattern, files.split), files.column, files.separator)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,25 +55,25 @@ class Texts:
         """The documents `first..last-1`, in order, read block by block."""
         return (text or "" for text in self.rows.read(first, last))
 
-    def all(self) -> Iterator[str]:
-        """Every document; unlike `read`, without an index of where they begin."""
+    def iterate(self) -> Iterator[str]:
+        """Every document; unlike `read_documents`, without an index of where they begin."""
         for file in self.found.files:
-            yield from read(file, self.column, self.separator)
+            yield from read_documents(file, self.column, self.separator)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the files hold and how they are read, wherever they lie."""
+        """A digest of the files' content and the reading options, independent of their location."""
         return digest([self.rows.fingerprint, self.column, self.separator])
 
     @cached_property
     def stamp(self) -> str:
-        """Changes whenever a file is written again; nothing is opened for it."""
+        """Changes whenever a file is rewritten; opens no file."""
         return digest([self.found.stamp, self.column, self.separator])
 
     @cached_property
     def rows(self) -> sources.Files:
         """The rows of the files, each of which is a document or null."""
-        return sources.Files(self.found, _wanted(self.column, self.separator), bare=True, cache_mb=_CACHE_MB)
+        return sources.Files(self.found, _schema(self.column, self.separator), bare=True, cache_mb=_CACHE_MB)
 
 
 def standard_library() -> sources.Found:
@@ -86,7 +86,7 @@ def standard_library() -> sources.Found:
     return sources.Found(tuple(named))
 
 
-def find(paths: Sequence[str | Path], pattern: str = "*", split: str | None = None) -> sources.Found:
+def find_texts(paths: Sequence[str | Path], pattern: str = "*", split: str | None = None) -> sources.Found:
     """The files of a corpus.
 
     Args:
@@ -100,9 +100,9 @@ def find(paths: Sequence[str | Path], pattern: str = "*", split: str | None = No
     return sources.find(paths, pattern, split, formats=_FORMATS)
 
 
-def read(file: sources.File, column: str = "text", separator: str | None = None) -> Iterator[str]:
+def read_documents(file: sources.File, column: str = "text", separator: str | None = None) -> Iterator[str]:
     """The documents of a file, in order; errors name file and row."""
-    for record in sources.records(file, _wanted(column, separator)):
+    for record in sources.records(file, _schema(column, separator)):
         yield record[column] or ""
 
 
@@ -111,5 +111,5 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
-def _wanted(column: str, separator: str | None) -> sources.Wanted:
-    return sources.Wanted.of([column], {column: "text?"}, separator, hint="data.column")
+def _schema(column: str, separator: str | None) -> sources.ColumnRequest:
+    return sources.ColumnRequest.of([column], {column: "text?"}, separator, hint="data.column")

@@ -1,4 +1,4 @@
-"""Tokenizers: given as a file, or trained on the documents; what they make of texts decides which tokens are cached."""
+"""Tokenizers: given as a file, or trained on the documents."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Tokenizer:
 
     @property
     def dtype(self) -> str:
-        """The smallest that holds its ids."""
+        """The smallest dtype that holds its ids."""
         return "<u2" if self.size <= 1 << 16 else "<u4"
 
     @cached_property
     def digest(self) -> str:
-        """What it makes of a text, as a hash: its rules and its special tokens, not how its file is written."""
+        """A hash of its rules and special tokens, independent of how its file is formatted."""
         rules = _engine(self.path).to_str()
         return hashlib.sha256(json.dumps([rules, self.first, self.last]).encode()).hexdigest()[:32]
 
     @property
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """As JSON, for a manifest."""
         return {"digest": self.digest, "first": self.first, "last": self.last, "size": self.size}
 
@@ -58,7 +58,7 @@ class Tokenizer:
         """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,).
 
         Raises:
-            DataError: for a text that it has no token for.
+            DataError: if a text cannot be tokenised.
         """
         try:
             encodings = _engine(self.path).encode_batch_fast(texts, add_special_tokens=False)
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def saved(cls, folder: Path) -> Tokenizer:
-        """What `save` has written; the folder may be anybody's.
+        """Load what `save` has written; the folder need not be trusted.
 
         Raises:
             DataError: where it is missing, a link, or cannot be read.
@@ -96,7 +96,7 @@ class Tokenizer:
         try:
             special = safe_paths.read_json(folder, SPECIAL)
             safe_paths.open_inside(folder, FILE).close()
-            return cls(folder / FILE, special["first"], special["last"], size_of(_engine(folder / FILE)))
+            return cls(folder / FILE, special["first"], special["last"], vocabulary_size(_engine(folder / FILE)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{folder}: its tokenizer ({FILE}, {SPECIAL}) cannot be read: {error}; copy both from where the data "
@@ -104,7 +104,7 @@ class Tokenizer:
             ) from error
 
 
-def tokenizer_from(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer from a directory of the Hugging Face kind, or from a `tokenizer.json`.
 
     Raises:
@@ -112,7 +112,7 @@ def tokenizer_from(path: Path) -> Tokenizer:
     """
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"no tokenizer at {path}: a directory with tokenizer.json, or that file, is needed")
+        raise DataError(f"no tokenizer at {path}: give a directory with tokenizer.json, or that file")
     engine = _engine(file)
     beside = file.with_name("tokenizer_config.json")
     try:
@@ -121,13 +121,13 @@ def tokenizer_from(path: Path) -> Tokenizer:
         raise DataError(f"{beside} cannot be read as JSON: {error}") from error
     if not isinstance(named, dict):
         raise DataError(f"{beside} is a JSON {type(named).__name__}, not an object with bos_token and eos_token")
-    first, last = (_special(engine, named.get(name)) for name in ("bos_token", "eos_token"))
+    first, last = (_special_id(engine, named.get(name)) for name in ("bos_token", "eos_token"))
     if last is None:
-        last = _special(engine, END)
-    return Tokenizer(file, first if first is not None else last, last, size_of(engine))
+        last = _special_id(engine, END)
+    return Tokenizer(file, first if first is not None else last, last, vocabulary_size(engine))
 
 
-def trained(corpora: Mapping[str, Texts], vocab_size: int, cache: Path | None) -> Tokenizer:
+def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path | None) -> Tokenizer:
     """A byte-level BPE tokenizer (as GPT-2's) trained on all documents, once, and kept in the cache.
 
     Raises:
@@ -135,7 +135,7 @@ def trained(corpora: Mapping[str, Texts], vocab_size: int, cache: Path | None) -
     """
 
     def train(folder: Path) -> None:
-        engine = _train((text for _, texts in sorted(corpora.items()) for text in texts.all()), vocab_size)
+        engine = _train((text for _, texts in sorted(corpora.items()) for text in texts.iterate()), vocab_size)
         engine.save(str(folder / FILE))
         end = engine.token_to_id(END)
         (folder / SPECIAL).write_text(json.dumps({"first": end, "last": end}), encoding="utf-8")
@@ -158,8 +158,8 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def size_of(engine: Any) -> int:
-    """One more than the largest id; the number of tokens would be less where ids have gaps."""
+def vocabulary_size(engine: Any) -> int:
+    """The largest id plus one, which exceeds the number of tokens if ids have gaps."""
     return max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
@@ -169,11 +169,11 @@ def _engine(path: Path) -> Any:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
-    return _loaded(path, status.st_size, status.st_mtime_ns)
+    return _load(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=8)
-def _loaded(path: Path, size: int, written: int) -> Any:
+def _load(path: Path, size: int, written: int) -> Any:
     from tokenizers import Tokenizer as Engine
 
     try:
@@ -182,7 +182,7 @@ def _loaded(path: Path, size: int, written: int) -> Any:
         raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
     if getattr(engine.model, "dropout", None):
         raise DataError(
-            f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens could not be repeated; "
+            f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens are not reproducible; "
             "set its dropout to null"
         )
     engine.no_truncation()
@@ -207,7 +207,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> Any:
     return engine
 
 
-def _special(engine: Any, token: Any) -> int | None:
+def _special_id(engine: Any, token: Any) -> int | None:
     """The id of a special token; configurations give it as text or as a dictionary with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return None if text is None else engine.token_to_id(text)

@@ -24,8 +24,8 @@ _UNIGRAM = "unigram.npy"
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Documents to be tokenised ahead: a `Preparation`, and its own maker.
+class TokenisePreparation:
+    """Documents to tokenise ahead: a `Preparation` that makes its own records.
 
     Attributes:
         texts: the documents.
@@ -51,19 +51,19 @@ class Ahead:
         """What decides the ids."""
         files, ignored = len(self.texts.found.files), list(self.texts.rows.ignored)
         source = {"fingerprint": self.texts.fingerprint, "files": files, "ignored": ignored}
-        return {"source": source, "tokenizer": self.tokenizer.described}
+        return {"source": source, "tokenizer": self.tokenizer.describe}
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        """As `of`; a file that was written again is another one."""
+        """As `of`; a rewritten file counts as a different one."""
         return {"stamp": self.texts.stamp, **self.of}
 
     def bounds(self, shard_mb: float) -> list[int]:
         """Whole blocks of documents, about equally many per shard."""
         return prepare.even_bounds(self.records, self.texts.found.size, shard_mb, self.texts.rows.blocks)
 
-    def begin(self, folder: Path) -> Ahead:
-        """The tokenizer travels with its tokens."""
+    def begin(self, folder: Path) -> TokenisePreparation:
+        """Save the tokenizer with its tokens."""
         self.tokenizer.save(folder)
         return self
 
@@ -91,10 +91,10 @@ class TokenStore:
         self.shards = prepare.Shards(folder)
         self.manifest = self.shards.manifest
         self.tokenizer = Tokenizer.saved(folder)
-        if self.manifest["of"].get("tokenizer") != self.tokenizer.described:
+        if self.manifest["of"].get("tokenizer") != self.tokenizer.describe:
             raise DataError(
-                f"{folder}: its tokenizer is not the one that its documents were tokenised with; copy the folder once "
-                "more from where it was prepared"
+                f"{folder}: its documents were tokenised with a different tokenizer; copy the folder again "
+                "from where it was prepared"
             )
         shards = self.manifest["shards"]
         self.files = files or [{"name": s["file"], "rows": s["rows"], "digest": s["sha256"]} for s in shards]
@@ -142,7 +142,7 @@ class TokenStore:
                 return kept
         counted, documents = np.zeros(size, dtype=np.int64), 0
         for values, lengths in self.shards.batches():
-            if (at := _outside(values, size)) is not None:
+            if (at := _find_unknown_token(values, size)) is not None:
                 self._refuse(documents + int(np.searchsorted(np.cumsum(lengths), at, side="right")), values[at])
             documents += len(lengths)
             begins = (np.cumsum(lengths) - lengths)[lengths > 0]
@@ -158,19 +158,19 @@ class TokenStore:
             DataError: for an id that the tokenizer does not have; a device that looks it up may take its process down.
         """
         tokens = self.shards.slice(document, first, last)
-        if (at := _outside(tokens, self.tokenizer.size)) is not None:
+        if (at := _find_unknown_token(tokens, self.tokenizer.size)) is not None:
             self._refuse(document, tokens[at])
         return tokens.astype(np.int64)
 
     def _refuse(self, document: int, token: int) -> NoReturn:
         raise DataError(
-            f"{self.shards.where(document)}: token {token} is none of the tokenizer's, whose ids are 0 to "
-            f"{self.tokenizer.size - 1}; prepare the documents again, with the tokenizer that lies beside them"
+            f"{self.shards.where(document)}: token {token} is not in the tokenizer, whose ids are 0 to "
+            f"{self.tokenizer.size - 1}; prepare the documents again, with the tokenizer in their folder"
         )
 
 
-def _outside(tokens: NDArray[Any], size: int) -> int | None:
-    """The place of the first token that is none of a vocabulary of this size; None where all are of it."""
+def _find_unknown_token(tokens: NDArray[Any], size: int) -> int | None:
+    """The position of the first token outside a vocabulary of this size; None if all are inside."""
     if not len(tokens) or (tokens.min() >= 0 and tokens.max() < size):
         return None
     return int(np.argmax((tokens < 0) | (tokens >= size)))
@@ -187,7 +187,7 @@ def unigram_counts(store: TokenStore, held: NDArray[np.int64]) -> NDArray[np.int
 def unigram_entropy(counts: NDArray[np.int64]) -> float:
     """Cross-entropy in nats per token of the held-out targets under the training documents' token frequencies.
 
-    What a model reaches that knows the frequencies and nothing else; one is added to every count.
+    The loss of a model that knows only these frequencies; one is added to every count.
 
     Args:
         counts: as of `unigram_counts`; of several corpora, their sum.
@@ -196,19 +196,19 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
     return float(-(seen * np.log(training / training.sum())).sum() / max(1, seen.sum()))
 
 
-def ahead(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> TokenStore:
-    """The tokenised corpus, from the cache or made now; one process of a host makes it and the others wait.
+def load_tokens(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> TokenStore:
+    """The tokenised corpus, from the cache or tokenised now; one process per host does it and the others wait.
 
     Raises:
         DataError: for documents that cannot be read, or a cache that cannot be written.
     """
-    folder = entry(texts, tokenizer, cache)
+    folder = cache_entry(texts, tokenizer, cache)
     if not prepare.is_finished(folder):  # what is missing is made again
-        prepare.prepare(Ahead(texts, tokenizer), folder)
+        prepare.prepare(TokenisePreparation(texts, tokenizer), folder)
     files = [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in texts.found.files]
     return TokenStore(folder, files)
 
 
-def entry(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> Path:
-    """Where the cache has a corpus: everything that decides its content is in the name."""
+def cache_entry(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> Path:
+    """The cache path of a corpus; its name contains everything that determines the content."""
     return (cache or cache_dir()) / "language" / digest([texts.stamp, tokenizer.digest])[:24]

@@ -1,4 +1,4 @@
-"""The losses as sums over rows: of all pairs of samples, of counts, of targets and what is known of them."""
+"""The losses as sums over rows: of pairs of samples, of counts, of targets."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono import moments, pairwise_distances
-from unisono.recipes.microbiome.settings import Target
+from unisono.recipes.microbiome.settings import TargetSettings
 
 _SCALE = 10.0  # of distances of embeddings; hard clipping or a learnt scale collapse to a constant
 
 
-def distances(rows: Tensor, others: Tensor) -> Tensor:  # (m, features), (n, features) -> (m, n)
+def embedding_distances(rows: Tensor, others: Tensor) -> Tensor:  # (m, features), (n, features) -> (m, n)
     """Predicted distances: tanh(‖a − b‖ / 10), with gradients, in memory of m·n; a sample's own is for the caller."""
     return torch.tanh(pairwise_distances(rows, others) / _SCALE)
 
 
-def pairs(rows: Tensor, all_rows: Tensor, truth: Tensor, first: int) -> tuple[Tensor, dict[str, Any]]:
+def pair_loss(rows: Tensor, all_rows: Tensor, truth: Tensor, first: int) -> tuple[Tensor, dict[str, Any]]:
     """Σ over rows of the mean over all others of the squared error of the distance, and metrics of the pairs.
 
     Args:
@@ -32,7 +32,7 @@ def pairs(rows: Tensor, all_rows: Tensor, truth: Tensor, first: int) -> tuple[Te
         The sum, and the moments of the pairs' distances, a row counting as the mean over its pairs. With no other row
         all are 0.
     """
-    predicted = distances(rows, all_rows)
+    predicted = embedding_distances(rows, all_rows)
     truth = truth.to(predicted.dtype)
     own = torch.arange(len(rows), device=rows.device)
     others = torch.ones_like(predicted).index_put_((own, own + first), predicted.new_zeros(()))
@@ -41,13 +41,13 @@ def pairs(rows: Tensor, all_rows: Tensor, truth: Tensor, first: int) -> tuple[Te
     return total, moments("distance", predicted.detach(), truth, share, count=len(rows))
 
 
-def counts(shares: Tensor, counts: Tensor) -> Tensor:  # (rows, taxa), (rows, taxa) -> (rows,)
+def count_loss(shares: Tensor, counts: Tensor) -> Tensor:  # (rows, taxa), (rows, taxa) -> (rows,)
     """Each row's summed squared error of its taxa's counts over the largest of them; 0 is no taxon."""
     largest = counts.max(1, keepdim=True).values.clamp(min=1)
     return ((shares - counts / largest).square() * (counts > 0)).sum(1)
 
 
-def target(made: Tensor, truth: Tensor, config: Target) -> Tensor:  # (rows, outputs), (rows,) -> scalar
+def target_loss(made: Tensor, truth: Tensor, config: TargetSettings) -> Tensor:  # (rows, outputs), (rows,) -> scalar
     """Summed over the rows that have a target.
 
     Args:

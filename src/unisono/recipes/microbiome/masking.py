@@ -1,4 +1,4 @@
-"""Which nucleotides of a sequence are hidden, drawn by the generator that is given, so by its address."""
+"""Chooses which nucleotides of a sequence are masked, with the given random generator."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from unisono.recipes.microbiome.nucleotides import BASES
 from unisono.recipes.microbiome.settings import Masking
 
-_SPAN = (3, 6)  # nucleotides beside each other: 3 to 5
+_SPAN_LENGTHS = (3, 6)  # nucleotides beside each other: 3 to 5
 
 
-def hidden(
+def choose_masked(
     tokens: NDArray[np.uint8], masking: Masking, rng: np.random.Generator
 ) -> NDArray[np.bool_]:  # (sequences, length) -> (sequences, length)
-    """Which places are masked: of each sequence its share of the known nucleotides, at least one where it has any."""
+    """Masked positions: a share of each sequence's known nucleotides, at least one if there are any."""
     known = np.isin(tokens, BASES)
     wanted = np.where(known.any(1), np.maximum(1, np.rint(masking.share * known.sum(1))), 0).astype(np.int64)
     if masking.kind == "random":
@@ -22,15 +22,15 @@ def hidden(
         rank = keys.argsort(axis=1).argsort(axis=1)
         chosen: NDArray[np.bool_] = rank < wanted[:, None]
         return chosen
-    return np.stack([_spans(row, int(count), rng) for row, count in zip(known, wanted, strict=True)])
+    return np.stack([_choose_spans(row, int(count), rng) for row, count in zip(known, wanted, strict=True)])
 
 
-def _spans(known: NDArray[np.bool_], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Spans until there are enough; the last one is cut."""
+def _choose_spans(known: NDArray[np.bool_], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Spans until enough positions are masked; the last one is cut."""
     chosen = np.zeros_like(known)
     while (missing := wanted - int(chosen.sum())) > 0:
         start = int(rng.choice(np.flatnonzero(known & ~chosen)))
         free = known[start:] & ~chosen[start:]
-        length = min(int(rng.integers(*_SPAN)), missing)
+        length = min(int(rng.integers(*_SPAN_LENGTHS)), missing)
         chosen[start : start + length] |= free[:length]
     return chosen

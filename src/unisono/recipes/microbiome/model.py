@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.recipes.microbiome.nucleotides import MASK, PAD, VOCABULARY
-from unisono.recipes.microbiome.settings import Model
+from unisono.recipes.microbiome.settings import ModelSettings
 
 _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the data say of a model's sizes, kept with a run so that the model can be made again without them.
+class ModelShape:
+    """Model sizes that depend on the data, saved with a run so that the model can be rebuilt without them.
 
     Attributes:
         taxa: how many there are.
@@ -40,7 +40,7 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Self-attention in which nobody sees padding."""
+    """Self-attention that ignores padding."""
 
     def __init__(self, features: int, heads: int) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Attention(nn.Module):
         rows, length, features = x.shape
         query, key, value = self.inputs(x).view(rows, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None, :])
-        made: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, features))
-        return made
+        result: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, features))
+        return result
 
 
 class Convolution(nn.Module):
-    """A convolution to which padding is zero."""
+    """A convolution that treats padding as zero."""
 
     def __init__(self, features: int, kernel: int) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # (rows, length, features), (rows, length)
         """What each place gathers from its neighbours."""
-        made: Tensor = self.kernel((x * seen[..., None]).transpose(1, 2)).transpose(1, 2)
-        return made
+        result: Tensor = self.kernel((x * seen[..., None]).transpose(1, 2)).transpose(1, 2)
+        return result
 
 
 class Block(nn.Module):
-    """A pre-norm block: what mixes the places, then a network of each place."""
+    """A pre-norm block: a mixer over positions, then a network per position."""
 
     def __init__(self, mixer: nn.Module, features: int, dropout: float) -> None:
         super().__init__()
@@ -84,8 +84,8 @@ class Block(nn.Module):
         """The same shape."""
         x = x + self.dropout(self.mixer(self.norms["mixer"](x), seen))
         inner = self.dropout(F.gelu(self.up(self.norms["inner"](x))))
-        made: Tensor = x + self.dropout(self.down(inner))
-        return made
+        result: Tensor = x + self.dropout(self.down(inner))
+        return result
 
 
 class Pooling(nn.Module):
@@ -99,12 +99,12 @@ class Pooling(nn.Module):
     def weights(self, x: Tensor, real: Tensor) -> Tensor:  # (rows, length, features), (rows, length) -> (rows, length)
         """The share of each place, 0 for padding; all 0 where nothing is real."""
         scores: Tensor = self.score(x)[..., 0] / x.shape[-1] ** 0.5
-        return scores.masked_fill(~_seen(real), float("-inf")).softmax(-1) * real
+        return scores.masked_fill(~_attention_mask(real), float("-inf")).softmax(-1) * real
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:  # -> (rows, features)
         """One vector per row."""
-        made: Tensor = self.norm((self.weights(x, real)[:, None] @ x)[:, 0])
-        return made
+        result: Tensor = self.norm((self.weights(x, real)[:, None] @ x)[:, 0])
+        return result
 
 
 class SequenceEncoder(nn.Module):
@@ -121,7 +121,7 @@ class SequenceEncoder(nn.Module):
 
     tokens: Tensor
 
-    def __init__(self, config: Model, tokens: Tensor, nucleotides: bool) -> None:
+    def __init__(self, config: ModelSettings, tokens: Tensor, nucleotides: bool) -> None:
         super().__init__()
         features = config.features
         self.register_buffer("tokens", tokens, persistent=False)  # they belong to the data
@@ -142,8 +142,8 @@ class SequenceEncoder(nn.Module):
 
     def forward(self, taxa: Tensor) -> Tensor:  # (sequences,) -> (sequences, features)
         """A vector for each taxon."""
-        made: Tensor = torch.cat([self._part(self._vectors, part) for part in taxa.split(self._chunk)])
-        return made
+        result: Tensor = torch.cat([self._part(self._vectors, part) for part in taxa.split(self._chunk)])
+        return result
 
     def reconstruct(
         self, taxa: Tensor, masked: Tensor
@@ -155,13 +155,13 @@ class SequenceEncoder(nn.Module):
     def _part(self, act: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
         if not (self._recompute and torch.is_grad_enabled()):
             return act(*arguments)
-        made: Tensor = checkpoint(act, *arguments, use_reentrant=False)
-        return made
+        result: Tensor = checkpoint(act, *arguments, use_reentrant=False)
+        return result
 
     def _vectors(self, taxa: Tensor) -> Tensor:
         tokens = self.tokens[taxa].long()
-        made: Tensor = self.pool(self._hidden(tokens), tokens != PAD)
-        return made
+        result: Tensor = self.pool(self._hidden(tokens), tokens != PAD)
+        return result
 
     def _masked(self, taxa: Tensor, masked: Tensor) -> Tensor:
         assert self.nucleotides is not None
@@ -174,15 +174,15 @@ class SequenceEncoder(nn.Module):
     def _hidden(self, tokens: Tensor) -> Tensor:  # (sequences, length) -> (sequences, length, features)
         real = tokens != PAD  # an unknown nucleotide is seen by nobody, as padding is
         x = self.token(tokens) + self.position.weight
-        seen = _seen(real)
+        seen = _attention_mask(real)
         for number in range(self._layers):
             x = self.get_submodule(f"block_{number}")(x, seen)
-        made: Tensor = self.norm(x)
-        return made
+        result: Tensor = self.norm(x)
+        return result
 
 
 class Fusion(nn.Module):
-    """How the count of a taxon joins its vector."""
+    """Combines the count of a taxon with its vector."""
 
     def __init__(self, kind: str, features: int) -> None:
         super().__init__()
@@ -192,18 +192,18 @@ class Fusion(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:  # (rows, taxa, features), (rows, taxa)
         """The same shape as the vectors."""
-        made: Tensor = self.count(counts.log1p()[..., None])
+        result: Tensor = self.count(counts.log1p()[..., None])
         if self._kind == "film":
-            scale, shift = made.chunk(2, dim=-1)
+            scale, shift = result.chunk(2, dim=-1)
             return x * (1 + scale) + shift
         if self.both is None:
-            return x + made
-        joined: Tensor = self.both(torch.cat([x, made], dim=-1))
+            return x + result
+        joined: Tensor = self.both(torch.cat([x, result], dim=-1))
         return joined
 
 
 class Body(nn.Module):
-    """All but the heads of targets: what a run can take over from another.
+    """Everything but the target heads: the part that a run can take over from another.
 
     Args:
         config: the group `model`.
@@ -213,7 +213,9 @@ class Body(nn.Module):
         wanted: the losses that have a weight.
     """
 
-    def __init__(self, config: Model, taxa: int, longest: int, tokens: Tensor | None, wanted: frozenset[str]) -> None:
+    def __init__(
+        self, config: ModelSettings, taxa: int, longest: int, tokens: Tensor | None, wanted: frozenset[str]
+    ) -> None:
         super().__init__()
         features = config.features
         if config.encoder == "taxon":
@@ -232,7 +234,7 @@ class Body(nn.Module):
         self.pool = Pooling(features) if samples else None
 
     @staticmethod
-    def _blocks(config: Model, layers: int) -> nn.ModuleList:
+    def _blocks(config: ModelSettings, layers: int) -> nn.ModuleList:
         features = config.features
         return nn.ModuleList(
             [Block(Attention(features, config.heads), features, config.dropout) for _ in range(layers)]
@@ -247,25 +249,25 @@ class Body(nn.Module):
 
     def forward(self, taxa: Tensor, counts: Tensor) -> dict[str, Tensor]:  # (rows, taxa), (rows, taxa)
         """What is made of samples, by name: `shares` (rows, taxa), `embedding` (rows, features)."""
-        return self.of_vectors(self.vectors(taxa), counts, taxa >= 0)
+        return self.pool_vectors(self.vectors(taxa), counts, taxa >= 0)
 
-    def of_vectors(self, x: Tensor, counts: Tensor, real: Tensor) -> dict[str, Tensor]:
+    def pool_vectors(self, x: Tensor, counts: Tensor, real: Tensor) -> dict[str, Tensor]:
         """The same from the vectors of taxa, (rows, taxa, features)."""
         assert self.taxa is not None and self.taxa_norm is not None
         if self.position is not None:
             x = x + self.position.weight[: x.shape[1]]
-        x = self.taxa_norm(_through(self.taxa, x, real))
-        made = {} if self.share is None else {"shares": self.share(x)[..., 0].sigmoid()}
+        x = self.taxa_norm(_apply_blocks(self.taxa, x, real))
+        result = {} if self.share is None else {"shares": self.share(x)[..., 0].sigmoid()}
         if self.pool is not None:
-            made["embedding"] = self.pool(self.mixed(x, counts, real), real)
-        return made
+            result["embedding"] = self.pool(self.mix(x, counts, real), real)
+        return result
 
-    def mixed(self, x: Tensor, counts: Tensor, real: Tensor) -> Tensor:
+    def mix(self, x: Tensor, counts: Tensor, real: Tensor) -> Tensor:
         """Vectors of taxa and their counts, before they are pooled."""
         assert self.samples is not None and self.samples_norm is not None
         x = x if self.fusion is None else self.fusion(x, counts)
-        made: Tensor = self.samples_norm(_through(self.samples, x, real))
-        return made
+        result: Tensor = self.samples_norm(_apply_blocks(self.samples, x, real))
+        return result
 
 
 class Network(nn.Module):
@@ -278,7 +280,7 @@ class Network(nn.Module):
         tokens: the DNA of every taxon, (taxa, length) integers; None without.
     """
 
-    def __init__(self, config: Model, wanted: frozenset[str], shape: Shape, tokens: Tensor | None) -> None:
+    def __init__(self, config: ModelSettings, wanted: frozenset[str], shape: ModelShape, tokens: Tensor | None) -> None:
         super().__init__()
         self.body = Body(config, shape.taxa, shape.longest, tokens, wanted)
         self.faith_pd = nn.Linear(config.features, 1) if "faith_pd" in wanted else None
@@ -288,42 +290,42 @@ class Network(nn.Module):
             self.body.requires_grad_(False)
 
     def train(self, mode: bool = True) -> Network:
-        """Training or not; what is frozen has no dropout either way."""
+        """Set training mode; frozen parts never have dropout."""
         super().train(mode)
         if self._frozen:
             self.body.eval()
         return self
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """What is made of a micro-batch, by name, each with its rows first.
+        """The outputs for a micro-batch, by name, each with rows as first axis.
 
         Args:
             batch: `taxa` and `counts`, both (rows, taxa), -1 and 0 where there is none; and, for masked nucleotides,
                 `masked_taxa` (rows, sequences), -1 where there is none, and `masked` (rows, sequences, length).
         """
-        made: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         if self.body.taxa is not None:
-            made |= self.body(batch["taxa"], batch["counts"])
-        if "embedding" in made:
+            result |= self.body(batch["taxa"], batch["counts"])
+        if "embedding" in result:
             for name, head in (("faith_pd", self.faith_pd), ("target", self.target)):
                 if head is not None:
-                    made[name] = head(made["embedding"])
+                    result[name] = head(result["embedding"])
         if "masked" in batch:
             chosen = batch["masked_taxa"] >= 0
             encoder = self.body.encoder
             assert isinstance(encoder, SequenceEncoder)
             found = encoder.reconstruct(batch["masked_taxa"][chosen], batch["masked"][chosen])
-            made["masked"] = found.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], found).sum(1)
-        return made
+            result["masked"] = found.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], found).sum(1)
+        return result
 
 
-def _seen(real: Tensor) -> Tensor:
-    """What attention looks at: what is real, or everything in a row where nothing is, so that no softmax is empty."""
+def _attention_mask(real: Tensor) -> Tensor:
+    """Attention mask: real positions, or all positions of an empty row, so that no softmax is empty."""
     return real | ~real.any(-1, keepdim=True)
 
 
-def _through(blocks: nn.ModuleList, x: Tensor, real: Tensor) -> Tensor:
-    seen = _seen(real)
+def _apply_blocks(blocks: nn.ModuleList, x: Tensor, real: Tensor) -> Tensor:
+    seen = _attention_mask(real)
     for block in blocks:
         x = block(x, seen)
     return x

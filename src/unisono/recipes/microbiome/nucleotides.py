@@ -1,4 +1,4 @@
-"""Sequences as tokens: one per base, a sign for the beginning, and one for what is masked."""
+"""Sequences as tokens: one per base, one for the beginning, and one for masked positions."""
 
 from __future__ import annotations
 

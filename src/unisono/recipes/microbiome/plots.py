@@ -1,4 +1,4 @@
-"""The verb `look`: predicted against true, an ordination beside that of the true distances, and which taxa matter."""
+"""The verb `look`: predicted against true values, ordinations of both distances, and the importance of taxa."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from unisono import Run, write_table
 from unisono.recipes.microbiome import losses
 from unisono.recipes.microbiome.model import Body, Network
-from unisono.recipes.microbiome.predict import Predicted, Predictor, Rows, predict_samples, true_distances
+from unisono.recipes.microbiome.predict import Predictions, Predictor, Rows, predict_samples, true_distances
 
 Array = NDArray[np.float64]
-_NAMED = 20  # groups in a legend
+_MAX_LEGEND = 20  # groups in a legend
 
 
 def look(
@@ -27,7 +27,7 @@ def look(
     micro_batch: int = 8,
     seed: int = 0,
 ) -> list[Path]:
-    """Plot a run's newest checkpoint, in its trackers too, and write a table of the taxa that matter to it.
+    """Plot a run's newest checkpoint, also to its trackers, and write a table of important taxa.
 
     Args:
         run: its folder; settings of data may be replaced, e.g. data.table=FILE.
@@ -45,10 +45,10 @@ def look(
     drawn: dict[str, Any] = {}
     if predicted.distances is not None and truth is not None and len(predicted.numbers) > 2:
         truth = truth[np.ix_(predicted.numbers, predicted.numbers)]
-        drawn["distances"] = _distances(predicted, truth)
-        drawn["ordination"] = _ordination(predicted, truth)
+        drawn["distances"] = _plot_distances(predicted, truth)
+        drawn["ordination"] = _plot_ordination(predicted, truth)
     if predicted.target is not None and predicted.library.target is not None:
-        drawn["target"] = _target(predicted)
+        drawn["target"] = _plot_target(predicted)
     written = [_write_taxa(out / "taxa.tsv", predictor, predicted)]
     for name, figure in drawn.items():
         written.append(out / f"{name}.png")
@@ -58,7 +58,7 @@ def look(
 
 
 def importance(predictor: Predictor, numbers: NDArray[np.int64]) -> dict[str, Array]:
-    """How much each taxon matters, over the samples that have it: (taxa,) each, NaN for taxa that none of them has.
+    """Importance of each taxon over the samples that have it: (taxa,) each, NaN for taxa that no sample has.
 
     Returns:
         `samples`: how many have it. `attention`: its mean share in the pooling of a sample. `gradient`: mean over the
@@ -78,10 +78,10 @@ def importance(predictor: Predictor, numbers: NDArray[np.int64]) -> dict[str, Ar
             drawn.add(draw)
             vectors = body.vectors(batch["taxa"]).detach().requires_grad_()
             real = batch["taxa"] >= 0
-            embedding = body.of_vectors(vectors, batch["counts"], real)["embedding"]
-            (slope,) = torch.autograd.grad(_looked_at(model, embedding), vectors)
+            embedding = body.pool_vectors(vectors, batch["counts"], real)["embedding"]
+            (slope,) = torch.autograd.grad(_attributed_output(model, embedding), vectors)
             effect = (slope * vectors.detach()).sum(-1)
-            taxa = predictor.of_library(batch["taxa"][real].cpu().numpy())
+            taxa = predictor.to_library_numbers(batch["taxa"][real].cpu().numpy())
             for total, value in zip(totals, (torch.ones_like(effect), shares.pop(), effect), strict=True):
                 np.add.at(total, taxa, value[real].double().cpu().numpy())
     finally:
@@ -91,18 +91,18 @@ def importance(predictor: Predictor, numbers: NDArray[np.int64]) -> dict[str, Ar
     return {"samples": totals[0] / len(drawn), "attention": attention, "gradient": gradient}
 
 
-def _looked_at(model: Network, embedding: Tensor) -> Tensor:
+def _attributed_output(model: Network, embedding: Tensor) -> Tensor:
     """The number whose gradient is looked at: of each row its own, added up."""
     if model.target is None:
-        return losses.distances(embedding, embedding.detach()).sum() / max(1, len(embedding) - 1)
+        return losses.embedding_distances(embedding, embedding.detach()).sum() / max(1, len(embedding) - 1)
     made: Tensor = model.target(embedding)
     if made.shape[1] == 1:
         return made.sum()
     return made.gather(1, made.argmax(1, keepdim=True)).sum()
 
 
-def _write_taxa(path: Path, predictor: Predictor, predicted: Predicted) -> Path:
-    """The table of taxa, those that matter most over all samples first."""
+def _write_taxa(path: Path, predictor: Predictor, predicted: Predictions) -> Path:
+    """Write the table of taxa, most important first."""
     library = predicted.library
     found = importance(predictor, predicted.numbers)
     order = np.argsort(-np.nan_to_num(np.abs(found["gradient"]) * found["samples"]), kind="stable")
@@ -120,7 +120,7 @@ def _square() -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def _distances(predicted: Predicted, truth: Array) -> Any:
+def _plot_distances(predicted: Predictions, truth: Array) -> Any:
     assert predicted.distances is not None
     upper = np.triu_indices(len(truth), 1)
     x, y = truth[upper], predicted.distances[upper]
@@ -133,7 +133,7 @@ def _distances(predicted: Predicted, truth: Array) -> Any:
     return figure
 
 
-def _ordination(predicted: Predicted, truth: Array) -> Any:
+def _plot_ordination(predicted: Predictions, truth: Array) -> Any:
     """The first two principal coordinates of the true distances, and principal components of the embeddings."""
     from matplotlib.figure import Figure
     from skbio.stats.distance import DistanceMatrix
@@ -157,12 +157,12 @@ def _ordination(predicted: Predicted, truth: Array) -> Any:
         axes.set(title=title, xlabel=f"1 ({explained[0]:.0%})", ylabel=f"2 ({explained[1]:.0%})")
     if not names:
         figure.colorbar(drawn, ax=figure.axes, label=label)
-    elif len(names) <= _NAMED:
+    elif len(names) <= _MAX_LEGEND:
         figure.axes[-1].legend(title=label, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def _colours(predicted: Predicted) -> tuple[Array, list[str], str]:
+def _colours(predicted: Predictions) -> tuple[Array, list[str], str]:
     """The target, or the group, of each sample: values; their names, of which they are numbers; and what they are."""
     library = predicted.library
     if library.target is not None:
@@ -172,7 +172,7 @@ def _colours(predicted: Predicted) -> tuple[Array, list[str], str]:
     return numbers.astype(np.float64), names.tolist(), library.config.group or "sample"
 
 
-def _target(predicted: Predicted) -> Any:
+def _plot_target(predicted: Predictions) -> Any:
     """Predicted against true values, or how many samples of each class are predicted as which."""
     from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
 

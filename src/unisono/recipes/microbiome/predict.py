@@ -1,4 +1,4 @@
-"""The verb `predict`: what a trained run says of samples, several rarefactions of each averaged, with intervals."""
+"""The verb `predict`: a trained run's predictions for samples, averaged over rarefactions, with intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from unisono import ConfigError, DataError, Run, Scaling, format_examples, generator, write_table
 from unisono.recipes.microbiome import scoring
 from unisono.recipes.microbiome.study.library import Library
-from unisono.recipes.microbiome.task import Microbiome, together
+from unisono.recipes.microbiome.task import Microbiome, collate_taxa
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,8 @@ _OVER_DRAWS = "95 % of rarefactions, by their standard deviation; the error of t
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is predicted of a column of the metadata.
+class PredictedTarget:
+    """Predictions for a column of the metadata.
 
     Attributes:
         column: it.
@@ -46,8 +46,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What a run says of samples.
+class Predictions:
+    """A run's predictions for samples.
 
     Attributes:
         library: of the samples.
@@ -62,13 +62,13 @@ class Predicted:
     numbers: NDArray[np.int64]
     embedding: Array
     distances: Array | None
-    target: Target | None
+    target: PredictedTarget | None
     faith_pd: tuple[Array, Array] | None
 
 
 @dataclass
 class Predictor:
-    """A run's model beside data it is to look at: its own, or those of settings that were replaced.
+    """A run's model with data to predict: its own, or data from changed settings.
 
     Attributes:
         run: it.
@@ -108,7 +108,7 @@ class Predictor:
         if rows != "all":
             numbers = (self.library.held_out if rows == "held_out" else self.library.training)().rows
         if not len(numbers):
-            raise DataError(f"no sample is left for rows={rows}; set rows=all, or another data.held_out")
+            raise DataError(f"no samples for rows={rows}; set rows=all, or change data.held_out")
         return numbers
 
     def batches(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
@@ -122,23 +122,23 @@ class Predictor:
         """Samples, each rarefied by its own key, as a batch on the model's device."""
         import torch
 
-        seen = [self.task.seen(self.library[n], generator(self.seed, "predict", draw, n)) for n in numbers]
-        if (known := self._known) is not None:
+        seen = [self.task.draw_taxa(self.library[n], generator(self.seed, "predict", draw, n)) for n in numbers]
+        if (known := self._training_numbers) is not None:
             seen = [(known[taxa][known[taxa] >= 0], reads[known[taxa] >= 0]) for taxa, reads in seen]
         like = next(self.model.parameters())
-        made = {name: torch.as_tensor(value, device=like.device) for name, value in together(seen).items()}
+        made = {name: torch.as_tensor(value, device=like.device) for name, value in collate_taxa(seen).items()}
         return made | {"counts": made["counts"].to(like.dtype)}
 
-    def of_library(self, taxa: NDArray[np.int64]) -> NDArray[np.int64]:
+    def to_library_numbers(self, taxa: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the library of taxa as the model numbers them."""
-        if self._known is None:
+        if self._training_numbers is None:
             return taxa
         places = np.full(self.task.shape.taxa, -1, dtype=np.int64)
-        places[self._known[self._known >= 0]] = np.flatnonzero(self._known >= 0)
+        places[self._training_numbers[self._training_numbers >= 0]] = np.flatnonzero(self._training_numbers >= 0)
         return places[taxa]
 
     @cached_property
-    def _known(self) -> NDArray[np.int64] | None:
+    def _training_numbers(self) -> NDArray[np.int64] | None:
         """The number that each taxon had in the training, -1 for others; None where the model reads DNA."""
         if self.task.model_config.encoder != "taxon":
             return None
@@ -146,8 +146,8 @@ class Predictor:
         found = np.array([numbers.get(name, -1) for name in self.library.taxa], dtype=np.int64)
         if (found < 0).all():
             raise DataError(
-                f"{self.run.folder} has learnt a vector for each taxon, and knows none of these {len(found)} "
-                f"({format_examples(self.library.taxa)}); ids have to be those of its own table"
+                f"{self.run.folder} has learnt a vector for each taxon, but none of these {len(found)} "
+                f"({format_examples(self.library.taxa)}); use the ids of its own table"
             )
         return found
 
@@ -161,7 +161,7 @@ def predict(
     seed: int = 0,
     baseline: bool = False,
 ) -> Iterator[str]:
-    """Predict samples by a run's newest checkpoint: a table with intervals, their distances, and how well both fit.
+    """Predict samples with a run's newest checkpoint: a table with intervals, distances, and scores of both.
 
     Args:
         run: its folder; settings of data may be replaced, e.g. data.table=FILE data.target=null.
@@ -170,7 +170,7 @@ def predict(
         draws: rarefactions that are averaged.
         micro_batch: samples that are computed at the same time.
         seed: of the draws.
-        baseline: random forests of what the model sees, and of the number of reads alone.
+        baseline: also score random forests, on the model's inputs and on the number of reads alone.
     """
     predicted = predict_samples(Predictor(run, draws, micro_batch, seed), rows)
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
@@ -180,8 +180,8 @@ def predict(
         yield f"{name}: {value:.4f}"
 
 
-def predict_samples(predictor: Predictor, rows: Rows) -> Predicted:
-    """What a run says of samples."""
+def predict_samples(predictor: Predictor, rows: Rows) -> Predictions:
+    """A run's predictions for samples."""
     import torch
 
     from unisono.recipes.microbiome import losses
@@ -196,25 +196,25 @@ def predict_samples(predictor: Predictor, rows: Rows) -> Predicted:
                 parts.setdefault(name, {}).setdefault(draw, []).append(outputs[name].double())
     if "embedding" not in parts:
         raise ConfigError(
-            f"{predictor.run.folder} was trained without vectors of samples, so it can predict nothing of them"
+            f"{predictor.run.folder} was trained without sample vectors, so it cannot predict anything about samples"
         )
     drawn = {name: torch.stack([torch.cat(part) for part in draws.values()]) for name, draws in parts.items()}
     distances = faith_pd = target = None
-    if "distance" in task.wanted:
-        each = [losses.distances(one, one).fill_diagonal_(0) for one in drawn["embedding"]]
+    if "distance" in task.weighted_losses:
+        each = [losses.embedding_distances(one, one).fill_diagonal_(0) for one in drawn["embedding"]]
         distances = torch.stack(each).mean(0).cpu().numpy()
     if "faith_pd" in drawn:
         values = Scaling(**task.assets["faith_pd"]).inverse(drawn["faith_pd"][..., 0].cpu().numpy())
         faith_pd = (values.mean(0), values.std(0))
     if "target" in drawn:
         is_class = task.assets["target"]["classes"] is not None
-        target = _target(task, (drawn["target"].softmax(-1) if is_class else drawn["target"]).cpu().numpy())
+        target = _summarise_target(task, (drawn["target"].softmax(-1) if is_class else drawn["target"]).cpu().numpy())
     embedding = drawn["embedding"].mean(0).cpu().numpy()
-    return Predicted(predictor.library, numbers, embedding, distances, target, faith_pd)
+    return Predictions(predictor.library, numbers, embedding, distances, target, faith_pd)
 
 
-def write(predicted: Predicted, path: Path) -> list[Path]:
-    """The table, one line per sample, and beside it the distances where there are any; returns what was written."""
+def write(predicted: Predictions, path: Path) -> list[Path]:
+    """Write the table, one line per sample, and the distances if there are any; returns the files written."""
     names = [predicted.library.samples[number] for number in predicted.numbers]
     columns: dict[str, Any] = {"sample": names}
     if (target := predicted.target) is not None:
@@ -235,8 +235,8 @@ def write(predicted: Predicted, path: Path) -> list[Path]:
     return written
 
 
-def scores(predicted: Predicted, baseline: bool = False, seed: int = 0) -> dict[str, float]:
-    """How well it fits what is known of the samples, beside predicting the mean of the training samples.
+def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:
+    """Scores against known values, compared with predicting the mean of the training samples.
 
     Args:
         predicted: it.
@@ -251,17 +251,19 @@ def scores(predicted: Predicted, baseline: bool = False, seed: int = 0) -> dict[
         upper = np.triu_indices(len(numbers), 1)
         mean = float(truth[np.ix_(training, training)][np.triu_indices(len(training), 1)].mean())
         true = truth[np.ix_(numbers, numbers)][upper]
-        found |= scoring.regression("distance", predicted.distances[upper], true, mean)
+        found |= scoring.score_regression("distance", predicted.distances[upper], true, mean)
     if predicted.target is not None and library.target is not None:
         made, values = {"target": predicted.target.mean}, library.target.values
         if baseline:
-            made["forest"] = scoring.forest(library, scoring.shares(library), numbers, seed)
-            made["number of reads"] = scoring.forest(library, scoring.depths(library), numbers, seed)
+            made["forest"] = scoring.predict_with_forest(library, scoring.read_shares(library), numbers, seed)
+            made["number of reads"] = scoring.predict_with_forest(library, scoring.read_depths(library), numbers, seed)
         for name, one in made.items():
             if library.target.classes is None:
-                found |= scoring.regression(name, one, values[numbers].astype(float), float(values[training].mean()))
+                found |= scoring.score_regression(
+                    name, one, values[numbers].astype(float), float(values[training].mean())
+                )
             else:
-                found |= scoring.classification(name, one, values[numbers], values[training])
+                found |= scoring.score_classification(name, one, values[numbers], values[training])
     return found
 
 
@@ -272,18 +274,18 @@ def true_distances(library: Library) -> Array | None:
     return None if config.metric == "faith_pd" or without else library.distances()
 
 
-def _target(task: Microbiome, drawn: Array) -> Target:
+def _summarise_target(task: Microbiome, drawn: Array) -> PredictedTarget:
     """The target over the draws, (draws, n, outputs)."""
     known, config = task.assets["target"], task.config.target
     column, classes = known["column"], known["classes"]
     if classes is not None:
         mean, sd = drawn.mean(0), drawn.std(0)
         low, high = np.clip(mean - 1.96 * sd, 0, 1), np.clip(mean + 1.96 * sd, 0, 1)
-        return Target(column, classes, mean, low, high, _OVER_DRAWS)
+        return PredictedTarget(column, classes, mean, low, high, _OVER_DRAWS)
     values = Scaling(**known["transform"]).inverse(drawn)
     if config.loss == "quantile":
         mean, levels = np.sort(values.mean(0), axis=1), config.quantiles
         covers = f"quantiles {levels[0]:g} to {levels[-1]:g}"
-        return Target(column, None, mean[:, len(levels) // 2], mean[:, 0], mean[:, -1], covers)
+        return PredictedTarget(column, None, mean[:, len(levels) // 2], mean[:, 0], mean[:, -1], covers)
     mean, sd = values.mean(0)[:, 0], values.std(0)[:, 0]
-    return Target(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, _OVER_DRAWS)
+    return PredictedTarget(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, _OVER_DRAWS)

@@ -1,4 +1,4 @@
-"""Which reads and which taxa of a sample a model sees: drawn by the generator that is given, so by its address."""
+"""Draws the reads and taxa of a sample that a model sees, with the given random generator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from unisono.recipes.microbiome.settings import Keep
 
 Numbers = NDArray[np.int64]
 
-_MOST = 1_000_000_000  # reads that NumPy draws from by marginals
+_MAX_READS = 1_000_000_000  # reads that NumPy draws from by marginals
 
 
-def rarefied(counts: Numbers, depth: int, rng: np.random.Generator) -> Numbers:
-    """So many reads of a sample, drawn without replacement: as if it had been sequenced less deeply.
+def rarefy(counts: Numbers, depth: int, rng: np.random.Generator) -> Numbers:
+    """Draw `depth` reads of a sample without replacement, as if it had been sequenced less deeply.
 
     Args:
         counts: reads of each taxon, (taxa,).
@@ -22,25 +22,25 @@ def rarefied(counts: Numbers, depth: int, rng: np.random.Generator) -> Numbers:
         rng: for the draw.
 
     Returns:
-        Reads of each taxon, (taxa,); they come to `depth`.
+        Reads of each taxon, (taxa,); their sum is `depth`.
 
     Raises:
-        DataError: where there are fewer reads than that.
+        DataError: if there are fewer reads.
     """
     total = int(counts.sum())
     if total < depth:
         raise DataError(
-            f"a sample of {total} reads cannot be rarefied to {depth}: lower data.rarefy, or leave such samples out by "
+            f"a sample of {total} reads cannot be rarefied to {depth}: lower data.rarefy, or skip such samples with "
             "data.leave_out=[shallow]"
         )
-    if total >= _MOST:
+    if total >= _MAX_READS:
         raise DataError(
             f"a sample of {total} reads is too deep to be rarefied: divide its counts, or set data.rarefy=null"
         )
     return rng.multivariate_hypergeometric(counts, depth, method="marginals")
 
 
-def tokens(
+def choose_taxa(
     taxa: Numbers, counts: Numbers, limit: int | None, keep: Keep, rng: np.random.Generator
 ) -> tuple[Numbers, Numbers]:
     """The taxa of a sample that a model sees, with their reads; those without reads are none of them.

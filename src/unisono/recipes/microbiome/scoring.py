@@ -1,4 +1,4 @@
-"""How well predictions fit, beside a model that knows only the training samples' mean or most frequent class."""
+"""Scores of predictions, compared with predicting the training samples' mean or most frequent class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.recipes.microbiome.study.library import Library
 Array = NDArray[np.float64]
 
 
-def regression(name: str, made: Array, true: Array, mean: float) -> dict[str, float]:
+def score_regression(name: str, made: Array, true: Array, mean: float) -> dict[str, float]:
     """Scores of numbers, (n,).
 
     Args:
@@ -31,7 +31,7 @@ def regression(name: str, made: Array, true: Array, mean: float) -> dict[str, fl
     }
 
 
-def classification(name: str, made: Array, true: NDArray[Any], training: NDArray[Any]) -> dict[str, float]:
+def score_classification(name: str, made: Array, true: NDArray[Any], training: NDArray[Any]) -> dict[str, float]:
     """Scores of probabilities, (n, classes); the area under the curve where there are two classes in what is known.
 
     Args:
@@ -53,22 +53,24 @@ def classification(name: str, made: Array, true: NDArray[Any], training: NDArray
     return scores
 
 
-def shares(library: Library) -> Array:
-    """What a forest sees of samples, (samples, taxa): shares of the reads; of `data.rarefy` reads, as the model does.
+def read_shares(library: Library) -> Array:
+    """A forest's inputs, (samples, taxa): shares of the reads, of `data.rarefy` reads as for the model.
 
-    The number of reads is a matter of the sequencing, and shows in all shares of rare taxa.
+    The number of reads depends on the sequencing, and affects the shares of all rare taxa.
     """
     counts = library.rarefied.counts.toarray()
     return np.asarray(counts / counts.sum(1, keepdims=True), dtype=np.float64)
 
 
-def depths(library: Library) -> Array:
-    """The number of all reads of samples, (samples, 1): what predicts from them has learnt of the sequencing alone."""
+def read_depths(library: Library) -> Array:
+    """The number of reads per sample, (samples, 1): predictions from it reflect only the sequencing."""
     return np.asarray(library.counts.sum(1), dtype=np.float64).reshape(-1, 1)
 
 
-def forest(library: Library, seen: Array, numbers: NDArray[np.int64], seed: int, trees: int = 500) -> Array:
-    """What a random forest predicts, trained on the training samples of the library.
+def predict_with_forest(
+    library: Library, seen: Array, numbers: NDArray[np.int64], seed: int, trees: int = 500
+) -> Array:
+    """Predictions of a random forest trained on the training samples of the library.
 
     Args:
         library: with a target.

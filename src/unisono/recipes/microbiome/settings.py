@@ -24,9 +24,9 @@ MISSING = (
 
 
 class Samples(Data):
-    """What all tables of samples have."""
+    """Settings of all tables of samples."""
 
-    target: str | None = Field(None, description="column of the metadata that is to be predicted; null: none")
+    target: str | None = Field(None, description="column of the metadata to predict; null: none")
     target_kind: Literal["auto", "regression", "classification"] = Field(
         "auto", description="auto: regression where all values of the column are numbers"
     )
@@ -41,10 +41,8 @@ class Samples(Data):
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.2, description="fraction of the groups kept for evaluation"
     )
-    fold: NonNegativeInt = Field(0, description="which of the 1 / held_out parts of the groups is the one held out")
-    held_out_groups: list[str] | None = Field(
-        None, description="the groups that are held out, by name, in place of a fraction"
-    )
+    fold: NonNegativeInt = Field(0, description="which of the 1 / held_out parts of the groups is held out")
+    held_out_groups: list[str] | None = Field(None, description="names of the held-out groups, instead of a fraction")
     rarefy: PositiveInt | None = Field(
         None, description="reads drawn of each sample, anew in each epoch; null: all of them"
     )
@@ -52,7 +50,9 @@ class Samples(Data):
     keep: Keep = Field(
         "abundance", description="which taxa of a sample with more than max_taxa; first: in the table's order"
     )
-    metric: Metric = Field("unweighted_unifrac", description="what is predicted of pairs of samples, or of each one")
+    metric: Metric = Field(
+        "unweighted_unifrac", description="distance between samples, or diversity of each one, to predict"
+    )
     distances_of: Literal["whole", "rarefied"] = Field(
         "whole",
         description="whole: of all reads; rarefied: of `rarefy` reads of each sample, drawn once, where depths differ "
@@ -60,18 +60,20 @@ class Samples(Data):
     )
     leave_out: list[Reason] = Field(
         [],
-        description="samples and taxa that are left out in place of an error: samples that are empty, shallow (fewer "
+        description="skip these samples and taxa instead of raising an error: samples that are empty, shallow (fewer "
         "reads than rarefy), with no_metadata, no_group, no_target, no_distances; taxa not_in_tree, not_dna",
     )
-    missing: list[str] = Field(list(MISSING), description="values of the metadata that mean none, in any case")
+    missing: list[str] = Field(list(MISSING), description="values of the metadata that mean missing, in any case")
     cache: Path | None = Field(None, description="for computed distances; null: $UNISONO_CACHE or ~/.cache/unisono")
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Any:
         if self.held_out_groups is not None and self.group is None:
-            raise ValueError("data.held_out_groups names values of a column: set data.group, too")
+            raise ValueError("data.held_out_groups needs the column that it refers to: set data.group, too")
         if self.held_out_groups is not None and self.fold:
-            raise ValueError("data.fold chooses among parts of the groups: set it to 0, or held_out_groups to null")
+            raise ValueError(
+                "data.fold has no effect with data.held_out_groups: set fold to 0, or held_out_groups to null"
+            )
         if self.distances_of == "rarefied" and self.rarefy is None:
             raise ValueError("data.distances_of=rarefied needs data.rarefy: how many reads of each sample are drawn")
         if self.classes is not None and len(set(self.classes)) != len(self.classes):
@@ -116,7 +118,7 @@ class Simulated(Samples):
 MicrobiomeData = Annotated[Study | Simulated, Field(discriminator="kind")]
 
 
-class Model(Settings):
+class ModelSettings(Settings):
     """From nucleotides to one vector per sample."""
 
     features: PositiveInt = Field(128, description="of every vector: a nucleotide's, a taxon's, a sample's")
@@ -146,24 +148,26 @@ class Model(Settings):
     freeze: bool = Field(False, description="train only the heads; with from_run")
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Model:
+    def _agrees_with_itself(self) -> ModelSettings:
         if self.features % self.heads:
-            raise ValueError(f"model.features={self.features} cannot be shared out among model.heads={self.heads}")
+            raise ValueError(f"model.features={self.features} is not divisible by model.heads={self.heads}")
         if not self.kernel % 2:
-            raise ValueError(f"model.kernel={self.kernel} is even, so it has no middle; use {self.kernel + 1}")
+            raise ValueError(f"model.kernel={self.kernel} is even, but must be odd; use {self.kernel + 1}")
         if self.freeze and self.from_run is None:
-            raise ValueError("model.freeze=true would keep random weights; name the run they come from, model.from_run")
+            raise ValueError(
+                "model.freeze=true would freeze random weights; set model.from_run to the run that trained them"
+            )
         return self
 
     @property
     def body(self) -> dict[str, object]:
-        """What two models must share for one to take over the encoder of the other."""
+        """The settings that two models must share for one to take over the other's encoder."""
         own = {"chunk", "recompute", "from_run", "freeze", "dropout"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in own}
 
 
-class Weights(Settings):
-    """How much each loss counts; one of weight 0 is not computed, nor what only it needs."""
+class LossWeights(Settings):
+    """Weights of the losses; a loss of weight 0 is not computed, nor anything that only it needs."""
 
     nucleotides: NonNegativeFloat = Field(0.0, description="cross-entropy of masked nucleotides")
     counts: NonNegativeFloat = Field(0.0, description="squared error of a taxon's count over the largest of its sample")
@@ -172,24 +176,24 @@ class Weights(Settings):
     target: NonNegativeFloat = Field(0.0, description="of the column data.target")
 
     @model_validator(mode="after")
-    def _something(self) -> Weights:
+    def _something(self) -> LossWeights:
         if not any(self.model_dump().values()):
             raise ValueError(
-                f"task.weights are all 0, so nothing is learnt; set one of {list(type(self).model_fields)}"
+                f"task.weights are all 0, so nothing would be learnt; set one of {', '.join(type(self).model_fields)}"
             )
         return self
 
 
 class Masking(Settings):
-    """Which nucleotides are hidden, to be told from the others."""
+    """Which nucleotides are masked, to be predicted from the others."""
 
     share: Share = Field(0.15, description="of a sequence's nucleotides")
     kind: Literal["random", "spans"] = Field("random", description="single nucleotides, or 3 to 5 beside each other")
     sequences: PositiveInt | None = Field(32, description="of a sample, drawn anew each time; null: all of them")
 
 
-class Target(Settings):
-    """How the target head learns: cross-entropy of classes, or, of numbers, what is chosen here."""
+class TargetSettings(Settings):
+    """Loss of the target head: cross-entropy for classes; for numbers, as chosen here."""
 
     loss: Literal["mse", "mae", "huber", "quantile"] = Field("mse", description="of a regression")
     huber: PositiveFloat = Field(
@@ -204,15 +208,15 @@ class Target(Settings):
     )
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Target:
+    def _agrees_with_itself(self) -> TargetSettings:
         if self.quantiles != sorted(set(self.quantiles)) or not self.quantiles:
-            raise ValueError(f"task.target.quantiles={self.quantiles} have to be different ones, the lowest first")
+            raise ValueError(f"task.target.quantiles={self.quantiles} must be distinct and ascending")
         return self
 
 
 class MicrobiomeConfig(Settings):
     """What is learnt."""
 
-    weights: Weights = Field(Weights(distance=1.0), description="of the losses")
+    weights: LossWeights = Field(LossWeights(distance=1.0), description="of the losses")
     masking: Masking = Field(Masking(), description="for the loss of nucleotides")
-    target: Target = Field(Target(), description="for the loss of the target")
+    target: TargetSettings = Field(TargetSettings(), description="for the loss of the target")

@@ -1,4 +1,4 @@
-"""What microbial communities have in common: distances, diversity, nucleotides, counts, and a target of one's own."""
+"""The task for microbial communities: distances, diversity, nucleotides, counts, and a target of your own."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from unisono import (
 )
 from unisono.recipes.microbiome import masking, nucleotides, rarefy, settings
 from unisono.recipes.microbiome.study.library import Library, open_library
-from unisono.recipes.microbiome.study.library import Sample as Record
+from unisono.recipes.microbiome.study.library import SampleRecord as Record
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from unisono.recipes.microbiome.model import Network, Shape
+    from unisono.recipes.microbiome.model import ModelShape, Network
 
 log = logging.getLogger(__name__)
 ASSETS = "microbiome.json"
-Seen = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
+TaxaAndReads = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What a model sees of a record.
+class DrawnSample:
+    """The part of a record that a model sees.
 
     Attributes:
         record: it.
@@ -66,7 +66,7 @@ class Sample:
 
 
 class Microbiome(Task):
-    """Samples of microbes, as vectors that know how far samples are from each other, and what else is weighted.
+    """Encodes samples as vectors that predict the distances between them, and everything else with a weight.
 
     The loss has a term for each of `task.weights` that is not 0, with its own count: `nucleotides` (masked ones, in
     nats), `counts` (taxa), `distance` (rows, the sum of each being the mean over its pairs), `faith_pd` and `target`
@@ -74,11 +74,11 @@ class Microbiome(Task):
     """
 
     Config = settings.MicrobiomeConfig
-    Model = settings.Model
+    Model = settings.ModelSettings
     Data = settings.MicrobiomeData
 
     config: settings.MicrobiomeConfig
-    model_config: settings.Model
+    model_config: settings.ModelSettings
     data_config: settings.Samples
 
     draws_in_evaluation = True  # reads and masks are drawn of every sample
@@ -98,28 +98,30 @@ class Microbiome(Task):
         rows = self.library.held_out()
         return rows if len(rows) else None
 
-    def sample(self, record: Record, context: SampleContext) -> Sample:
+    def sample(self, record: Record, context: SampleContext) -> DrawnSample:
         """Reads, taxa and masked nucleotides of a record, drawn."""
         rng = context.rng
-        taxa, counts = self.seen(record, rng)
+        taxa, counts = self.draw_taxa(record, rng)
         if "nucleotides" not in self._weights:
-            return Sample(record, taxa, counts, taxa[:0], np.zeros((0, 0), dtype=bool))
+            return DrawnSample(record, taxa, counts, taxa[:0], np.zeros((0, 0), dtype=bool))
         few = self.config.masking.sequences
         chosen = taxa if few is None or few >= len(taxa) else rng.choice(taxa, few, replace=False)
         assert self._tokens is not None
-        return Sample(record, taxa, counts, chosen, masking.hidden(self._tokens[chosen], self.config.masking, rng))
+        return DrawnSample(
+            record, taxa, counts, chosen, masking.choose_masked(self._tokens[chosen], self.config.masking, rng)
+        )
 
-    def seen(self, record: Record, rng: np.random.Generator) -> Seen:
+    def draw_taxa(self, record: Record, rng: np.random.Generator) -> TaxaAndReads:
         """The taxa and reads of a record, drawn."""
         config, counts = self.data_config, record.counts
         if config.rarefy is not None:
-            counts = rarefy.rarefied(counts, config.rarefy, rng)
-        return rarefy.tokens(record.taxa, counts, config.max_taxa, config.keep, rng)
+            counts = rarefy.rarefy(counts, config.rarefy, rng)
+        return rarefy.choose_taxa(record.taxa, counts, config.max_taxa, config.keep, rng)
 
-    def collate(self, samples: Sequence[Sample]) -> Batch:
+    def collate(self, samples: Sequence[DrawnSample]) -> Batch:
         """A micro-batch: `taxa` and `counts`, both (rows, taxa), the numbers of the samples, and what is learnt."""
         numbers = np.array([sample.record.number for sample in samples], dtype=np.int64)
-        batch: Batch = {"sample": numbers, **together([(sample.taxa, sample.counts) for sample in samples])}
+        batch: Batch = {"sample": numbers, **collate_taxa([(sample.taxa, sample.counts) for sample in samples])}
         if "faith_pd" in self._weights:
             batch["faith_pd"] = self._faith[0][numbers].astype(np.float32)
         if "target" in self._weights:
@@ -158,17 +160,17 @@ class Microbiome(Task):
             self._take_over(network, self.model_config.from_run)
         return network
 
-    def _network(self, config: settings.Model) -> Network:
+    def _network(self, config: settings.ModelSettings) -> Network:
         """A model with random weights."""
         import torch
 
         from unisono.recipes.microbiome.model import Network
 
         tokens = None if self._tokens is None else torch.tensor(self._tokens, device=torch.get_default_device())
-        return Network(config, self.wanted, self.shape, tokens)
+        return Network(config, self.weighted_losses, self.shape, tokens)
 
     def _take_over(self, network: Network, folder: Path) -> None:
-        """Give a model the body of a run, as far as that has one: heads, and layers it did not need, stay new.
+        """Load the body of a run into a model, as far as it exists there: heads, and layers that it lacks, stay new.
 
         Raises:
             ConfigError: where the two do not fit.
@@ -182,18 +184,18 @@ class Microbiome(Task):
             theirs = other.model_config.body[name]
             if theirs != value:
                 raise ConfigError(
-                    f"model.from_run={folder}: its model.{name} is {theirs}, and model.{name}={value} here; set "
+                    f"model.from_run={folder}: its model.{name} is {theirs}, but here model.{name}={value}; set "
                     f"model.{name}={theirs}"
                 )
         if config.encoder == "taxon" and other.assets["taxa"] != self.library.taxa:
             raise ConfigError(
-                f"model.from_run={folder}: it has learnt a vector for each of its {other.shape.taxa} taxa, and these data "
-                f"have others ({len(self.library.taxa)}); use the same table, or encoders of DNA"
+                f"model.from_run={folder}: it has learnt a vector for each of its {other.shape.taxa} taxa, but these "
+                f"data have different ones ({len(self.library.taxa)}); use the same table, or encoders of DNA"
             )
         if config.positions == "learned" and other.shape.longest != shape.longest:
             raise ConfigError(
-                f"model.from_run={folder}: its samples have up to {other.shape.longest} taxa, these up to {shape.longest}, "
-                f"and each place has a learnt vector; set data.max_taxa={other.shape.longest}"
+                f"model.from_run={folder}: its samples have up to {other.shape.longest} taxa, these up to "
+                f"{shape.longest}, and each position has a learnt vector; set data.max_taxa={other.shape.longest}"
             )
         if config.encoder != "taxon":
             other._tokens = np.zeros((1, other.shape.length), dtype=np.uint8)  # those of its data are not needed
@@ -207,7 +209,7 @@ class Microbiome(Task):
             )
         taken = {name: value for name, value in theirs_.items() if name in mine}
         network.body.load_state_dict(taken, strict=False)
-        log.info("%d tensors are taken from %s; new: %s", len(taken), folder, ", ".join(new) or "nothing")
+        log.info("%d tensors were taken from %s; new: %s", len(taken), folder, ", ".join(new) or "none")
 
     @property
     def cross_sample(self) -> Literal["rows"] | None:
@@ -224,7 +226,7 @@ class Microbiome(Task):
 
         made = model(batch)
         if "shares" in made:
-            made["counts"] = losses.counts(made.pop("shares"), batch["counts"])
+            made["counts"] = losses.count_loss(made.pop("shares"), batch["counts"])
         if "distance" not in self._weights:
             made.pop("embedding", None)
         return dict(made)
@@ -244,7 +246,9 @@ class Microbiome(Task):
             whole = context.global_batch
             assert whole is not None
             truth = self._truth(batch["sample"].device)[batch["sample"][:, None], whole.batch["sample"]]
-            sums["distance"], found = losses.pairs(outputs["embedding"], whole.outputs["embedding"], truth, whole.first)
+            sums["distance"], found = losses.pair_loss(
+                outputs["embedding"], whole.outputs["embedding"], truth, whole.first
+            )
             metrics |= found
         if "faith_pd" in self._weights:
             made = outputs["faith_pd"][:, 0]
@@ -253,7 +257,7 @@ class Microbiome(Task):
             metrics |= _moments("faith_pd", transform.inverse(made.detach()), transform.inverse(batch["faith_pd"]))
         if "target" in self._weights:
             made, truth = outputs["target"], batch["target"]
-            sums["target"] = losses.target(made, truth, self.config.target)
+            sums["target"] = losses.target_loss(made, truth, self.config.target)
             if not truth.is_floating_point():
                 metrics["target/accuracy"] = ((made.argmax(1) == truth).sum(), (truth >= 0).sum())
             else:
@@ -317,10 +321,10 @@ class Microbiome(Task):
 
     def load_assets(self, directory: Path) -> None:
         """The sizes of the run's model, which has all its weights, and the numbers of its classes."""
-        from unisono.recipes.microbiome.model import Shape
+        from unisono.recipes.microbiome.model import ModelShape
 
         self.assets: dict[str, Any] = read_asset(directory, ASSETS)
-        self.shape = Shape(**self.assets["shape"])
+        self.shape = ModelShape(**self.assets["shape"])
         self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
         target = self.assets["target"]
         if target is not None and target["classes"] is not None and self.data_config.target == target["column"]:
@@ -344,14 +348,14 @@ class Microbiome(Task):
         return open_library(self.data_config)  # type: ignore[arg-type]
 
     @cached_property
-    def wanted(self) -> frozenset[str]:
+    def weighted_losses(self) -> frozenset[str]:
         """The losses that have a weight."""
         return frozenset(self._weights)
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """What the data say of the model's sizes."""
-        from unisono.recipes.microbiome.model import Shape
+        from unisono.recipes.microbiome.model import ModelShape
 
         library, encoder = self.library, self.model_config.encoder
         longest = int(np.diff(library.counts.indptr).max())
@@ -363,7 +367,7 @@ class Microbiome(Task):
             assert library.target is not None
             few = len(self.config.target.quantiles) if self.config.target.loss == "quantile" else 1
             outputs = few if library.target.classes is None else len(library.target.classes)
-        return Shape(len(library.taxa), min(longest, self.data_config.max_taxa or longest), length, outputs)
+        return ModelShape(len(library.taxa), min(longest, self.data_config.max_taxa or longest), length, outputs)
 
     @cached_property
     def _weights(self) -> dict[str, float]:
@@ -418,7 +422,7 @@ class Microbiome(Task):
     _distances: Tensor | None = None
 
 
-def together(rows: Sequence[Seen]) -> Batch:
+def collate_taxa(rows: Sequence[TaxaAndReads]) -> Batch:
     """Samples beside each other: `taxa`, -1 where there is none, and `counts`, both (rows, taxa)."""
     width = max(1, max(len(taxa) for taxa, _ in rows))
     taxa = np.full((len(rows), width), -1, dtype=np.int64)

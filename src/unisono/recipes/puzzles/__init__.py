@@ -2,4 +2,6 @@
 
 from unisono import Recipe
 
-RECIPE = Recipe(tasks={"torch": "unisono.recipes.puzzles.task:Puzzles"})
+RECIPE = Recipe(
+    tasks={"torch": "unisono.recipes.puzzles.task:Puzzles", "jax": "unisono.recipes.puzzles.jax_task:Puzzles"}
+)

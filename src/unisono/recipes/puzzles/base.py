@@ -103,11 +103,11 @@ class PuzzlesBase(Task):
             "answer": example.answer,
             "identifier": np.int32(example.identifier),
         }
+        # A training batch has all that an evaluation's has: JAX traces the evaluation before the first step on one.
+        fields["level"] = np.int32(-1 if context.training else self._level(kind, example.rating))
         if context.training:
             fields["explore"] = np.float32(context.rng.random())
             fields["patience"] = np.int32(context.rng.integers(2, max(2, self.config.halt_steps) + 1))
-        else:
-            fields["level"] = np.int32(self._level(kind, example.rating))
         return fields
 
     def collate(self, samples: Sequence[Fields]) -> Batch:
@@ -116,9 +116,9 @@ class PuzzlesBase(Task):
         if len(kinds) > 1:
             sizes = ", ".join(f"{n} {len(rows)}" for n, rows in self._held_out_sizes.items())
             raise DataError(
-                f"a micro-batch would hold puzzles of several kinds ({', '.join(kinds)}). In training, data.mixture.rows "
-                "gives each kind whole micro-batches; in evaluation, eval.micro_batch has to divide the held-out "
-                f"puzzles of each kind ({sizes}), and eval.rows has to be null"
+                f"a micro-batch would hold puzzles of several kinds ({', '.join(kinds)}). In training, "
+                "data.mixture.rows gives each kind whole micro-batches; in evaluation, eval.micro_batch has to divide "
+                f"the held-out puzzles of each kind ({sizes}), and eval.rows has to be null"
             )
         names = [name for name in samples[0] if name != "kind"]
         return {f"{kinds[0]}/{name}": np.stack([sample[name] for sample in samples]) for name in names}
@@ -209,16 +209,16 @@ class PuzzlesBase(Task):
             most = getattr(self.libraries[name].config, "augmentations", None)
             if self.votes_in(name) and (most is None or self.config.votes > most + 1):
                 raise ConfigError(
-                    f"task.votes={self.config.votes}, but each task of {name} has {most or 0} augmentations besides itself "
-                    "(data.augmentations); votes need data=arc"
+                    f"task.votes={self.config.votes}, but each task of {name} has {most or 0} augmentations besides "
+                    "itself (data.augmentations); votes need data=arc"
                 )
         if self.config.votes > 1 and not any(map(self.votes_in, self.kinds)):
             raise ConfigError(f"task.votes={self.config.votes} is for ARC, and there is none; use 1")
 
     def facts(self) -> dict[str, Any]:
         """Sizes of the puzzles and of the model."""
-        told = {name: library.facts() for name, library in self.libraries.items()}
-        return next(iter(told.values())) if len(told) == 1 else told
+        described = {name: library.facts() for name, library in self.libraries.items()}
+        return next(iter(described.values())) if len(described) == 1 else described
 
     def save_assets(self, directory: Path) -> None:
         """The kinds of puzzles, so that the run can be used without its data."""
@@ -226,17 +226,17 @@ class PuzzlesBase(Task):
             name: {"format": plain(kind.format), "embeddings": kind.embeddings, "levels": self._edges[name]}
             for name, kind in self.kinds.items()
         }
-        told = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
-        (directory / _ASSET).write_text(json.dumps(told), encoding="utf-8")
+        described = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
+        (directory / _ASSET).write_text(json.dumps(described), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
         """Take over the kinds of a run. Other data than the run's are to be solved: all of them, answered or not."""
-        told = read_asset(directory, _ASSET)
+        described = read_asset(directory, _ASSET)
         vars(self)["kinds"] = {
-            name: Kind(format_of(one["format"]), one["embeddings"]) for name, one in told["kinds"].items()
+            name: Kind(format_of(one["format"]), one["embeddings"]) for name, one in described["kinds"].items()
         }
-        vars(self)["_edges"] = {name: one["levels"] for name, one in told["kinds"].items()}
-        self._ask = told["data"] != self.data_config.model_dump(mode="json")
+        vars(self)["_edges"] = {name: one["levels"] for name, one in described["kinds"].items()}
+        self._ask = described["data"] != self.data_config.model_dump(mode="json")
 
     def shrunk(self, limit: int) -> PuzzlesBase | None:
         """The same puzzles, and a narrower model with fewer cycles."""

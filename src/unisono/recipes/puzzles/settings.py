@@ -240,8 +240,8 @@ class PuzzlesConfig(Settings):
         if self.refill:
             raise ValueError(
                 "task.refill=true is not supported: which example a row needs next would follow from what the model "
-                "answered, so that each step would have to wait for the last one before its batch could be prepared. A row "
-                "that is still at work ignores its new example, as in the original; the metric examples_learnt counts those "
-                "that a row has finished"
+                "answered, so that each step would have to wait for the last one before its batch could be prepared. A "
+                "row that is still at work ignores its new example, as in the original; the metric examples_learnt "
+                "counts those that a row has finished"
             )
         return self

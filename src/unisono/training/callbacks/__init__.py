@@ -1,1 +1,1 @@
-"""What happens around the steps of a run, a behaviour a module."""
+"""What happens around the steps of a run, one behaviour per module."""

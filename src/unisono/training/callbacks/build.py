@@ -1,4 +1,4 @@
-"""The user's callbacks of a run: those that the configuration names, those of the task, and those given from Python."""
+"""The user's callbacks of a run: from the configuration, from the task, and from Python."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.task import Task
 
-SHIPPED = {"early_stopping": "unisono.training.callbacks.early_stopping:EarlyStopping"}
+BUILT_IN = {"early_stopping": "unisono.training.callbacks.early_stopping:EarlyStopping"}
 
 
 def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
     """The callbacks that the configuration names, and then those of the task.
 
     Raises:
-        ConfigError: naming the entry and what is wrong with it.
+        ConfigError: naming the entry and its fault.
     """
     own = list(task.callbacks())
     for one in own:
         if not isinstance(one, Callback):
             raise ConfigError(f"{type(task).__name__}.callbacks() returned {one!r}, which is not a unisono.Callback")
-    return [*(_built(number, entry) for number, entry in enumerate(config.callbacks)), *own]
+    return [*(_build_callback(number, entry) for number, entry in enumerate(config.callbacks)), *own]
 
 
 def find_callback(reference: str) -> type[Callback]:
     """The class that a configuration names: one of ours, `path/to/file.py:Class` or `package.module:Class`.
 
     Raises:
-        ConfigError: where the file or the class is missing, or it is no callback.
+        ConfigError: if the file or the class is missing, or it is not a callback.
     """
-    place, _, name = SHIPPED.get(reference, reference).rpartition(":")
+    place, _, name = BUILT_IN.get(reference, reference).rpartition(":")
     if not place:
-        raise ConfigError(f"unknown callback '{reference}', {nearest(reference, SHIPPED)} (or path/to/file.py:Class)")
-    module = references.module_of(reference, place)
+        raise ConfigError(f"unknown callback '{reference}', {nearest(reference, BUILT_IN)} (or path/to/file.py:Class)")
+    module = references.load_module(reference, place)
     found = getattr(module, name, None)
     if found is None:
         known = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Callback)]
@@ -49,7 +49,7 @@ def find_callback(reference: str) -> type[Callback]:
     return found
 
 
-def _built(number: int, entry: str | dict[str, Any]) -> Callback:
+def _build_callback(number: int, entry: str | dict[str, Any]) -> Callback:
     where = f"callbacks[{number}]"
     settings = dict(entry) if isinstance(entry, dict) else {"callback": entry}
     reference = settings.pop("callback", None)
@@ -61,19 +61,19 @@ def _built(number: int, entry: str | dict[str, Any]) -> Callback:
     try:
         return kind(TypeAdapter(kind.Config).validate_python(settings, extra="forbid"))
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentences(error, where, reference, kind))) from error
+        raise ConfigError("\n".join(_format_errors(error, where, reference, kind))) from error
 
 
-def _sentences(error: ValidationError, where: str, reference: str, kind: type[Callback]) -> Sequence[str]:
-    told = []
+def _format_errors(error: ValidationError, where: str, reference: str, kind: type[Callback]) -> Sequence[str]:
+    messages = []
     for mistake in error.errors():
         key = ".".join(map(str, mistake["loc"]))
         if mistake["type"] == "extra_forbidden":
             known = list(getattr(kind.Config, "model_fields", {}))
-            told.append(f"{where}: {reference} has no setting '{key}', {nearest(key, known)}")
+            messages.append(f"{where}: {reference} has no setting '{key}', {nearest(key, known)}")
         elif mistake["type"] == "missing":
-            told.append(f"{where}: {reference} needs the setting '{key}'")
+            messages.append(f"{where}: {reference} needs the setting '{key}'")
         else:
             text = mistake["msg"][0].lower() + mistake["msg"][1:]
-            told.append(f"{where}: '{key}' of {reference}: {text}, got {mistake['input']!r}")
-    return told
+            messages.append(f"{where}: '{key}' of {reference}: {text}, got {mistake['input']!r}")
+    return messages

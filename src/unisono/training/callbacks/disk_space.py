@@ -1,4 +1,4 @@
-"""Room on the disk: the checkpoints to come have to fit before the first step."""
+"""Checks before the first step that the run's checkpoints will fit on the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DiskSpace(LoopCallback):
 
     Args:
         communicator: of all processes.
-        parameters: that are trained, over all processes.
+        parameters: number of trained parameters, over all processes.
     """
 
     def __init__(self, communicator: Communicator, parameters: int) -> None:
@@ -22,11 +22,11 @@ class DiskSpace(LoopCallback):
         self._communicator, self._parameters = communicator, parameters
 
     def on_start(self, run: RunInfo) -> None:
-        """Look on rank 0, for all."""
+        """Check on rank 0 for all ranks."""
 
         def check() -> None:
-            size = disk_space.of_newest(run.directory) or disk_space.estimated(run.config, self._parameters)
-            count = disk_space.planned(run.config, run.first, run.steps)
-            disk_space.check(run.directory, run.config, size, count)
+            size = disk_space.newest_size(run.directory) or disk_space.estimate_size(run.config, self._parameters)
+            count = disk_space.count_checkpoints(run.config, run.first, run.steps)
+            disk_space.check_disk_space(run.directory, run.config, size, count)
 
-        raise_everywhere(self._communicator, check if run.is_first else None, "room for the checkpoints")
+        raise_everywhere(self._communicator, check if run.is_first else None, "disk space for the checkpoints")

@@ -1,6 +1,6 @@
-"""Early stopping: the run ends, saved, once a metric of the evaluations has not improved for some time.
+"""Early stopping: saves and ends the run once an evaluation metric has stopped improving.
 
-It is a callback as a user writes one, and the example of the docs.
+It is written like a user's callback, and is the example in the docs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.runtime.errors import ConfigError, nearest
 
 
 class EarlyStopping(Callback):
-    """Stops a run whose held-out metric does not improve any more."""
+    """Stops a run whose held-out metric has stopped improving."""
 
     class Config(Settings):
         """What an improvement is, and how long to wait for one."""
@@ -37,19 +37,21 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a run that is not evaluated on its way."""
+        """Refuse a run without evaluations during training."""
         if config.eval.every is None:
-            raise ConfigError("EarlyStopping looks at evaluations, but eval.every is null; set it, e.g. eval.every=100")
+            raise ConfigError("EarlyStopping needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
 
     def on_start(self, run: RunInfo) -> Stop | None:
-        """End a run at once that was stopped before, and has not been given more patience since."""
+        """End at once if the run was already stopped and patience was not increased since."""
         return self._verdict()
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> Stop | None:
         """Compare with the best evaluation so far."""
         metric = self.config.metric
         if metric not in values:
-            raise ConfigError(f"metric={metric}: no evaluation of this task has it, {nearest(metric, values)}")
+            raise ConfigError(
+                f"metric={metric}: this task's evaluations have no such metric, {nearest(metric, values)}"
+            )
         value = values[metric] if self.config.mode == "min" else -values[metric]
         if math.isfinite(value) and (self.best is None or value < self.best - self.config.min_delta):
             self.best, self.best_step, self.waited = value, step, 0

@@ -1,4 +1,4 @@
-"""The ledger: what each step consumed, written after the step."""
+"""The ledger records what each step consumed, after the step."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class LedgerWriter(LoopCallback):
         self._consumed: list[MicroBatch] = []
 
     def on_start(self, run: RunInfo) -> None:
-        """Open it; the start has one name on all processes."""
+        """Open the ledger; all processes use the same name for this start."""
         name = self._communicator.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
         self._ledger = Ledger(run.directory, self._communicator.rank, self._communicator.size, run.first, name)
 
-    def consumed(self, micro_batches: list[MicroBatch]) -> None:
-        """Take the micro-batches of a step, for `on_step`."""
+    def set_consumed(self, micro_batches: list[MicroBatch]) -> None:
+        """Keep the micro-batches of a step for `on_step`."""
         self._consumed = micro_batches
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what a step has consumed."""
+        """Write what the step consumed."""
         assert self._ledger is not None
         self._ledger.step(step - 1, self._consumed)
 
     def before_save(self, step: int) -> None:
-        """See to it that all of it is in the file."""
+        """Flush the ledger to its file."""
         assert self._ledger is not None
         self._ledger.flush()
 
     def mark(self) -> Mapping[str, Any]:
-        """Where it stands, for a checkpoint."""
+        """The current position, for a checkpoint."""
         assert self._ledger is not None
         return self._ledger.mark()
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close it."""
+        """Close the ledger."""
         if self._ledger is not None:
             self._ledger.__exit__(kind, error, trace)

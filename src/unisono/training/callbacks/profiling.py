@@ -1,4 +1,4 @@
-"""Profiling: the steps that `observe.profile` names, on every rank."""
+"""Profiles the steps that `observe.profile` names, on every rank."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Profiling(LoopCallback):
         self._profile: Profile | None = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin, if the first step is to be profiled."""
+        """Start if the first step is to be profiled."""
         steps = run.config.observe.profile
         self._profile = Profile(steps, self._engine, run.directory, run.first, run.steps, self._telemetry.say)
-        self._profile.between(run.first)
+        self._profile.start_or_stop(run.first)
 
     def step(self) -> AbstractContextManager[Any]:
         """The context of one step, from the wait for its data to its update."""
@@ -37,11 +37,11 @@ class Profiling(LoopCallback):
         return self._profile.step()
 
     def after_step(self, step: int) -> None:
-        """Begin, or end, the profile."""
+        """Start or stop the profile."""
         assert self._profile is not None
-        self._profile.between(step)
+        self._profile.start_or_stop(step)
 
     def on_end(self, step: int, reason: str) -> None:
-        """Stop it where it still runs."""
+        """Stop the profile if it still runs."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Checkpoints: when one is due, what it keeps, and what became of it."""
+"""Checkpoints: when one is due, what it contains, and whether it succeeded."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from unisono.supervise.step_sync import StepSync
 from unisono.training.callbacks.dispatch import LoopCallback
 from unisono.training.callbacks.evaluation import Evaluation
 from unisono.training.callbacks.ledger import LedgerWriter
-from unisono.training.parts import Parts
+from unisono.training.parts import TrainingParts
 
 
 class Saving(LoopCallback):
-    """Asks for checkpoints when they are due, and writes those that anybody asked for, beside the steps.
+    """Requests checkpoints when they are due, and writes the requested ones in the background.
 
     Args:
-        run: as it was resolved.
+        run: resolved.
         parts: of the run.
         communicator: of all processes.
-        sync: guards the directory against another start.
-        resumption: where this start resumed.
-        evaluation: has the metrics of the state that is saved.
-        ledger: is flushed before a save, and marked in it.
+        sync: protects the directory against another start.
+        resumption: from where this start resumed.
+        evaluation: provides the metrics of the saved state.
+        ledger: flushed before a save; its position is saved.
         until: updates after which this start ends.
-        before: called before the state is saved, with the updates made; may refuse it.
-        saved: called on every rank once a checkpoint is whole, with the updates in it and its directory.
+        before: called with the updates made before the state is saved; may raise to prevent it.
+        saved: called on every rank with the updates and the directory of every finished checkpoint.
         callbacks: the state of the user's callbacks.
         say: shows a line on the console.
     """
@@ -43,7 +43,7 @@ class Saving(LoopCallback):
     def __init__(
         self,
         run: ResolvedRun,
-        parts: Parts,
+        parts: TrainingParts,
         communicator: Communicator,
         sync: StepSync,
         resumption: Resumption,
@@ -58,8 +58,8 @@ class Saving(LoopCallback):
     ) -> None:
         super().__init__()
         self._run, self._parts, self._communicator, self._sync = run, parts, communicator, sync
-        self._resumption, self._evaluation, self._ledger, self._until = resumption, evaluation, ledger, until
-        self._before, self._callbacks = before, callbacks
+        self._resumption, self._evaluation, self._ledger, self._last_step = resumption, evaluation, ledger, until
+        self._before_save, self._callbacks = before, callbacks
         self._settings, self._first = run.config.checkpoint, resumption.step
         self.saver = Saver(
             run.directory / "checkpoints", communicator, self._settings, first=resumption.step,
@@ -68,16 +68,16 @@ class Saving(LoopCallback):
         )  # fmt: skip
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin."""
+        """Start the saver."""
         self.saver.__enter__()
 
     def on_step(self, step: int, values: Mapping[str, float]) -> Save | None:
-        """See what became of the save in flight, and ask for another where one is due."""
+        """Check the save in flight, and request another if one is due."""
         self.saver.check()
         every, total = self._settings.every, self._parts.plan.steps
         if step == self._first + 1 and every is not None:
             self.saver.prepare(self._parts.engine.state())
-        at_end = step == self._until and (self._until < total or self._settings.at_end)
+        at_end = step == self._last_step and (self._last_step < total or self._settings.at_end)
         return Save() if at_end or (every is not None and step % every == 0) else None
 
     def save(self, step: int, at_once: bool) -> None:
@@ -85,47 +85,47 @@ class Saving(LoopCallback):
 
         Args:
             step: updates made.
-            at_once: wait until it is whole, and try nothing again: the run has to go.
+            at_once: wait until it is finished, without retries, since the run must end.
         """
         self._sync.refuse_if_lost()
-        self._before(step)
+        self._before_save(step)
         if at_once:
-            self.saver.hurry()
+            self.saver.stop_retrying()
         with heartbeat.phase("save"), self._sync.saving():
             self._commit(step)
             if at_once:
                 self.saver.finish()
 
     def on_end(self, step: int, reason: str) -> None:
-        """Wait for the save in flight; where the run has failed, only so long."""
+        """Wait for the save in flight; only briefly if the run has failed."""
         failed = reason in ("failed", "interrupted")
         self.saver.__exit__(RuntimeError if failed else None, None, None)
 
     def _commit(self, step: int) -> None:
         engine, run, plan = self._parts.engine, self._run, self._parts.plan
-        engine.check_replicas(step)  # of copies a checkpoint has one piece from this rank and one from that
+        engine.check_replicas(step)  # since a checkpoint takes pieces of replicas from different ranks
         rank = self._communicator.rank
-        state = resume.state(
-            self._resumption, step, plan, run.split.own(rank), self._communicator, random=engine.random,
+        state = resume.collect_state(
+            self._resumption, step, plan, run.split.rows_of(rank), self._communicator, random=engine.random,
             micro_batch=run.split.micro_batch, mark=self._ledger.mark(), best=self._evaluation.best.state(),
-            trackers=trackers.ids(run.directory),
+            trackers=trackers.read_ids(run.directory),
         )  # fmt: skip
-        state["callbacks"] = self._state_of_callbacks()
+        state["callbacks"] = self._callback_state()
         holds = self._settings.final if step == plan.steps else "everything"
         shards = engine.state()
-        shards = resume.weights(shards) if holds == "model" else shards
+        shards = resume.weight_shards(shards) if holds == "model" else shards
         metric = self._evaluation.values if self._evaluation.step == step else None
         self.saver.save(step, shards, state, self._parts.provenance, metric, holds=holds)
 
-    def _state_of_callbacks(self) -> dict[str, Json]:
+    def _callback_state(self) -> dict[str, Json]:
         """The state of the user's callbacks, which is the same on every rank."""
         everyone = raise_everywhere(self._communicator, self._callbacks, "the state of the callbacks of all ranks")
         for rank, theirs in enumerate(everyone):
             for name in {*everyone[0], *theirs}:
                 if theirs.get(name) != everyone[0].get(name):
                     raise CallbackError(
-                        f"callback {name}: state() is not the same on rank 0 and rank {rank}, so a resumed run could "
-                        "not be the same; return only what follows from the values that all ranks are given"
+                        f"callback {name}: state() differs between rank 0 and rank {rank}, so a resumed run could "
+                        "not be the same; return only what follows from values that are the same on all ranks"
                     )
         kept: dict[str, Json] = everyone[0]
         return kept

@@ -1,4 +1,4 @@
-"""Uploads: finished checkpoints go to their store, and the end waits for the last one."""
+"""Uploads finished checkpoints to the store; the end of the run waits for the last one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unisono.training.callbacks.telemetry import Telemetry
 
 
 class CheckpointUploads(LoopCallback):
-    """Hands finished checkpoints over to the process that uploads them.
+    """Hands finished checkpoints over to the upload process.
 
     Args:
         communicator: of all processes.
-        telemetry: shows and records what becomes of them.
+        telemetry: shows and records the outcome.
     """
 
     def __init__(self, communicator: Communicator, telemetry: Telemetry) -> None:
@@ -29,47 +29,47 @@ class CheckpointUploads(LoopCallback):
         self._url: str | None = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Start the process, which takes up what an earlier start has left."""
+        """Start the upload process, which resumes uploads of an earlier start."""
         telemetry = self._telemetry
         self._url = run.config.checkpoint.upload.url
         self._uploads = Uploads(run.config, run.directory, run.is_first, telemetry.say, telemetry.note)
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Say what became of uploads since the last step."""
+        """Report uploads finished or failed since the last step."""
         assert self._uploads is not None
         self._uploads.check()
 
     def on_save(self, step: int, checkpoint: Path) -> None:
         """Hand a checkpoint over; rank 0 uploads those of all ranks."""
         assert self._uploads is not None
-        self._uploads.finished(checkpoint)
+        self._uploads.enqueue(checkpoint)
 
     def wait(self, decision: Decision, decide: Callable[[], Decision]) -> bool:
-        """Wait for the last upload, all ranks together, and no longer than a run may that has to go.
+        """Wait for the last upload, all ranks together, but no longer than a preempted run may.
 
         Args:
-            decision: the newest of all ranks.
-            decide: makes another.
+            decision: the latest decision of all ranks.
+            decide: makes a new decision.
 
         Returns:
             Whether a preemption cut the wait short.
 
         Raises:
-            UploadError: if it is not there in time, and has to be.
+            UploadError: if it is not uploaded in time, and must be.
         """
         assert self._uploads is not None
         if self._url is None:
             return False
         waits = True
-        while waits and decision.left > 0:
+        while waits and decision.seconds_left > 0:
             with heartbeat.phase("save", "the last upload"):
-                seconds = max(0.0, min(1.0, decision.left))
-                waits = bool(self._communicator.highest([int(self._uploads.waits(seconds))], "the last upload")[0])
+                seconds = max(0.0, min(1.0, decision.seconds_left))
+                waits = bool(self._communicator.reduce_max([int(self._uploads.wait(seconds))], "the last upload")[0])
             decision |= decide()
         self._uploads.finish(required=not decision.preempted)
         return waits
 
     def on_end(self, step: int, reason: str) -> None:
-        """End the process; what it had begun is taken up by the next start."""
+        """Stop the upload process; the next start resumes unfinished uploads."""
         if self._uploads is not None:
             self._uploads.close()

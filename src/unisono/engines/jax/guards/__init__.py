@@ -1,1 +1,1 @@
-"""What refuses a run, and says why."""
+"""Guards that refuse a faulty step and say why."""

@@ -1,4 +1,4 @@
-"""What is asked of a task's functions before the first step: do they draw, do rows that pad count, is fp64 kept?"""
+"""Checks of a task's functions before the first step: random draws, padding rows, fp64."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from unisono import protocols
-from unisono.engines.jax.batches import Pass
+from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs
 from unisono.engines.jax.numerics import precision
 from unisono.runtime.errors import ConfigError
 from unisono.task import GlobalBatch
 
-_CLOSE = 1e-3  # relative; a row too many in a micro-batch of less than a thousand is more
+_RELATIVE_TOLERANCE = 1e-3  # relative; a row too many in a micro-batch of less than a thousand is more
 
 
-def draws(forward: Forward, one: Pass, inputs: Inputs) -> bool:
-    """Whether what comes out of a micro-batch depends on its key; then its rows are part of the mathematics."""
+def draws_random_numbers(forward: Forward, one: DeviceBatch, inputs: Inputs) -> bool:
+    """Whether a micro-batch's result depends on its key; then the micro-batch is part of the mathematics."""
 
-    def made(key: Any, arrays: Any, one: Pass, inputs: Inputs) -> Any:
+    def made(key: Any, arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         context = replace(
             forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays)), key=key
         )
@@ -33,7 +33,7 @@ def draws(forward: Forward, one: Pass, inputs: Inputs) -> bool:
     shapes = _shapes(forward)
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     try:
-        jaxpr = jax.make_jaxpr(made)(key, shapes, _described(one), _described(inputs)).jaxpr
+        jaxpr = jax.make_jaxpr(made)(key, shapes, _format_shapes(one), _format_shapes(inputs)).jaxpr
     except ConfigError:
         raise
     except Exception:  # it is met again, with its traceback, where the step is made
@@ -42,28 +42,28 @@ def draws(forward: Forward, one: Pass, inputs: Inputs) -> bool:
     return bool(used[0])
 
 
-def keeps_double(forward: Forward, one: Pass, inputs: Inputs) -> None:
-    """Refuse, in fp64, a model that goes on with fewer bits somewhere; see `precision.refuse_lower`."""
+def check_double_precision(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
+    """Refuse, in fp64, a model that uses fewer bits anywhere; see `precision.check_no_downcast`."""
     if forward.kind != "fp64":
         return
 
-    def made(arrays: Any, one: Pass, inputs: Inputs) -> Any:
+    def made(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
         outputs = forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
-        if protocols.cross_sample(forward.task) is not None or protocols.needs_totals(forward.task):
+        if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
             return outputs
         return forward.loss(outputs, one.arrays, one.valid, context)[1]
 
     jaxpr = jax.make_jaxpr(lambda *given: jax.tree.leaves(made(*given)))(
-        _shapes(forward), _described(one), _described(inputs)
+        _shapes(forward), _format_shapes(one), _format_shapes(inputs)
     )
-    precision.refuse_lower(jaxpr, type(forward.task).__name__)
+    precision.check_no_downcast(jaxpr, type(forward.task).__name__)
 
 
-def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
-    """Refuse a loss that counts rows which pad a short batch.
+def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
+    """Refuse a loss that counts padding rows of a short batch.
 
-    It is computed twice on the same made-up outputs: on all but the last row, and with that row as one that pads.
+    It is computed twice on the same synthetic outputs: without the last row, and with that row marked as padding.
 
     Args:
         forward: for training or for evaluation.
@@ -74,14 +74,14 @@ def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
         ConfigError: naming the term or metric.
     """
     rows = len(one.valid)
-    if rows < 2 or protocols.cross_sample(forward.task) == "whole":
+    if rows < 2 or protocols.cross_sample_mode(forward.task) == "whole":
         return
 
-    def outputs(arrays: Any, one: Pass, inputs: Inputs) -> Any:
+    def outputs(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
         return forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
 
-    described = jax.eval_shape(outputs, _shapes(forward), _described(one), _described(inputs))
+    described = jax.eval_shape(outputs, _shapes(forward), _format_shapes(one), _format_shapes(inputs))
     leaves = [*jax.tree.leaves(described), *jax.tree.leaves(one.arrays)]
     if any(not leaf.shape or leaf.shape[0] != rows for leaf in leaves):
         return  # nothing here can be cut by row; a short micro-batch is refused when it comes
@@ -100,13 +100,13 @@ def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
         micro = replace(one, arrays=cut[1], valid=jnp.arange(count) < rows - 1)
         real = jax.tree.map(lambda array: array[: rows - 1], cut)
         everyone = None
-        if protocols.cross_sample(forward.task) == "rows":
-            everyone = GlobalBatch(real[0], protocols.shared(forward.task, real[1]), 0)
+        if protocols.cross_sample_mode(forward.task) == "rows":
+            everyone = GlobalBatch(real[0], protocols.shared_arrays(forward.task, real[1]), 0)
         context = forward.context(
             micro, inputs, carry=protocols.initial_carry(forward.task, micro.arrays), global_batch=everyone
         )  # fmt: skip
         if protocols.needs_totals(forward.task) and forward.training:
-            context = replace(context, totals=protocols.totals(forward.task, *cut, context))
+            context = replace(context, totals=protocols.compute_totals(forward.task, *cut, context))
         return forward.loss(*cut, micro.valid, context)[1], context.totals
 
     jax.eval_shape(lambda: sums(rows))
@@ -114,11 +114,11 @@ def padding(forward: Forward, one: Pass, inputs: Inputs) -> None:
         return
     right, wrong = (jax.tree_util.tree_leaves_with_path(jax.jit(sums, static_argnums=0)(n)) for n in (rows - 1, rows))
     for (path, expected), (_, found) in zip(right, wrong, strict=True):
-        if not np.allclose(expected, found, rtol=_CLOSE, atol=1e-30, equal_nan=True):
+        if not np.allclose(expected, found, rtol=_RELATIVE_TOLERANCE, atol=1e-30, equal_nan=True):
             kind, name = ("totals", path[-1].key) if path[0].idx else (path[1].key, path[2].key)
             what = {"sums": "loss() returns a term", "metrics": "loss() returns a metric", "totals": "totals()"}[kind]
             raise ConfigError(
-                f"{type(forward.task).__name__}: {what} ('{name}') that counts rows which pad a short batch (of "
+                f"{type(forward.task).__name__}: {what} ('{name}') that counts padding rows of a short batch (of "
                 f"{rows} rows {rows - 1} were real, and it is {np.max(found):.6g} instead of {np.max(expected):.6g}). "
                 "Give one number per row, or leave out rows where context.valid is False"
             )
@@ -134,5 +134,5 @@ def _shapes(forward: Forward) -> Any:
     }
 
 
-def _described(tree: Any) -> Any:
+def _format_shapes(tree: Any) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(np.shape(array), np.asarray(array).dtype), tree)

@@ -1,7 +1,7 @@
-"""Every program of a run is compiled here, by name and shape, and nowhere else.
+"""Compiles every program of a run, by name and shape.
 
-So what is compiled again is known exactly, all processes are seen to have the same program before any of them runs it
-(one that has another would wait in another collective for ever), and whoever waits is told.
+So recompilations are known exactly, all processes are checked to have the same program before any of them runs it
+(a process with a different one would wait in another collective for ever), and long compilations are reported.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from typing import Any
 import jax
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Group
+from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import ConfigError, DesyncError
 
 log = logging.getLogger(__name__)
 
-_FIRST, _EVERY = 5.0, 15.0  # seconds until a line says that something is compiled, and between two such lines
-_HIT = "/jax/compilation_cache/cache_hits"
+_FIRST_REPORT, _REPORT_INTERVAL = (
+    5.0,
+    15.0,
+)  # seconds until a line says that something is compiled, and between two such lines
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 Program = Callable[..., Any]
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True)
-class Key:
+class ProgramKey:
     """What a program is compiled for.
 
     Attributes:
@@ -55,14 +58,14 @@ class Compiler:
         communicator: all processes.
     """
 
-    def __init__(self, communicator: Group) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._made: dict[Key, Program] = {}
+        self._programs: dict[ProgramKey, Program] = {}
         self.seconds = 0.0
         self.cached = 0
-        self.news: list[str] = []
+        self.take_recompiled: list[str] = []
 
-    def of(self, key: Key, make: Callable[[], Any], *arguments: Any) -> Program:
+    def of(self, key: ProgramKey, make: Callable[[], Any], *arguments: Any) -> Program:
         """The program for a key, compiled if there is none; collective where it is compiled.
 
         Args:
@@ -74,21 +77,21 @@ class Compiler:
             ConfigError: on one process, where its arrays have shapes that others may not have.
             DesyncError: on every process, if they do not have the same program.
         """
-        if key not in self._made:
-            before = [k for k in self._made if (k.name, k.static, k.rows) == (key.name, key.static, key.rows)]
+        if key not in self._programs:
+            before = [k for k in self._programs if (k.name, k.static, k.rows) == (key.name, key.static, key.rows)]
             if before and self._communicator.size > 1:
                 raise ConfigError(
-                    f"{_changed(before[-1], key)}. All processes run one program, compiled for one shape: pad to a "
+                    f"{_describe_change(before[-1], key)}. All processes must run one program for one shape: pad to a "
                     "fixed length in collate()"
                 )
-            others = [known for known in self._made if known.name == key.name]
+            others = [known for known in self._programs if known.name == key.name]
             if others and (others[-1].shapes, others[-1].static) != (key.shapes, key.static):
-                self.news.append(_changed(others[-1], key))
-            self._made[key] = self._compiled(key.name, make, arguments)
-        return self._made[key]
+                self.take_recompiled.append(_describe_change(others[-1], key))
+            self._programs[key] = self._compile(key.name, make, arguments)
+        return self._programs[key]
 
-    def _compiled(self, name: str, make: Callable[[], Any], arguments: Any) -> Program:
-        with heartbeat.phase("setup", f"the compilation of {name}"), self._told(name):
+    def _compile(self, name: str, make: Callable[[], Any], arguments: Any) -> Program:
+        with heartbeat.phase("setup", f"the compilation of {name}"), self._report_progress(name):
             lowered = make().trace(*arguments).lower()
             if self._communicator.size > 1:
                 self._agree(name, lowered.as_text())
@@ -99,8 +102,8 @@ class Compiler:
 
     def _agree(self, name: str, text: str) -> None:
         digest = hashlib.sha256(text.encode()).hexdigest()
-        told = self._communicator.gather(digest, f"the program of {name} on all ranks")
-        others = [str(rank) for rank, theirs in enumerate(told) if theirs != told[0]]
+        messages = self._communicator.gather(digest, f"the program of {name} on all ranks")
+        others = [str(rank) for rank, theirs in enumerate(messages) if theirs != messages[0]]
         if others:
             raise DesyncError(
                 f"rank 0 and rank {', '.join(others)} would run different programs for {name}: what outputs() and "
@@ -110,42 +113,42 @@ class Compiler:
             )
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Say on rank 0 that something is compiled, if it takes long; and count what comes from the cache."""
+    def _report_progress(self, name: str) -> Iterator[None]:
+        """Report long compilations on rank 0, and count cache hits."""
         over, began = threading.Event(), time.perf_counter()
 
         def tell() -> None:
-            wait = _FIRST
+            wait = _FIRST_REPORT
             while not over.wait(wait):
                 with suppress(OSError, ValueError):
                     sys.stderr.write(f"unisono: compiling {name}: {time.perf_counter() - began:.0f} s so far\n")
                     sys.stderr.flush()
-                wait = _EVERY
+                wait = _REPORT_INTERVAL
 
         thread = threading.Thread(target=tell, name="compilation", daemon=True)
         if self._communicator.rank == 0:
             thread.start()
-        jax.monitoring.register_event_listener(self._heard)
+        jax.monitoring.register_event_listener(self._on_jax_event)
         try:
             yield
         finally:
             over.set()
-            jax.monitoring.unregister_event_listener(self._heard)
+            jax.monitoring.unregister_event_listener(self._on_jax_event)
             log.info("compiled %s in %.1f s", name, time.perf_counter() - began)
 
-    def _heard(self, event: str, **_: Any) -> None:
-        self.cached += event == _HIT
+    def _on_jax_event(self, event: str, **_: Any) -> None:
+        self.cached += event == _CACHE_HIT
 
 
-def _changed(before: Key, now: Key) -> str:
-    """What is not as it was, in words."""
+def _describe_change(before: ProgramKey, now: ProgramKey) -> str:
+    """A description of what changed between two keys."""
     old, new = dict(before.static), dict(now.static)
-    told = [f"{name} is {new.get(name)}, and was {old.get(name)}" for name in new if new.get(name) != old.get(name)]
+    messages = [f"{name} is {new.get(name)}, and was {old.get(name)}" for name in new if new.get(name) != old.get(name)]
     shapes = {name: (shape, dtype) for name, shape, dtype in before.shapes}
     for name, shape, dtype in now.shapes:
         if shapes.get(name) != (shape, dtype):
             was = f"was {shapes[name][1]} {shapes[name][0]}" if name in shapes else "was not there"
-            told.append(f"the batch's '{name}' is {dtype} {shape}, and {was}")
+            messages.append(f"the batch's '{name}' is {dtype} {shape}, and {was}")
     gone = sorted(shapes.keys() - {name for name, _, _ in now.shapes})
-    told += [f"the batch's '{name}' is missing" for name in gone]
-    return f"{now.name}: {'; '.join(told)}"
+    messages += [f"the batch's '{name}' is missing" for name in gone]
+    return f"{now.name}: {'; '.join(messages)}"

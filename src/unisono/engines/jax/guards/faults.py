@@ -1,4 +1,4 @@
-"""What goes wrong in a step, in words: numbers that are not finite, memory, peers, kernels that differ."""
+"""Errors of a step: non-finite numbers, out of memory, lost peers, differing kernels."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, NoReturn
 
 import jax
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.jax.batches import Names
+from unisono.engines.jax.batches import ColumnNames
 from unisono.engines.protocol import StepResult
-from unisono.runtime.communicator import Group, Place
+from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DeadlineError, NonFiniteError
 
-_OF_PEERS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+_PEER_ERRORS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 
 
-def not_finite(
-    group: Group,
+def raise_not_finite(
+    group: Communicator,
     batches: Sequence[MicroBatch],
-    names: Names,
+    names: ColumnNames,
     parameters: Sequence[str],
     found: Sequence[Any],
     result: StepResult,
@@ -62,15 +62,15 @@ def not_finite(
         f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
         for rank, number, rows, what in everyone
     )
-    where = where or "No micro-batch alone is at fault: the sum overflows"
+    where = where or "No single micro-batch is at fault: the sum overflows"
     what = "gradient" if math.isfinite(result.loss) else "loss"
-    raise NonFiniteError(
-        f"step {step + 1}: the {what} is not finite, and the parameters were left as they were. {where}"
-    )
+    raise NonFiniteError(f"step {step + 1}: the {what} is not finite, and the parameters were not updated. {where}")
 
 
-def explain(error: jax.errors.JaxRuntimeError, place: Place, split: Split, what: str, where: str) -> None:
-    """Raise what an error of JAX means, where it is known.
+def raise_known_error(
+    error: jax.errors.JaxRuntimeError, place: ProcessInfo, split: BatchSplit, what: str, where: str
+) -> None:
+    """Raise a clearer error for a known JAX error.
 
     Raises:
         MemoryExhaustedError: where a device ran out of memory.
@@ -79,9 +79,9 @@ def explain(error: jax.errors.JaxRuntimeError, place: Place, split: Split, what:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if "RESOURCE_EXHAUSTED" in text:
-        raise rules.memory_error(f"rank {place.rank}, {where}", split, first) from error
-    if place.world_size > 1 and any(mark in text for mark in _OF_PEERS):
+        raise rules.out_of_memory_error(f"rank {place.rank}, {where}", split, first) from error
+    if place.world_size > 1 and any(mark in text for mark in _PEER_ERRORS):
         raise DeadlineError(
-            f"rank {place.rank} waited for {what}, and not all came: one is gone or stuck. Look at the logs of the "
+            f"rank {place.rank} waited for {what}, but not all arrived: one is gone or stuck. Look at the logs of the "
             f"other ranks. JAX: {first}"
         ) from error

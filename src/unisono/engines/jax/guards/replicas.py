@@ -1,4 +1,4 @@
-"""Checks that a run is what it claims to be: copies hold the same bits, and parameters with a gradient move.
+"""Consistency checks: copies hold the same bits, and parameters with a gradient change.
 
 Digests are made on each device of its own piece, and brought together in one small array that every process gets.
 """
@@ -55,7 +55,7 @@ def find_differing(
 
 
 def check_copies(differing: Mapping[str, str], count: int, updates: int) -> None:
-    """Refuse to go on with copies that differ.
+    """Refuse to continue with copies that differ.
 
     Args:
         differing: from `find_differing`.
@@ -68,14 +68,14 @@ def check_copies(differing: Mapping[str, str], count: int, updates: int) -> None
     for name, devices in differing.items():
         raise GuardError(
             f"replicas differ: step {updates}, '{name}' is not the same on devices {devices} ({len(differing)} of "
-            f"{count} arrays differ). A device has computed something else than the others: a kernel that gives other "
-            "bits twice, or broken hardware",
+            f"{count} arrays differ). A device computed something different: a nondeterministic "
+            "kernel, or broken hardware",
             fault="Replicas drift apart",
         )
 
 
-def moved(before: Digests, after: Digests, squares: Mapping[str, float], lr: float) -> None:
-    """Parameters with a gradient are changed by an update.
+def check_moved(before: Digests, after: Digests, squares: Mapping[str, float], lr: float) -> None:
+    """Check that an update changed the parameters with a gradient.
 
     Raises:
         GuardError: if none moved; that a few did not can be rounding, and is allowed.
@@ -84,8 +84,8 @@ def moved(before: Digests, after: Digests, squares: Mapping[str, float], lr: flo
     still = [name for name in trained if np.array_equal(before[name], after[name])]
     if lr > 0 and still and len(still) == len(trained):
         raise GuardError(
-            f"the update changed none of the {len(still)} parameters that have a gradient ({', '.join(still[:4])}): the "
-            "optimizer does not reach the parameters that the model computes with",
+            f"the update changed none of the {len(still)} parameters that have a gradient ({', '.join(still[:4])}): "
+            "the optimizer does not reach the parameters that the model computes with",
             fault="Parameters do not train",
         )
 
@@ -95,7 +95,7 @@ def _program(grid: Grid, names: tuple[str, ...], cuts: tuple[PartitionSpec, ...]
     specs = dict(zip(names, cuts, strict=True))
 
     def on_device(arrays: dict[str, jax.Array]) -> jax.Array:
-        return mesh.everywhere(jnp.stack([_digest(arrays[name]) for name in names])[None])
+        return mesh.all_gather(jnp.stack([_digest(arrays[name]) for name in names])[None])
 
     @jax.jit
     def program(arrays: dict[str, jax.Array]) -> Any:

@@ -1,1 +1,1 @@
-"""What decides numbers: precision, updates, what is reported."""
+"""Numerics of the JAX engine: precision, optimizers, reported results."""

@@ -24,7 +24,7 @@ _PRODUCTS = {"fp64": "highest", "fp32": "highest", "bf16": "default"}
 
 
 def pin(precision: str) -> dict[str, Any]:
-    """Set JAX's switches for a precision; returns what they were, for `unpin`."""
+    """Set JAX's options for a precision; returns the previous ones, for `unpin`."""
     before = {name: getattr(jax.config, name) for name in _switches(precision)}
     unpin(_switches(precision))
     return before
@@ -45,7 +45,7 @@ def _switches(precision: str) -> dict[str, Any]:
     }
 
 
-def wide(precision: str) -> Any:
+def wide_dtype(precision: str) -> Any:
     """The dtype in which sums are reported."""
     return MASTER[precision]
 
@@ -82,15 +82,15 @@ def on_host(array: np.ndarray[Any, Any], precision: str, name: str) -> np.ndarra
         limits = np.iinfo(small)
         if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
             raise ConfigError(
-                f"the batch's '{name}' holds integers beyond 32 bits ({array.min()} to {array.max()}), which JAX would "
-                "cut off; make them smaller in collate(), e.g. two arrays of 32 bits"
+                f"the batch's '{name}' has integers beyond 32 bits ({array.min()} to {array.max()}), which JAX would "
+                "truncate; split them in collate(), e.g. into two arrays of 32 bits"
             )
         return array.astype(small)
     return array
 
 
-def refuse_lower(jaxpr: Any, task: str) -> None:
-    """Refuse a traced computation in fp64 that goes on with fewer bits somewhere.
+def check_no_downcast(jaxpr: Any, task: str) -> None:
+    """Refuse a traced fp64 computation that uses fewer bits anywhere.
 
     Args:
         jaxpr: of the forward pass.
@@ -104,8 +104,8 @@ def refuse_lower(jaxpr: Any, task: str) -> None:
         lower = [d for v in equation.outvars if (d := _dtype(v)) is not None and _is_lower(d)]
         if doubles and lower:
             raise ConfigError(
-                f"{task}: train.precision=fp64, but {_line(equation)} goes on in {lower[0]}; ask for at least that "
-                f"precision instead of exactly that: jnp.promote_types(x.dtype, jnp.{lower[0]})"
+                f"{task}: train.precision=fp64, but {_source_line(equation)} casts to {lower[0]}; ask for at least "
+                f"that precision instead of exactly that: jnp.promote_types(x.dtype, jnp.{lower[0]})"
             )
 
 
@@ -130,5 +130,5 @@ def _is_lower(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 64
 
 
-def _line(equation: Any) -> str:
+def _source_line(equation: Any) -> str:
     return str(source_info_util.summarize(equation.source_info))

@@ -1,4 +1,4 @@
-"""From what devices report of every micro-batch to what a step, or an evaluation, came to.
+"""Combines the devices' reports of all micro-batches into the result of a step or an evaluation.
 
 Sums are added here, in float64 and in the order of the global micro-batches, so no layout changes what is reported
 beyond what its devices computed.
@@ -19,7 +19,7 @@ from unisono.runtime.errors import ConfigError
 Reports = np.ndarray[Any, Any]
 
 
-def result(columns: Columns, reports: Sequence[Reports], grad_norm: float = 0.0) -> StepResult:
+def combine_reports(columns: Columns, reports: Sequence[Reports], grad_norm: float = 0.0) -> StepResult:
     """The result of all micro-batches together.
 
     Args:
@@ -30,7 +30,7 @@ def result(columns: Columns, reports: Sequence[Reports], grad_norm: float = 0.0)
     parts = columns.split(np.concatenate([np.asarray(part, dtype=np.float64) for part in reports]))
     sums, counts = parts["sums"].sum(0).tolist(), dict(zip(columns.names.terms, parts["counts"].sum(0), strict=True))
     pairs = parts["metrics"].sum(0).reshape(-1, 2).tolist()
-    return rules.step_result(
+    return rules.build_step_result(
         {name: (total, float(counts[name])) for name, total in zip(columns.terms, sums, strict=True)},
         dict(zip(columns.terms, _weights(columns, parts["weights"]), strict=True)),
         {name: (total, count) for name, (total, count) in zip(columns.metrics, pairs, strict=True)},
@@ -44,7 +44,7 @@ def _weights(columns: Columns, weights: Reports) -> list[float]:  # (micro-batch
     given = weights[(weights != 0).any(axis=1)]  # a loss of all rows together is counted once, with the first of them
     if len(given) and not np.allclose(given, given[0], rtol=1e-6):
         raise ConfigError(
-            f"loss() gives the terms {list(columns.terms)} other weights in one micro-batch than in another; a weight is "
-            "the same for all rows, and what depends on rows belongs into the sums"
+            f"loss() gives the terms {', '.join(columns.terms)} different weights in different micro-batches; a weight "
+            "must be the same for all rows, and what depends on rows belongs in the sums"
         )
     return [float(weight) for weight in (given[0] if len(given) else weights[0])]

@@ -1,4 +1,4 @@
-"""Updates that optax has not, or has otherwise than torch, as transformations of optax.
+"""Updates that optax lacks or implements differently from torch, as optax transformations.
 
 Adam-atan2 is not in optax. Its Muon corrects the momentum's bias before Nesterov's step, and its Adafactor adds its
 epsilon where torch takes a maximum; a run would then depend on the engine. So these follow the formulas of torch.
@@ -60,12 +60,12 @@ def muon(config: settings.Muon) -> optax.GradientTransformation:
         directions = momentum
         if config.nesterov:
             directions = optax.tree.update_moment(momentum, gradients, 1 - config.momentum, 1)
-        return {name: _orthogonal(direction, config) for name, direction in directions.items()}, Momentum(momentum)
+        return {name: _orthogonalise(direction, config) for name, direction in directions.items()}, Momentum(momentum)
 
     return optax.GradientTransformation(init, update)
 
 
-def _orthogonal(matrix: jax.Array, config: settings.Muon) -> jax.Array:
+def _orthogonalise(matrix: jax.Array, config: settings.Muon) -> jax.Array:
     """A quintic Newton-Schulz iteration, and the factor of the learning rate for the shape."""
     rows, columns = matrix.shape[-2:]
     a, b, c = config.ns_coefficients

@@ -1,1 +1,1 @@
-"""What crosses devices and processes."""
+"""Communication between devices and processes."""

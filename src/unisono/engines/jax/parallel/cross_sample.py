@@ -1,4 +1,4 @@
-"""Losses across samples: everyone's outputs on every device, and the gradient of the loss in the outputs of its rows.
+"""Losses across samples: all outputs on every device, and the gradient of the loss with respect to its own rows.
 
 The loss is computed on outputs that are cut off from the model, and its gradient in them drives the backward pass of
 each micro-batch (gradient caching: Gao et al., 2021), as in the torch engine. With "rows" the gather is differentiated,
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from unisono import protocols
-from unisono.engines.jax.batches import Pass
+from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs, Scales
 from unisono.engines.jax.parallel import mesh
 from unisono.runtime.errors import ConfigError
@@ -23,8 +23,8 @@ from unisono.task import GlobalBatch
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What came of a loss across samples on one device.
+class CrossSampleResult:
+    """The result of a loss across samples on one device.
 
     Attributes:
         reports: of each micro-batch, (passes, numbers).
@@ -37,7 +37,7 @@ class Settled:
     carry: Any
 
 
-class CrossSample:
+class JaxCrossSampleLoss:
     """The loss of one global batch; inside of `Grid.per_device`.
 
     Args:
@@ -51,15 +51,15 @@ class CrossSample:
     """
 
     def __init__(
-        self, forward: Forward, batch: Pass, inputs: Inputs, scales: Scales, rows: int, totals: Any, carry: Any
+        self, forward: Forward, batch: DeviceBatch, inputs: Inputs, scales: Scales, rows: int, totals: Any, carry: Any
     ) -> None:
         self._forward, self._batch, self._inputs, self._scales = forward, batch, inputs, scales
         self._totals, self._carry = totals, carry
-        self._rows = _AllRows(batch, rows)
-        shared = jax.vmap(lambda arrays: protocols.shared(forward.task, arrays))(batch.arrays)
-        self._shared = jax.tree.map(self._rows.of, shared)
+        self._rows = _GlobalRows(batch, rows)
+        shared = jax.vmap(lambda arrays: protocols.shared_arrays(forward.task, arrays))(batch.arrays)
+        self._shared = jax.tree.map(self._rows.gather, shared)
 
-    def settle(self, outputs: Any) -> Settled:
+    def compute_loss(self, outputs: Any) -> CrossSampleResult:
         """Compute the loss, and in training its gradient in the outputs.
 
         Args:
@@ -69,20 +69,22 @@ class CrossSample:
             ConfigError: for outputs that cannot be put side by side.
         """
         self._check(outputs)
-        whole = protocols.cross_sample(self._forward.task) == "whole"
+        whole = protocols.cross_sample_mode(self._forward.task) == "whole"
         loss = self._whole if whole else self._by_rows
         if whole:  # nothing is added up over devices, so the gather is no part of what is differentiated
-            outputs = jax.tree.map(self._rows.gathered, outputs)
+            outputs = jax.tree.map(self._rows.gather_padded, outputs)
         floats, others = eqx.partition(outputs, eqx.is_inexact_array)
         if not self._forward.training:
             _, (reports, _) = loss(outputs)
-            return Settled(reports, None, None)
+            return CrossSampleResult(reports, None, None)
         gradients, (reports, carry) = jax.grad(lambda f: loss(eqx.combine(f, others)), has_aux=True)(floats)
-        return Settled(reports, jax.tree.map(self._rows.own, gradients) if whole else gradients, carry)
+        return CrossSampleResult(
+            reports, jax.tree.map(self._rows.select_local, gradients) if whole else gradients, carry
+        )
 
     def _by_rows(self, outputs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """This device's share of the loss: its rows against everyone's, micro-batch by micro-batch."""
-        forward, every = self._forward, jax.tree.map(self._rows.of, outputs)
+        forward, every = self._forward, jax.tree.map(self._rows.gather, outputs)
 
         def one(total: jax.Array, given: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             own, micro, first, kept = given
@@ -92,7 +94,7 @@ class CrossSample:
             return total + forward.objective(sums, self._scales), (forward.report(sums, micro), loss.carry)
 
         zero = jnp.zeros((), self._batch.counts.dtype)
-        return jax.lax.scan(one, zero, (outputs, self._batch, self._rows.firsts, self._carry))
+        return jax.lax.scan(one, zero, (outputs, self._batch, self._rows.first_rows, self._carry))
 
     def _whole(self, gathered: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """The loss of all rows together, the same on every device; its sums are counted once, with the first rows."""
@@ -106,7 +108,7 @@ class CrossSample:
         if loss.carry is not None:
             raise ConfigError(f"{type(forward.task).__name__}: a loss with cross_sample='whole' cannot return a carry")
         nothing = jax.vmap(lambda micro: forward.report(None, micro))(self._batch)
-        counted = jnp.where(mesh.place() == 0, forward.report(sums, first), nothing[0])
+        counted = jnp.where(mesh.device_index() == 0, forward.report(sums, first), nothing[0])
         return forward.objective(sums, self._scales), (nothing.at[0].set(counted), None)
 
     def _check(self, outputs: Any) -> None:
@@ -115,48 +117,48 @@ class CrossSample:
             if leaf.shape[:2] != (passes, rows):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ConfigError(
-                    f"{type(self._forward.task).__name__}: the output '{name}' has the shape {leaf.shape[1:]} for {rows} "
-                    "rows; a loss across samples needs outputs whose first axis is the row"
+                    f"{type(self._forward.task).__name__}: the output '{name}' has the shape {leaf.shape[1:]} for "
+                    f"{rows} rows; a loss across samples needs outputs whose first axis is the row"
                 )
 
 
 @dataclass(frozen=True)
-class _AllRows:
-    """The rows of the global batch in their order, whoever computed them.
+class _GlobalRows:
+    """The rows of the global batch in order, whichever device computed them.
 
     Attributes:
         batch: this device's micro-batches.
         rows: real ones of the global batch; others are left out.
     """
 
-    batch: Pass
+    batch: DeviceBatch
     rows: int
 
-    def gathered(self, array: jax.Array) -> jax.Array:
+    def gather_padded(self, array: jax.Array) -> jax.Array:
         """An array (passes, rows, …) of all devices, (rows of the padded global batch, …)."""
-        return mesh.everywhere(array.reshape(-1, *array.shape[2:]))
+        return mesh.all_gather(array.reshape(-1, *array.shape[2:]))
 
     def real(self, array: jax.Array) -> jax.Array:
         """Of an array of all rows those that are real."""
         if self.rows == len(array):
             return array
-        order = jnp.argsort(~self.gathered(self.batch.valid), stable=True)[: self.rows]
+        order = jnp.argsort(~self.gather_padded(self.batch.valid), stable=True)[: self.rows]
         return jnp.take(array, order, axis=0)
 
-    def of(self, array: jax.Array) -> jax.Array:
+    def gather(self, array: jax.Array) -> jax.Array:
         """An array (passes, rows, …) of all devices, (real rows of the global batch, …)."""
-        return self.real(self.gathered(array))
+        return self.real(self.gather_padded(array))
 
-    def own(self, array: jax.Array) -> jax.Array:
+    def select_local(self, array: jax.Array) -> jax.Array:
         """Of an array of all rows those of this device, (passes, rows, …)."""
         shape = self.batch.valid.shape
-        mine = jax.lax.dynamic_slice_in_dim(array, mesh.place() * shape[0] * shape[1], shape[0] * shape[1])
+        mine = jax.lax.dynamic_slice_in_dim(array, mesh.device_index() * shape[0] * shape[1], shape[0] * shape[1])
         return mine.reshape(*shape, *array.shape[1:])
 
     @property
-    def firsts(self) -> jax.Array:
+    def first_rows(self) -> jax.Array:
         """The place of the first row of each micro-batch of this device, (passes,)."""
-        counts = mesh.everywhere(self.batch.valid.sum(1, dtype=jnp.int32))
+        counts = mesh.all_gather(self.batch.valid.sum(1, dtype=jnp.int32))
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)[:-1]])
         passes = self.batch.valid.shape[0]
-        return jax.lax.dynamic_slice_in_dim(before, mesh.place() * passes, passes)
+        return jax.lax.dynamic_slice_in_dim(before, mesh.device_index() * passes, passes)

@@ -1,7 +1,7 @@
 """How devices share the work and the state: one mesh of replicas × shards for every strategy.
 
-`single` is 1 × 1, `ddp` N × 1, `fsdp` 1 × N, `hsdp` N/S × S. Every device computes whole micro-batches of its own inside
-one `shard_map`, so a device runs the very program that a single one would; what crosses devices is written down here:
+`single` is 1 × 1, `ddp` N × 1, `fsdp` 1 × N, `hsdp` N/S × S. Every device computes whole micro-batches inside one
+`shard_map`, so it runs the same program as a single device would. All communication between devices is defined here:
 parameters are gathered before use, gradients are added up where their parameter lies.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.runtime.errors import ConfigError
 
 REPLICA, SHARD = "replica", "shard"
@@ -50,13 +50,13 @@ class Grid:
         count = len(devices)
         shards = {"single": 1, "ddp": 1, "fsdp": count, "hsdp": layout.shards or count}[layout.strategy]
         if layout.strategy == "single" and count > 1:
-            raise ConfigError(f"layout.strategy=single is one device, but there are {count}; use ddp, fsdp or hsdp")
+            raise ConfigError(f"layout.strategy=single uses one device, but there are {count}; use ddp, fsdp or hsdp")
         if count % shards:
             raise ConfigError(f"layout.shards={shards} does not divide the {count} devices of the run")
         return cls(Mesh(np.array(devices).reshape(count // shards, shards), DEVICES))
 
     @classmethod
-    def one(cls, device: jax.Device) -> Grid:
+    def single_device(cls, device: jax.Device) -> Grid:
         """The grid of a single device."""
         return cls(Mesh(np.array([[device]]), DEVICES))
 
@@ -112,24 +112,24 @@ def gather(array: jax.Array, spec: PartitionSpec, dtype: Any) -> jax.Array:
     axis = next((axis for axis, name in enumerate(spec) if name == SHARD), None)
     if axis is None:
         return array.astype(dtype)
-    return _gathered(array, axis, jnp.dtype(dtype))
+    return _all_gather_shards(array, axis, jnp.dtype(dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(array: jax.Array, axis: int, dtype: Any) -> jax.Array:
+def _all_gather_shards(array: jax.Array, axis: int, dtype: Any) -> jax.Array:
     return jax.lax.all_gather(array.astype(dtype), SHARD, axis=axis, tiled=True)
 
 
-def _gathered_forward(array: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
-    return _gathered(array, axis, dtype), jnp.zeros((0,), array.dtype)
+def _all_gather_forward(array: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
+    return _all_gather_shards(array, axis, dtype), jnp.zeros((0,), array.dtype)
 
 
-def _gathered_backward(axis: int, dtype: Any, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+def _all_gather_backward(axis: int, dtype: Any, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     wide = gradient.astype(like.dtype)  # a sum over devices in bf16 would lose what each has found
     return (jax.lax.psum_scatter(wide, SHARD, scatter_dimension=axis, tiled=True),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_all_gather_shards.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -140,7 +140,7 @@ def scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
     return gradient
 
 
-def regathered(function: Callable[..., Any]) -> Callable[..., Any]:
+def regather_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose backward pass gathers parameters again instead of keeping the whole ones."""
 
     def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -149,16 +149,16 @@ def regathered(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(function, policy=keeps)
 
 
-def add_up(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+def sum_gradient(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
     """The sum of a gradient over all devices, or of a shard's over its copies: `gather` has added up the shards."""
     return jax.lax.psum(gradient, REPLICA if SHARD in tuple(spec) else DEVICES)
 
 
-def place() -> jax.Array:
+def device_index() -> jax.Array:
     """The number of this device in the grid; inside `Grid.per_device`."""
     return jax.lax.axis_index(DEVICES)
 
 
-def everywhere(array: jax.Array) -> jax.Array:
+def all_gather(array: jax.Array) -> jax.Array:
     """Arrays (n, …) of all devices as one (devices · n, …), in the order of the devices; inside `Grid.per_device`."""
     return jax.lax.all_gather(array, DEVICES, axis=0, tiled=True)

@@ -1,4 +1,4 @@
-"""JAX in one process: its platform, its devices, its cache of programs, and the other processes.
+"""Starts JAX in one process: platform, devices, program cache, and the other processes.
 
 Everything is set before JAX looks for devices, and nothing is left to detection: the coordinator's address is chosen by
 rank 0 and told to all, its timeouts are those of the run, and that it answers is seen before JAX is asked to meet it.
@@ -21,17 +21,17 @@ import jax
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import SHARES_PORT, Group, Place, written
+from unisono.runtime.communicator import REUSE_PORT_OPTION, Communicator, ProcessInfo, format_address
 from unisono.runtime.errors import ConfigError, DeadlineError
 from unisono.runtime.files import cache_dir
 
 log = logging.getLogger(__name__)
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-_BETWEEN = 0.1  # seconds between two looks for the coordinator
+_PROBE_INTERVAL = 0.1  # seconds between two looks for the coordinator
 
 
-def start(config: RunConfig, place: Place, group: Group, host: str) -> None:
+def start(config: RunConfig, place: ProcessInfo, group: Communicator, host: str) -> None:
     """Start JAX with the devices of a layout, and join the other processes; collective.
 
     Args:
@@ -46,16 +46,16 @@ def start(config: RunConfig, place: Place, group: Group, host: str) -> None:
     """
     layout = config.layout
     assert isinstance(layout.devices, int)
-    _set("jax_enable_preemption_service", False)  # it would take SIGTERM, which asks for a checkpoint
+    _set_option("jax_enable_preemption_service", False)  # it would take SIGTERM, which asks for a checkpoint
     if layout.deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
     if layout.device == "cpu":
-        _choose_cpu(layout.devices)
+        _use_cpu_devices(layout.devices)
     elif layout.device != "auto":
-        _set("jax_platforms", f"{layout.device},cpu")
-    _keep_programs()
+        _set_option("jax_platforms", f"{layout.device},cpu")
+    _use_program_cache()
     if place.world_size > 1:
-        _join(config, place, group, host)
+        _join_coordinator(config, place, group, host)
     count = jax.local_device_count()
     if count < layout.devices:
         raise ConfigError(
@@ -63,14 +63,14 @@ def start(config: RunConfig, place: Place, group: Group, host: str) -> None:
         )
 
 
-def stop(group: Group) -> None:
-    """Leave the other processes, all together: whoever left first would end the others by a signal; collective."""
+def stop(group: Communicator) -> None:
+    """Shut down JAX's coordination on all processes together, since leaving first would kill the others; collective."""
     if jax.distributed.is_initialized():
         group.barrier("the end of all processes")
         jax.distributed.shutdown()
 
 
-def _choose_cpu(devices: int) -> None:
+def _use_cpu_devices(devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
@@ -83,27 +83,27 @@ def _choose_cpu(devices: int) -> None:
             ) from error
 
 
-def _keep_programs() -> None:
-    """Keep compiled programs on the disk, unless the user says where, or that they are not to be kept."""
+def _use_program_cache() -> None:
+    """Cache compiled programs on disk, unless the user has configured or disabled the cache."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = cache_dir() / "jax"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            log.warning("compiled programs cannot be kept in %s: %s", folder, error)
+            log.warning("compiled programs cannot be cached in %s: %s", folder, error)
             return
-        _set("jax_compilation_cache_dir", str(folder))
-        _set("jax_persistent_cache_min_compile_time_secs", 0.0)
+        _set_option("jax_compilation_cache_dir", str(folder))
+        _set_option("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _join(config: RunConfig, place: Place, group: Group, host: str) -> None:
+def _join_coordinator(config: RunConfig, place: ProcessInfo, group: Communicator, host: str) -> None:
     """Meet the other processes at JAX's coordinator, which is rank 0's."""
     launch, layout = config.launch, config.layout
     assert isinstance(layout.devices, int)
-    held = _reserved(host) if place.is_first else None
+    held = _reserve_port(host) if place.is_first else None
     try:
         port = group.gather(held.getsockname()[1] if held else None, "the address of JAX's coordinator")[0]
-        address = written(host, port)
+        address = format_address(host, port)
         ids = None
         if layout.device != "cpu":
             first = place.local_rank * layout.devices
@@ -130,11 +130,11 @@ def _join(config: RunConfig, place: Place, group: Group, host: str) -> None:
             held.close()
 
 
-def _reserved(host: str) -> socket.socket:
+def _reserve_port(host: str) -> socket.socket:
     """A socket that keeps a free port of this host for the coordinator, which shares it."""
     family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, SHARES_PORT, 1)
+    held.setsockopt(socket.SOL_SOCKET, REUSE_PORT_OPTION, 1)
     try:
         held.bind((address[0], 0))
     except OSError:  # its address may be translated on the way here
@@ -155,17 +155,17 @@ def _probe(host: str, port: int, rank: int, limit: float) -> None:
             return
         except OSError as error:
             why = error.strerror or str(error)
-        time.sleep(_BETWEEN)
+        time.sleep(_PROBE_INTERVAL)
     raise DeadlineError(
-        f"rank {rank}: JAX's coordinator at {written(host, port)} (rank 0) did not answer within {limit:g} s "
-        f"(launch.initialization_timeout): {why}. Does a firewall let the port pass?"
+        f"rank {rank}: JAX's coordinator at {format_address(host, port)} (rank 0) did not respond within {limit:g} s "
+        f"(launch.initialization_timeout): {why}. Check that a firewall does not block the port"
     )
 
 
 def redirect_native_output(file: Path) -> None:
     """Send what native code writes to stdout and stderr to a file; what Python writes goes where it went.
 
-    gloo and XLA tell of every connection, and of a peer that is gone by a page of addresses.
+    gloo and XLA log every connection, and a page of addresses when a peer is gone.
     """
     with suppress(OSError, ValueError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def redirect_native_output(file: Path) -> None:
         os.close(log_file)
 
 
-def _set(name: str, value: object) -> None:
-    """Set a switch of JAX, if this release has it."""
+def _set_option(name: str, value: object) -> None:
+    """Set a JAX option, if this release has it."""
     if hasattr(jax.config, name):
         jax.config.update(name, value)

@@ -1,1 +1,1 @@
-"""What watches the steps of the torch engine and never changes a number."""
+"""Guards that watch the steps of the torch engine and never change a number."""

@@ -1,7 +1,7 @@
-"""Where the first number of a step that is not finite came from: which rank, micro-batch, rows, term or gradient.
+"""Finds where a step first became non-finite: which rank, micro-batch, rows, term or gradient.
 
-It is found out by making the passes again, which are what they were: their randomness is replayed and their buffers
-are put back. Every process makes equally many, since under FSDP each of them is collective.
+The passes are repeated exactly as they were: their randomness is replayed and their buffers
+are restored. Every process runs equally many, since under FSDP each pass is collective.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.observers import Observer, Verdict
+from unisono.engines.observers import Observer, StepVerdict
 from unisono.engines.protocol import StepResult
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
-from unisono.runtime.communicator import Group
+from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import NonFiniteError
 from unisono.task import Loss
 
-OUTPUTS = "outputs"  # all that was computed across samples followed from them
+OUTPUTS = "outputs"  # everything computed across samples follows from them
 
 
 class NonFiniteSearch(Observer):
-    """Refuses a step whose loss or gradient is not finite, and says where it begins."""
+    """Refuses a step whose loss or gradient is not finite, and says where that began."""
 
-    def __init__(self, parts: Parts, state: TrainState, passes: Passes) -> None:
+    def __init__(self, parts: EngineParts, state: TrainState, passes: Passes) -> None:
         self._communicator, self._rows = parts.job.communicator, parts.job.split.micro_batch
         self._state, self._passes, self._recurrent = state, passes, parts.recurrent
 
@@ -38,7 +38,7 @@ class NonFiniteSearch(Observer):
         """See `Observer`."""
         self._step, self._batches = step, batches
 
-    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
         """Refuse the step if it is not finite; collective then."""
         if result.is_finite:
             return None
@@ -50,11 +50,11 @@ class NonFiniteSearch(Observer):
                 rows = [int(micro.rows[row]) for row in rows] or micro.rows.tolist()
                 found.append([self._communicator.rank, micro.number, rows, what[:3]])
         kind = "gradient" if math.isfinite(result.loss) else "loss"
-        where = describe(self._communicator, found)
-        return Verdict(NonFiniteError(f"step {self._step + 1}: the {kind} is not finite, {where}"))
+        where = format_non_finite(self._communicator, found)
+        return StepVerdict(NonFiniteError(f"step {self._step + 1}: the {kind} is not finite, {where}"))
 
     def _search(self, micro: MicroBatch) -> tuple[list[str], list[int]]:
-        """What is not finite in a micro-batch, and in which of its rows as far as that can be known; collective."""
+        """What is not finite in a micro-batch, and in which rows if that can be determined; collective."""
         finite: dict[str, bool] = {}
 
         def see(name: str, gradient: Tensor) -> None:
@@ -66,26 +66,26 @@ class NonFiniteSearch(Observer):
         if self._passes.cross_sample is not None:
             rows = [] if micro.idle else self._passes.cross_sample.rows_not_finite(micro)
             return [OUTPUTS] if rows else what, rows
-        # Where rows are normalised together or have a state, a row computed alone is another one.
+        # If rows are normalised together or have a state, a row computed alone gives a different result.
         together = any(isinstance(module, _BatchNorm) for module in self._state.module.modules())
         if together or self._recurrent or not micro.by_row:
             return what, []
-        rows = rows_alone(micro, self._rows, self._passes.loss_alone)
+        rows = find_bad_rows(micro, self._rows, self._passes.compute_row_loss)
         self._state.parallel.reshard()
         return what, rows
 
 
-def rows_alone(micro: MicroBatch, count: int, loss_of: Callable[[MicroBatch], Loss]) -> list[int]:
-    """Rows of a micro-batch whose loss is not finite when they are computed alone, by `count` passes on every rank."""
+def find_bad_rows(micro: MicroBatch, count: int, loss_of: Callable[[MicroBatch], Loss]) -> list[int]:
+    """Rows of a micro-batch whose loss is not finite when computed alone; runs `count` passes on every rank."""
     wrong = set()
     for row in (turn % len(micro.rows) for turn in range(count)):
-        if not all(bool(torch.isfinite(term)) for term in loss_of(micro.one(row)).sums.values()):
+        if not all(bool(torch.isfinite(term)) for term in loss_of(micro.select_row(row)).sums.values()):
             wrong.add(row)
     return sorted(wrong)
 
 
-def describe(communicator: Group, own: list[list[Any]]) -> str:
-    """What of which micro-batches is not finite, in words; collective.
+def format_non_finite(communicator: Communicator, own: list[list[Any]]) -> str:
+    """A description of what is not finite in which micro-batches; collective.
 
     Args:
         communicator: of all processes.
@@ -97,6 +97,4 @@ def describe(communicator: Group, own: list[list[Any]]) -> str:
         f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
         for rank, number, rows, what in everyone
     )
-    return (
-        f"and the parameters were left as they were. {where or 'No micro-batch alone is at fault: the sum overflows'}"
-    )
+    return f"and the parameters were not updated. {where or 'No single micro-batch is at fault: the sum overflows'}"

@@ -1,4 +1,4 @@
-"""Out of memory: known by its error, and said in a sentence. The run ends with its exit code; nothing is tried again."""
+"""Recognises out-of-memory errors and explains them. The run ends with its exit code; nothing is retried."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from contextlib import contextmanager
 
 import torch
 
-from unisono.config.batch_split import Split
+from unisono.config.batch_split import BatchSplit
 from unisono.engines import rules
 
-_ON_CPU = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory")
+_CPU_OOM_PATTERN = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and bool(_ON_CPU.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_CPU_OOM_PATTERN.search(str(error)))
 
 
 @contextmanager
-def explained(where: str, split: Split) -> Iterator[None]:
-    """The context in which an allocator's error becomes one that says what was computed, and what to do.
+def translate_oom(where: str, split: BatchSplit) -> Iterator[None]:
+    """A context that turns an allocator's error into one that says what was computed and what to do.
 
     Raises:
-        MemoryExhaustedError: on this rank alone. The others wait for it, until they are ended or their deadline ends.
+        MemoryExhaustedError: on this rank only. The others wait for it until they are stopped or time out.
     """
     try:
         yield
@@ -34,4 +34,4 @@ def explained(where: str, split: Split) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise rules.memory_error(where, split, reason) from error
+        raise rules.out_of_memory_error(where, split, reason) from error

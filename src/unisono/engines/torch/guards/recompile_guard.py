@@ -1,7 +1,7 @@
-"""A guard on `torch.compile`: what is compiled again once a run is warm, and why.
+"""Reports what `torch.compile` recompiles after the warm-up, and why.
 
-With static shapes nothing is. A shape, a flag or a number that changes makes dynamo compile again, which takes seconds
-to minutes a time and, after a few, ends in a silent return to eager mode.
+With static shapes nothing is. A changed shape, flag or number makes dynamo recompile, which takes seconds
+to minutes each time and, after a few, ends in a silent fallback to eager mode.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.engines.observers import Observer, Verdict
+from unisono.engines.observers import Observer, StepVerdict
 from unisono.engines.protocol import StepResult
-from unisono.runtime.communicator import Group
+from unisono.runtime.communicator import Communicator
 
 log = logging.getLogger(__name__)
 
 
 class RecompileGuard(Observer):
-    """What this process compiles in a step, reported with what the others compile. No cost where nothing is compiled."""
+    """Reports what all processes compile in a step. Costs nothing if nothing is compiled."""
 
-    def __init__(self, communicator: Group) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._known: Any = None
+        self._last_seen: Any = None
         self._failed: dict[Any, int] = {}
         self._warned = False
 
     def on_step_begin(self, step: int, batches: Sequence[object]) -> None:
-        """What was compiled until now does not count: set-up, evaluation, or another run in this process."""
+        """Ignore what was compiled before: set-up, evaluation, or another run in this process."""
         self._step = step
-        self._known = next(iter(reversed(_compilations())), None)
+        self._last_seen = next(iter(reversed(_compilations())), None)
         self._failed = {code: len(reasons) for code, reasons in _failures().items()}
 
     def votes(self) -> Sequence[float]:
         """How many compilations this rank has to report."""
-        self._own = self.compilations()
-        return [float(len(self._own))]
+        self._own_compilations = self.compilations()
+        return [float(len(self._own_compilations))]
 
-    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> Verdict | None:
-        """If any rank compiled something, gather it into the step's record, and warn of it the first time."""
+    def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
+        """If any rank compiled something, gather it into the step's record, and warn the first time."""
         if not votes[0]:
             return None
-        everyone = self._communicator.gather(self._own, "what was compiled again")
+        everyone = self._communicator.gather(self._own_compilations, "what was compiled again")
         report = "; ".join(f"rank {rank}, {line}" for rank, lines in enumerate(everyone) for line in lines)
         if not self._warned:
             self._warned = True
             log.warning(
-                "step %d: torch.compile compiled again after the warm-up, and will each time this happens: %s. Give "
+                "step %d: torch.compile recompiled after the warm-up, and will do so each time this happens: %s. Give "
                 "batches one shape (pad to a fixed length, make train.global_batch divide the rows), or use "
                 "layout.compile=false. Later ones are in events.jsonl (`recompiled`)",
                 self._step + 1,
                 report,
             )
-        return Verdict(recompiled=report)
+        return StepVerdict(recompiled=report)
 
     def compilations(self) -> list[str]:
-        """What was compiled since the step began, one line each."""
+        """The compilations since the step began, one line each."""
         found = []
         for compiled in reversed(_compilations()):
-            if compiled is self._known:
+            if compiled is self._last_seen:
                 break
             if compiled.co_name is not None:  # else it is the backward pass of one that is reported
                 where = f"{compiled.co_name} ({Path(compiled.co_filename or '?').name}:{compiled.co_firstlineno})"
@@ -68,7 +68,7 @@ class RecompileGuard(Observer):
         return found[::-1]
 
     def _reason(self, compiled: Any) -> str:
-        """The guards that failed: of every compilation of the function that was there, not of its newest alone."""
+        """The guards that failed, for every existing compilation of the function, not only the newest."""
         frame = compiled.co_filename, compiled.co_firstlineno
         failures = _failures().items()
         failed = {code: reasons for code, reasons in failures if (code.co_filename, code.co_firstlineno) == frame}
@@ -84,6 +84,6 @@ def _compilations() -> list[Any]:
 
 
 def _failures() -> dict[Any, list[Any]]:
-    """Why compilations of a function did not fit, by its code."""
+    """Why compilations of a function did not match, by its code."""
     utils = sys.modules.get("torch._dynamo.utils")
     return {} if utils is None else dict(utils.guard_failures)

@@ -1,8 +1,8 @@
-"""Checks that a run is what it claims to be: with the first update, and with every N-th after it.
+"""Consistency checks after the first update and after every N-th.
 
 Each is cheap (one pass over the parameters, a few numbers per tensor to other ranks) and each catches a fault that
 leaves the loss falling: an optimizer on stale parameters, replicas that drift apart, a master dtype that is not the
-one asked for.
+configured one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from unisono.engines.observers import Observer
 from unisono.engines.protocol import StepResult
 from unisono.engines.torch.numerics.gradients import local
-from unisono.runtime.communicator import Group
+from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import GuardError
 
-_PIECE = 1 << 22  # elements at a time
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_ELEMENTS = 1 << 22  # elements at a time
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UpdateGuard(Observer):
@@ -41,7 +41,7 @@ class UpdateGuard(Observer):
         self._before: dict[str, int] | None = None
 
     def on_update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Where the update is to be checked, remember what the parameters are before it."""
+        """If the update is to be checked, remember the parameters' digests before it."""
         checked = self._is_first or (step + 1) % self._every == 0
         self._is_first, self._lr = False, scalars["lr"]
         parameters = dict(self._module.named_parameters()) if checked else {}
@@ -51,7 +51,7 @@ class UpdateGuard(Observer):
         ]
 
     def on_step_end(self, step: int, result: StepResult) -> None:
-        """Check what the update made of them; collective.
+        """Check the parameters after the update; collective.
 
         Raises:
             GuardError: see `check_moved`, `check_dtype` and `check_copies`.
@@ -64,25 +64,25 @@ class UpdateGuard(Observer):
 
 
 def digest(tensor: Tensor) -> int:
-    """A signed 64-bit number that changes when any bit of the local part changes, computed where the tensor is."""
+    """A signed 64-bit number that changes when any bit of the local part changes, computed on the tensor's device."""
     flat = local(tensor.detach()).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
-    return _hashed(bits) if bits.device.type == "cpu" else _weighed(bits)
+    bits = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_INTEGER_DTYPES[flat.element_size()])
+    return _hash_bytes(bits) if bits.device.type == "cpu" else _weighted_sum(bits)
 
 
-def _hashed(bits: Tensor) -> int:
-    """XXH3 of the bytes; as fast as memory is."""
+def _hash_bytes(bits: Tensor) -> int:
+    """XXH3 of the bytes; limited by memory bandwidth."""
     return int.from_bytes(xxhash.xxh3_64_digest(bits.numpy().data), signed=True)
 
 
-def _weighed(bits: Tensor) -> int:
-    """The sum of integers weighted by place, piece by piece; sums wrap, so the order of addition does not matter."""
-    places = torch.arange(min(_PIECE, bits.numel()), device=bits.device) * 2 + 1
+def _weighted_sum(bits: Tensor) -> int:
+    """The sum of integers weighted by position, in chunks; sums wrap, so the order of addition does not matter."""
+    places = torch.arange(min(_CHUNK_ELEMENTS, bits.numel()), device=bits.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, bits.numel(), _PIECE):
-        piece = bits[first : first + _PIECE].to(torch.int64)
+    for first in range(0, bits.numel(), _CHUNK_ELEMENTS):
+        piece = bits[first : first + _CHUNK_ELEMENTS].to(torch.int64)
         if bits.element_size() == 8:  # else the highest bits, the sign first, would be lost to the wrap
             piece = piece ^ ((piece >> 32) & 0xFFFFFFFF)
         total += (piece * places[: piece.numel()]).sum() + 2 * first * piece.sum()
@@ -111,7 +111,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
     if lost or stale:
         raise GuardError(
-            f"the optimizer does not hold the model's parameters: {len(lost)} are not in it ({_some(lost)}), and "
+            f"the optimizer does not hold the model's parameters: {len(lost)} are missing ({_format_names(lost)}), and "
             f"{stale} of its own are not in the model. It was built before the model was wrapped, or the model was "
             "changed afterwards.",
             fault="The optimizer was built before wrapping",
@@ -119,7 +119,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Check that every floating parameter has the dtype in which it is meant to be updated.
+    """Check that every floating-point parameter has the master dtype.
 
     Raises:
         GuardError: naming the parameters of another dtype.
@@ -132,7 +132,7 @@ def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     ]
     if wrong:
         raise GuardError(
-            f"the master weights should be {dtype}, but these are not: {_some(wrong)}",
+            f"the master weights should be {dtype}, but these are not: {_format_names(wrong)}",
             fault="The master weights have the wrong dtype",
         )
 
@@ -141,30 +141,30 @@ def check_moved(before: Mapping[str, int], after: Mapping[str, int], with_gradie
     """Check that parameters with a gradient were changed by an update, by their digests before and after it.
 
     Raises:
-        GuardError: if none moved though the learning rate is not zero; that a few did not can be rounding.
+        GuardError: if none changed although the learning rate is not zero; a few may stay equal by rounding.
     """
     still = [name for name in with_gradient if before[name] == after[name]]
     if lr > 0 and still and len(still) == len(with_gradient):
         raise GuardError(
-            f"the update changed none of the {len(still)} parameters that have a gradient ({_some(still)}): the "
-            "optimizer does not reach the parameters that the model computes with",
+            f"the update changed none of the {len(still)} parameters that have a gradient ({_format_names(still)}): "
+            "the optimizer does not reach the parameters that the model computes with",
             fault="Parameters do not train",
         )
 
 
 def find_differing(
-    communicator: Group, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
+    communicator: Communicator, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
 ) -> list[str]:
-    """Tensors that ranks should hold copies of and do not, each in a few words with the ranks of either side.
+    """Tensors whose copies differ between ranks, each with a short description and the ranks of either side.
 
     Args:
         communicator: of all ranks.
         tensors: this rank's tensors by name.
         replicas: groups of ranks that hold copies of each other.
-        what: is compared, for the error of a wait that times out.
+        what: is compared, for the message if the wait times out.
 
     Returns:
-        The same on every rank; of several groups that differ in a tensor, the first.
+        The same list on every rank; if several groups differ in a tensor, only the first is named.
     """
     if all(len(ranks) < 2 for ranks in replicas):
         return []
@@ -182,7 +182,7 @@ def find_differing(
 
 
 def check_copies(
-    communicator: Group, copies: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int
+    communicator: Communicator, copies: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], step: int
 ) -> None:
     """Check that copies of parameters, of their average and of the optimizer's state are the same bits on all ranks.
 
@@ -196,7 +196,7 @@ def check_copies(
         GuardError: on every rank, naming the first array that differs and the ranks.
     """
     differing = find_differing(communicator, copies, replicas, f"the digests of all ranks after step {step}")
-    _refuse(
+    _raise_if_differing(
         differing,
         len(copies),
         f"replicas differ: step {step},",
@@ -206,38 +206,38 @@ def check_copies(
     )
 
 
-def check_buffers(communicator: Group, buffers: Mapping[str, Tensor], step: int) -> None:
-    """Check that all ranks hold the same bits of the buffers that are not those of one process; see `check_copies`."""
+def check_buffers(communicator: Communicator, buffers: Mapping[str, Tensor], step: int) -> None:
+    """Check that all ranks hold the same bits of shared buffers; see `check_copies`."""
     everyone = [range(communicator.size)]
     differing = find_differing(communicator, buffers, everyone, f"the digests of all ranks after step {step}")
-    _refuse(
+    _raise_if_differing(
         differing,
         len(buffers),
         f"replicas differ: step {step},",
         fault="Buffers are those of one process",
-        advice="The model changes this buffer from the rows it sees, and every process sees others: reduce it over "
-        "processes in the model, or leave it out of training.",
+        advice="The model changes this buffer from the rows it sees, and every process sees different rows: reduce it "
+        "over processes in the model, or do not change it in training.",
     )
 
 
-def check_initial_weights(communicator: Group, model: nn.Module) -> None:
+def check_initial_weights(communicator: Communicator, model: nn.Module) -> None:
     """Check that all ranks begin with the same parameters, before they are sharded; see `check_copies`."""
     parameters, everyone = dict(model.named_parameters()), [range(communicator.size)]
     differing = find_differing(communicator, parameters, everyone, "the initial weights of all ranks")
-    _refuse(
+    _raise_if_differing(
         differing,
         len(parameters),
         "initial parameters differ:",
         fault="Initialisation depends on the rank",
-        advice="build() must draw from torch's default generator, which is seeded for it, or from a seed of its own.",
+        advice="build() must draw from torch's default generator, which is seeded for it, or use a fixed seed.",
     )
 
 
-def _refuse(differing: Sequence[str], count: int, what: str, *, fault: str, advice: str) -> None:
+def _raise_if_differing(differing: Sequence[str], count: int, what: str, *, fault: str, advice: str) -> None:
     if differing:
         more = f"{len(differing)} of {count} tensors differ"
         raise GuardError(f"{what} {differing[0]} ({more}). {advice}", fault=fault)
 
 
-def _some(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

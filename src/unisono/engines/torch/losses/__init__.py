@@ -1,1 +1,1 @@
-"""Losses that need more than autograd gives: exact, in the memory of a part of their matrix."""
+"""Losses with custom backward passes: exact, without the memory of their full matrix."""

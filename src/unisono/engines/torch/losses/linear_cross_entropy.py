@@ -15,27 +15,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-# Where padding shall cost no arithmetic. On other devices it is masked: to find it, the CPU would wait for the device.
-_PADDING_IS_TAKEN_OUT = ("cpu",)
+# Devices on which padding is dropped. On others it is masked, since finding it would make the CPU wait for the device.
+_DROPS_PADDING = ("cpu",)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of `softmax(hidden · weightᵀ + bias)` in nats, and the number of right predictions.
+    """Summed cross-entropy of `softmax(hidden · weightᵀ + bias)` in nats, and the number of correct predictions.
 
     Args:
         hidden: (tokens, width), floating.
         weight: (vocabulary, width).
         bias: (vocabulary,) or None.
-        targets: (tokens,) int64; `IGNORED` counts for nothing.
+        targets: (tokens,) int64; `IGNORED` is not counted.
         chunk: tokens whose logits exist at the same time.
 
     Returns:
-        Two scalars: the sum (float32, or float64 if the inputs are), and the count of right predictions, which is only
-        taken where no gradient is wanted and is zero otherwise.
+        Two scalars: the sum (float32, or float64 if the inputs are), and the number of correct predictions, which is
+        only counted without gradients and is zero otherwise.
     """
-    if hidden.device.type in _PADDING_IS_TAKEN_OUT:
+    if hidden.device.type in _DROPS_PADDING:
         kept = targets != IGNORED
         hidden, targets = hidden[kept], targets[kept]
     arguments = (hidden, weight, bias, targets, chunk, torch.is_grad_enabled())
@@ -57,7 +57,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needed else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needed else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needed and bias is not None else None
-        masked = device not in _PADDING_IS_TAKEN_OUT
+        masked = device not in _DROPS_PADDING
         with torch.autocast(device, enabled=False):
             matrix = weight.to(low)
             for first in range(0, hidden.shape[0], chunk):
@@ -109,7 +109,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def logits_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from ready logits, for models whose logits are more than a product.
+    """The same from given logits, for models whose head is not a plain linear layer.
 
     Args:
         logits: (rows, length, vocabulary).

@@ -1,4 +1,4 @@
-"""Euclidean distances of all pairs of rows, for losses across samples, in memory of the pairs both ways."""
+"""Euclidean distances of all pairs of rows, for losses across samples; both passes need memory per pair only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAST = 1e-4  # below it there is no gradient, whose direction would be noise
+_MIN_DISTANCE = 1e-4  # below it there is no gradient, whose direction would be noise
 
 
 def pairwise_distances(rows: Tensor, others: Tensor) -> Tensor:  # (m, features), (n, features) -> (m, n)
@@ -26,7 +26,7 @@ class _Euclidean(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         found = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
         ctx.save_for_backward(a, b, found)
-        return found.clamp(min=_LEAST)
+        return found.clamp(min=_MIN_DISTANCE)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,5 +34,5 @@ class _Euclidean(torch.autograd.Function):
         # ∂‖a − b‖/∂a = (a − b)/‖a − b‖; with the middle of all at zero the two parts are of the size of distances.
         middle = b.mean(0)
         a, b = a - middle, b - middle
-        pull = torch.where(found > _LEAST, gradients[0] / found, 0.0)
+        pull = torch.where(found > _MIN_DISTANCE, gradients[0] / found, 0.0)
         return pull.sum(1)[:, None] * a - pull @ b, pull.sum(0)[:, None] * b - pull.T @ a

@@ -23,7 +23,7 @@ from unisono.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_LOW = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class BatchStatistics:
@@ -50,7 +50,7 @@ class BatchStatistics:
             if type(module).forward is not _BatchNorm.forward:
                 raise ConfigError(
                     f"layout.sync_batch_norm: the layer '{name}' is a {type(module).__name__}, whose forward is not "
-                    "that of torch's BatchNorm1d, 2d and 3d; use one of these, or leave the switch out"
+                    "that of torch's BatchNorm1d, 2d or 3d; use one of these, or remove the setting"
                 )
             if world_size > 1:
                 module.forward = partial(_forward, module, self)  # type: ignore[method-assign]
@@ -59,9 +59,9 @@ class BatchStatistics:
         """Warn where they are not those of the global batch, and so not those of any run on one process."""
         if self.layers and passes > 1:
             log.warning(
-                "batch statistics (layout.sync_batch_norm) are those of the rows that all processes compute at the "
-                "same time, one of %d parts of the global batch. They belong to this layout, and no run on one process "
-                "has them. Only with one micro-batch per process are they those of the global batch.",
+                "batch statistics (layout.sync_batch_norm) cover the rows that all processes compute at the "
+                "same time, one of %d parts of the global batch. They depend on this layout, and no run on one process "
+                "reproduces them. Use one micro-batch per process to get those of the whole global batch.",
                 passes,
             )
 
@@ -92,23 +92,23 @@ def _forward(module: _BatchNorm, shared: BatchStatistics, x: Tensor) -> Tensor:
     if not module.training:  # running statistics; or, where none are kept, those of the micro-batch, as ever
         return _BatchNorm.forward(module, x)
     module._check_input_dim(x)
-    kind = torch.float32 if x.dtype in _LOW else x.dtype
+    kind = torch.float32 if x.dtype in _HALF_DTYPES else x.dtype
     count = 0 if shared.idle else x.numel() // x.shape[1]
     with torch.no_grad():
         if count:
-            variance, mean = torch.var_mean(x.to(kind), _others(x), correction=0)
+            variance, mean = torch.var_mean(x.to(kind), _reduced_axes(x), correction=0)
         else:
             variance = mean = x.new_zeros(x.shape[1], dtype=kind)
         total, mean, squares = shared.combine(mean, variance * count, count)
         # Where no process has a row that counts, what is computed is thrown away, and only has to be finite.
         variance = torch.where(total > 0, squares / total.clamp(min=1), 1.0)
-        _track(module, total, mean, squares)
+        _update_running_statistics(module, total, mean, squares)
     inputs = x, module.weight, module.bias, mean, variance, total, module.eps, shared.idle
     outputs: Tensor = _Normalise.apply(*inputs)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def _track(module: _BatchNorm, total: Tensor, mean: Tensor, squares: Tensor) -> None:
+def _update_running_statistics(module: _BatchNorm, total: Tensor, mean: Tensor, squares: Tensor) -> None:
     """Renew running statistics, as one process with all rows would; nothing where there is no row."""
     if not module.track_running_stats:
         return
@@ -128,7 +128,7 @@ def _track(module: _BatchNorm, total: Tensor, mean: Tensor, squares: Tensor) -> 
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises by statistics of all processes; its backward pass sums the gradients of these statistics over all rows."""
+    """Normalises by statistics of all processes; the backward pass sums their gradients over all rows."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Normalise(torch.autograd.Function):
         shape = (1, -1, *[1] * (x.dim() - 2))
         wide = gradient.to(mean.dtype)
         standard = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
-        sums = wide.sum(_others(x)), (wide * standard).sum(_others(x))
+        sums = wide.sum(_reduced_axes(x)), (wide * standard).sum(_reduced_axes(x))
         for_x = for_weight = for_bias = None
         if weight is not None and ctx.needs_input_grad[1]:
             for_weight = sums[1].to(weight.dtype)
@@ -172,6 +172,6 @@ class _Normalise(torch.autograd.Function):
         return for_x, for_weight, for_bias, None, None, None, None, None
 
 
-def _others(x: Tensor) -> list[int]:
+def _reduced_axes(x: Tensor) -> list[int]:
     """All axes but that of the channels."""
     return [0, *range(2, x.dim())]

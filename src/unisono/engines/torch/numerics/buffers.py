@@ -1,4 +1,4 @@
-"""A model's buffers: those that every process has of its own, and passes that leave all of them as they were."""
+"""A model's buffers: which of them differ by process, and contexts that restore them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from unisono.runtime.communicator import Place
+from unisono.runtime.communicator import ProcessInfo
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Buffers:
         synchronised: names of the layers whose statistics are those of all processes.
     """
 
-    def __init__(self, model: nn.Module, process: Place, synchronised: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, process: ProcessInfo, synchronised: Collection[str] = ()) -> None:
         self._model, self._process = model, process
         layers = [name for name, module in model.named_modules() if _has_running_statistics(module)]
         self._shared_statistics = _buffers_of(model, [name for name in layers if name in synchronised])
@@ -38,25 +38,25 @@ class Buffers:
         if layers and process.world_size > 1:
             log.warning(
                 "%d batch normalisation layers keep running statistics (first: %s). Each process updates its own from "
-                "its own micro-batches; those that are evaluated and saved are not those of a run on one process. With "
-                "layout.sync_batch_norm=true they are.",
+                "its own micro-batches, so evaluated and saved statistics differ from a run on one process. With "
+                "layout.sync_batch_norm=true they agree.",
                 len(layers),
                 layers[0],
             )
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """Those that are the same on every process."""
+        """The buffers that are the same on every process."""
         return {name: buffer for name, buffer in self._model.named_buffers() if name not in self.local}
 
     @property
-    def saved_by_first(self) -> set[str]:
+    def names_saved_by_rank_0(self) -> set[str]:
         """Names in a checkpoint of the local ones: all from one process, since they belong together."""
         return {f"model/{name}" for name in self.local} if self._process.world_size > 1 else set()
 
     @property
     def own(self) -> Mapping[str, Tensor]:
-        """The local ones as this process has them, under names of its rank."""
+        """This process's local buffers, under names with its rank."""
         buffers = dict(self._model.named_buffers())
         if self._process.world_size == 1:
             return {}
@@ -69,8 +69,8 @@ class Buffers:
             dist.broadcast(buffers[name], 0)
 
     @contextmanager
-    def restored(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-        """The context of passes that do not count: all of them, or those chosen by name, are put back at its end."""
+    def restore_on_exit(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+        """A context that restores all buffers, or those chosen by name, on exit."""
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers() if chosen(name)}
         try:
             yield
@@ -79,9 +79,9 @@ class Buffers:
                 if name in before:
                     buffer.copy_(before[name])
 
-    def restored_of_idle(self) -> AbstractContextManager[None]:
+    def restore_idle_on_exit(self) -> AbstractContextManager[None]:
         """The same, of a pass whose own rows do not count: but for statistics, which have the other processes' rows."""
-        return self.restored(lambda name: name not in self._shared_statistics)
+        return self.restore_on_exit(lambda name: name not in self._shared_statistics)
 
 
 def _buffers_of(model: nn.Module, layers: Collection[str]) -> set[str]:

@@ -1,7 +1,7 @@
-"""Losses across samples: everyone's outputs on every process, and the gradient of the loss in the outputs of its rows.
+"""Losses across samples: all outputs on every process, and the gradient of the loss with respect to its own rows.
 
-The loss is computed on outputs that are cut off from the model, so the rows of a whole global batch cost the memory of
-their outputs and not that of their activations. Multiplied by the outputs of each micro-batch, the gradients found
+The loss is computed on outputs detached from the model, so the rows of a whole global batch cost the memory of
+their outputs and not of their activations. Multiplied by the outputs of each micro-batch, the gradients found
 there make its surrogate loss, whose backward pass reaches the model (gradient caching: Gao et al., "Scaling Deep
 Contrastive Learning Batch Size under Memory Limited Setup", 2021). The price of several micro-batches is a second
 forward pass.
@@ -20,21 +20,21 @@ from torch import Tensor
 from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.nested import each, leaves
-from unisono.engines.protocol import Job
+from unisono.engines.nested import leaves, map_leaves
+from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.numerics import precision
-from unisono.engines.torch.numerics.gradients import add_onto, additions, tree_sum
+from unisono.engines.torch.numerics.gradients import push_and_add, tree_additions, tree_sum
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, GlobalBatch, Loss
 
-Local = Callable[[MicroBatch, Context], tuple[Batch, Context]]
-Kind = list[Any]  # name, shape of a row, dtype
-_REPEATED = 1e-2  # relative; other draws change more, other kernels less
+PrepareMicroBatch = Callable[[MicroBatch, Context], tuple[Batch, Context]]
+ArrayKind = list[Any]  # name, shape of a row, dtype
+_REPEAT_TOLERANCE = 1e-2  # relative; other draws change more, other kernels less
 
 
-class CrossSample:
-    """The outputs of one global batch at a time, those of all processes.
+class TorchCrossSampleLoss:
+    """Collects the outputs of one global batch from all processes and computes the loss on them.
 
     Args:
         job: of the engine; the loss of its task crosses samples.
@@ -45,40 +45,40 @@ class CrossSample:
         random: whether a loss that depends on how the batch is cut drew random numbers.
     """
 
-    def __init__(self, job: Job, random_state: RandomState, local: Local) -> None:
+    def __init__(self, job: EngineJob, random_state: RandomState, local: PrepareMicroBatch) -> None:
         task, config = job.task, job.config
         name = type(task).__name__
-        self._is_whole = protocols.cross_sample(task) == "whole"
+        self._is_whole = protocols.cross_sample_mode(task) == "whole"
         if self._is_whole and isinstance(task, protocols.Recurrent):
             raise ConfigError(
-                f"{name} carries state of rows from step to step, which its loss cannot give back with "
-                "cross_sample='whole', since it is not given rows; use 'rows', or leave initial_carry() out"
+                f"{name} carries state of rows from step to step, which its loss cannot return with "
+                "cross_sample='whole', since it does not get rows; use 'rows', or remove initial_carry()"
             )
         self._task, self._process, self._communicator = task, job.process, job.communicator
         self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
         self._random_state, self._local = random_state, local
-        self._parts: list[_Part] = []
-        self._computed: dict[int, _Part] = {}
+        self._parts: list[_MicroBatchOutputs] = []
+        self._computed: dict[int, _MicroBatchOutputs] = {}
         self._is_repeated = False
         self.random = False
 
     def add_outputs(self, micro: MicroBatch, outputs: Any, batch: Batch) -> None:
-        """Keep what a forward pass returned for a micro-batch, and what it shares with everyone."""
-        cut_off = each(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-        self._parts.append(_Part(micro, cut_off, protocols.shared(self._task, batch)))
+        """Keep the outputs of a micro-batch, and the arrays that it shares with all processes."""
+        cut_off = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+        self._parts.append(_MicroBatchOutputs(micro, cut_off, protocols.shared_arrays(self._task, batch)))
 
     def compute_loss(self, context: Context, scales: Mapping[str, Tensor]) -> list[tuple[MicroBatch, Loss]]:
-        """Compute the loss of the outputs added, and in training its gradient in those of this process; collective.
+        """Compute the loss of the added outputs, and in training its gradient in this process's ones; collective.
 
         Returns:
             The micro-batches of these outputs, each with its sums.
 
         Raises:
-            ConfigError: on every process, for outputs that cannot be put side by side.
+            ConfigError: on every process, for outputs that cannot be concatenated.
         """
         parts, self._parts = self._parts, []
         everyone = self._gather(parts, context.training)
-        with self._random_state.restored():  # whether the model drew is asked after it
+        with self._random_state.restore_on_exit():  # whether the model drew is asked after it
             vector = (self._whole if self._is_whole else self._by_rows)(parts, everyone, context, scales)
         if context.training:
             self._keep_gradients(parts, everyone, vector)
@@ -86,17 +86,17 @@ class CrossSample:
         return [(part.micro, part.loss) for part in parts]
 
     def surrogate_loss(self, micro: MicroBatch, outputs: Any) -> tuple[Tensor, Loss]:
-        """A scalar whose gradient in these outputs is that of the computed loss, and the sums of the micro-batch.
+        """A scalar with the same gradient in these outputs as the computed loss, and the sums of the micro-batch.
 
-        The pass repeats the one whose outputs were added; the first of all is checked to do so.
+        The pass must repeat the one whose outputs were added; the first pass of a run is checked.
         """
         part = self._computed[micro.number]
         total = torch.zeros((), device=part.leaves[0].device)
         for (name, leaf), kept, gradient in zip(leaves(outputs), part.leaves, part.gradients, strict=True):
-            if not (self._is_repeated or _alike(leaf.detach(), kept)):
+            if not (self._is_repeated or _outputs_match(leaf.detach(), kept)):
                 raise ConfigError(
                     f"{type(self._task).__name__}: the output '{name}' differs in a second forward pass over the same "
-                    "rows, which a loss across samples needs to repeat. outputs() must draw from torch's default "
+                    "rows, which a loss across samples must repeat. outputs() must draw from torch's default "
                     "generators, which are seeded for it, and may change nothing but buffers."
                 )
             if gradient is not None and leaf.requires_grad:
@@ -105,19 +105,19 @@ class CrossSample:
         return total, part.loss
 
     def rows_not_finite(self, micro: MicroBatch) -> list[int]:
-        """Rows of a micro-batch that have an output which is not finite, once its loss was computed."""
+        """Rows of a micro-batch with a non-finite output; call after its loss was computed."""
         part = self._computed[micro.number]
         good = [torch.isfinite(leaf).reshape(part.rows, -1).all(1) for leaf in part.leaves]
         return torch.nonzero(~torch.stack(good).all(0)).flatten().tolist()
 
     # gathering ----------------------------------------------------------------------------------------------------
 
-    def _gather(self, parts: Sequence[_Part], training: bool) -> _GatheredOutputs:
-        """Outputs and shared arrays of all processes, row after row; of rows that do not exist there are none."""
+    def _gather(self, parts: Sequence[_MicroBatchOutputs], training: bool) -> _GatheredOutputs:
+        """Outputs and shared arrays of all processes, concatenated by row; idle rows are left out."""
         real = [part for part in parts if not part.micro.idle]
         kinds, refusal = [], ""
         try:
-            kinds = _kinds(type(self._task).__name__, parts)
+            kinds = _array_kinds(type(self._task).__name__, parts)
         except ConfigError as error:
             refusal = str(error)
         mine = [refusal, sum(part.rows for part in real) if kinds else 0, kinds]
@@ -128,7 +128,7 @@ class CrossSample:
             if theirs != everyone[0][2]:
                 raise ConfigError(
                     f"outputs() or shared() return {_format_kinds(everyone[0][2])} on rank 0 and "
-                    f"{_format_kinds(theirs)} on rank {rank}; names, shapes of a row and dtypes may not depend on the "
+                    f"{_format_kinds(theirs)} on rank {rank}; names, row shapes and dtypes must not depend on the "
                     "rows"
                 )
         rows = [count for _, count, _ in everyone]
@@ -144,11 +144,15 @@ class CrossSample:
     # the loss -----------------------------------------------------------------------------------------------------
 
     def _by_rows(
-        self, parts: Sequence[_Part], everyone: _GatheredOutputs, context: Context, scales: Mapping[str, Tensor]
+        self,
+        parts: Sequence[_MicroBatchOutputs],
+        everyone: _GatheredOutputs,
+        context: Context,
+        scales: Mapping[str, Tensor],
     ) -> Tensor | None:
-        """The local rows' share of the loss, and its gradient in everyone's outputs, added up over processes."""
+        """The local rows' share of the loss, and its gradient in all outputs, summed over processes."""
         stack: list[Tensor | None] = []
-        for (part, first), adds in zip(everyone.placed(parts), additions(len(parts)), strict=True):
+        for (part, first), adds in zip(everyone.with_offsets(parts), tree_additions(len(parts)), strict=True):
             outputs, batch_wide = part.outputs, GlobalBatch(part.outputs, part.shared, 0)
             if not part.micro.idle:  # which is nowhere in the global batch
                 outputs = everyone.rebuild([leaf[first : first + part.rows] for leaf in everyone.leaves])
@@ -156,7 +160,7 @@ class CrossSample:
             batch, own = self._local(part.micro, context)
             own = replace(own, global_batch=batch_wide)
             total, part.loss = self._scaled_loss(outputs, batch, own, scales, part.micro.number)
-            add_onto(stack, everyone.gradient(total), adds)
+            push_and_add(stack, everyone.gradient(total), adds)
         (vector,) = stack
         if not context.training:
             return None
@@ -164,9 +168,13 @@ class CrossSample:
         return sum_vector(vector, self._process.world_size, self._ordered)
 
     def _whole(
-        self, parts: Sequence[_Part], everyone: _GatheredOutputs, context: Context, scales: Mapping[str, Tensor]
+        self,
+        parts: Sequence[_MicroBatchOutputs],
+        everyone: _GatheredOutputs,
+        context: Context,
+        scales: Mapping[str, Tensor],
     ) -> Tensor | None:
-        """The loss of all rows together, the same on every process, and its gradient in everyone's outputs.
+        """The loss of all rows together, the same on every process, and its gradient in all outputs.
 
         Nothing is added up: each process keeps its own rows' gradient. The sums are counted once, with the first row.
         """
@@ -180,7 +188,7 @@ class CrossSample:
             sums={name: torch.zeros_like(value) for name, value in loss.sums.items()},
             metrics=dict.fromkeys(loss.metrics, (0.0, 0.0)),
         )
-        for part, first in everyone.placed(parts):
+        for part, first in everyone.with_offsets(parts):
             part.loss = loss if first == 0 and not part.micro.idle else nothing
         return vector
 
@@ -195,10 +203,12 @@ class CrossSample:
         self.random |= bool(number) and context.training and self._random_state.was_used(seed)
         return total, replace(loss, sums={name: value.detach() for name, value in loss.sums.items()})
 
-    def _keep_gradients(self, parts: Sequence[_Part], everyone: _GatheredOutputs, vector: Tensor | None) -> None:
-        """Give each micro-batch the gradient in its outputs; zeros to what is nowhere in the global batch."""
+    def _keep_gradients(
+        self, parts: Sequence[_MicroBatchOutputs], everyone: _GatheredOutputs, vector: Tensor | None
+    ) -> None:
+        """Give each micro-batch the gradient in its outputs; zeros for idle ones."""
         found = everyone.split(vector)
-        for part, first in everyone.placed(parts):
+        for part, first in everyone.with_offsets(parts):
             own = [None if g is None else g[first : first + part.rows] for g in found]
             part.gradients = [
                 None if g is None else torch.zeros_like(leaf) if part.micro.idle else g.to(leaf.dtype)
@@ -207,8 +217,8 @@ class CrossSample:
 
 
 @dataclass
-class _Part:
-    """One micro-batch of this process: its outputs, cut off from the model, and then its sums and gradients."""
+class _MicroBatchOutputs:
+    """One micro-batch of this process: its detached outputs, and later its sums and gradients."""
 
     micro: MicroBatch
     outputs: Any
@@ -231,7 +241,7 @@ class _Part:
 
 @dataclass
 class _GatheredOutputs:
-    """Everyone's outputs, with a gradient of their own.
+    """The outputs of all processes, as leaves of a graph of their own.
 
     Attributes:
         leaves: tensors of the outputs, each (rows of the global batch, …).
@@ -241,16 +251,16 @@ class _GatheredOutputs:
     """
 
     leaves: list[Tensor]
-    like: Any
+    structure: Any
     shared: dict[str, Tensor]
     first: int
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Outputs of these tensors."""
         these = iter(tensors)
-        return each(lambda _: next(these), self.like)
+        return map_leaves(lambda _: next(these), self.structure)
 
-    def placed(self, parts: Sequence[_Part]) -> Iterator[tuple[_Part, int]]:
+    def with_offsets(self, parts: Sequence[_MicroBatchOutputs]) -> Iterator[tuple[_MicroBatchOutputs, int]]:
         """Each part with the place of its first row; that of an idle one has no meaning."""
         first = self.first
         for part in parts:
@@ -258,21 +268,21 @@ class _GatheredOutputs:
             first += 0 if part.micro.idle else part.rows
 
     def gradient(self, total: Tensor) -> Tensor | None:
-        """The gradient of a scalar in all outputs as one vector, and which of them it depends on.
+        """The gradient of a scalar in all outputs as one vector, with flags for the outputs it depends on.
 
-        It is as wide as float32 at least: it is still to be added up over micro-batches and processes.
+        It is at least float32, since it is summed over micro-batches and processes.
         """
         if not total.requires_grad:
             return None
         found = torch.autograd.grad(total, self._inputs, allow_unused=True)
         flat = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(self._inputs, found, strict=True)]
         used = torch.tensor([g is not None for g in found], device=total.device)
-        return torch.cat([g.reshape(-1).to(self._wide) for g in (*flat, used)])
+        return torch.cat([g.reshape(-1).to(self._wide_dtype) for g in (*flat, used)])
 
     def zeros(self) -> Tensor:
-        """The vector of a scalar that depends on nothing."""
+        """The vector for a scalar that depends on no output."""
         size = sum(leaf.numel() + 1 for leaf in self._inputs)
-        return torch.zeros(size, dtype=self._wide, device=self.leaves[0].device)
+        return torch.zeros(size, dtype=self._wide_dtype, device=self.leaves[0].device)
 
     def split(self, vector: Tensor | None) -> list[Tensor | None]:
         """The gradients in a vector, by tensor; None for what the loss does not depend on."""
@@ -287,18 +297,18 @@ class _GatheredOutputs:
         return [leaf for leaf in self.leaves if leaf.requires_grad]
 
     @property
-    def _wide(self) -> torch.dtype:
+    def _wide_dtype(self) -> torch.dtype:
         wide = torch.float32
         for leaf in self._inputs:
             wide = torch.promote_types(wide, leaf.dtype)
         return wide
 
 
-def _alike(mine: Tensor, other: Tensor) -> bool:
-    """Whether two passes over the same rows agree, but for what other kernels may change."""
+def _outputs_match(mine: Tensor, other: Tensor) -> bool:
+    """Whether two passes over the same rows agree up to differences between kernels."""
     if not mine.is_floating_point():
         return torch.equal(mine, other)
-    return not float((mine - other).norm()) > _REPEATED * float(other.norm())
+    return not float((mine - other).norm()) > _REPEAT_TOLERANCE * float(other.norm())
 
 
 def gather_rows(own: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
@@ -339,13 +349,13 @@ def sum_vector(vector: Tensor, world_size: int, ordered: bool) -> Tensor:
     return tree_sum(everyone)
 
 
-def _kinds(name: str, parts: Sequence[_Part]) -> list[Kind]:
+def _array_kinds(name: str, parts: Sequence[_MicroBatchOutputs]) -> list[ArrayKind]:
     """Name, shape of a row, and dtype of every output and shared array, the same in all micro-batches of a process.
 
     Raises:
         ConfigError: for what has no rows, or other rows than the micro-batch, and for rows that are not alike.
     """
-    kinds: list[Kind] = []
+    kinds: list[ArrayKind] = []
     for part in parts:
         where = f"{name}, micro-batch {part.micro.number}"
         mine = [
@@ -353,30 +363,30 @@ def _kinds(name: str, parts: Sequence[_Part]) -> list[Kind]:
             *((f"shared {path}", leaf) for path, leaf in part.shared.items()),
         ]
         if not any(path.startswith("outputs") for path, _ in mine):
-            raise ConfigError(f"{where}: outputs() returned no tensor, so there is nothing to compare samples by")
+            raise ConfigError(f"{where}: outputs() returned no tensor, so samples cannot be compared")
         for path, leaf in mine:
             if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.is_complex():
                 is_tensor = isinstance(leaf, Tensor)
                 kind = f"of {leaf.dtype} with {leaf.dim()} axes" if is_tensor else f"a {type(leaf).__name__}"
                 raise ConfigError(
-                    f"{where}: '{path}' is {kind}; where a loss crosses samples, outputs() returns real tensors whose "
+                    f"{where}: '{path}' is {kind}; for a loss across samples, outputs() must return real tensors whose "
                     "first axis is the row, or a nested dict of them, and shared() a dict of arrays"
                 )
             if not part.micro.idle and len(leaf) != part.micro.size:
                 raise ConfigError(
-                    f"{where}: '{path}' has {len(leaf)} rows, the micro-batch {part.micro.size}; where a loss crosses "
-                    "samples, the first axis of all that outputs() and shared() return is the row"
+                    f"{where}: '{path}' has {len(leaf)} rows, but the micro-batch {part.micro.size}; for a loss across "
+                    "samples, the first axis of everything that outputs() and shared() return must be the row"
                 )
         own = [[path, list(leaf.shape[1:]), str(leaf.dtype)] for path, leaf in mine]
         kinds = kinds or own
         if own != kinds:
             raise ConfigError(
-                f"{where} returns {_format_kinds(own)}, and the one before {_format_kinds(kinds)}. Where a loss crosses "
-                "samples, rows of all micro-batches are put side by side: return the same shape for every row, e.g. "
-                "sums over its tokens in place of a number for each"
+                f"{where} returns {_format_kinds(own)}, but the previous one {_format_kinds(kinds)}. A loss across "
+                "samples combines the rows of all micro-batches: return the same shape for every row, e.g. sums over "
+                "its tokens instead of a number for each"
             )
     return kinds
 
 
-def _format_kinds(kinds: Sequence[Kind]) -> str:
+def _format_kinds(kinds: Sequence[ArrayKind]) -> str:
     return ", ".join(f"{name} {tuple(shape)} {dtype.removeprefix('torch.')}" for name, shape, dtype in kinds)

@@ -1,4 +1,4 @@
-"""A moving average of the weights, laid out as they are: each process averages its own shards, nothing is gathered.
+"""A moving average of the weights, sharded like them: each process averages its own shards, nothing is gathered.
 
 Only what is trained and not excluded is averaged. Other parameters are their own average, and buffers (running
 statistics, counters) are the model's: an average is evaluated and exported with those that the training has at that
@@ -10,21 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unisono.config.schema.run import Ema
-from unisono.engines.state import Reader
+from unisono.engines.state import StateReader
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.numerics.gradients import local
 from unisono.optim import ema
-from unisono.runtime.errors import ConfigError, nearest
 
 log = logging.getLogger(__name__)
-KIND = "ema/"  # what the names of its arrays in a checkpoint begin with
+NAME_PREFIX = "ema/"  # what the names of its arrays in a checkpoint begin with
 
 
 class MovingAverage:
@@ -36,32 +34,24 @@ class MovingAverage:
 
     def __init__(self, config: Ema, model: nn.Module) -> None:
         self._config = config
-        kept = config.decay is not None
-        trained = {n: p for n, p in model.named_parameters() if kept and p.requires_grad}
-        for pattern in config.exclude:
-            if not any(fnmatchcase(name, pattern) for name in trained):
-                raise ConfigError(f"ema.exclude: '{pattern}' matches no parameter, {nearest(pattern, trained)}")
-        self._weights = {
-            name: weight
-            for name, weight in trained.items()
-            if not any(fnmatchcase(name, pattern) for pattern in config.exclude)
-        }
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._weights = {name: trained[name] for name in ema.averaged(config, list(trained))}
         self.tensors: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @property
-    def named(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in a checkpoint."""
-        return {f"{KIND}{name}": value for name, value in self.tensors.items()}
+        return {f"{NAME_PREFIX}{name}": value for name, value in self.tensors.items()}
 
     def update(self, updates: int) -> None:
         """Add the weights after an update; `updates` counts them from 1."""
         decay = ema.decay(self._config, updates) if self.tensors else None
         if decay is not None:
-            get_ema_multi_avg_fn(decay)(*self._pieces(), None)
+            get_ema_multi_avg_fn(decay)(*self._local_pairs(), None)
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """The context in which the model has the average for its weights; afterwards it has its own again, bit for bit.
+    def swap_in(self) -> Iterator[None]:
+        """A context in which the model uses the average as its weights; they are restored bit for bit afterwards.
 
         Values are exchanged in place, tensor by tensor, since FSDP gathers from the memory that it knows.
         """
@@ -71,25 +61,25 @@ class MovingAverage:
         finally:
             self._swap()
 
-    def load(self, reader: Reader) -> None:
-        """Load a saved average; it begins with the model's weights where none was saved."""
+    def load(self, reader: StateReader) -> None:
+        """Load a saved average; without one, start from the model's weights."""
         if not self.tensors:
             return
-        if any(name.startswith(KIND) for name in reader.shapes):
-            sharded_tensors.load(self.named, reader, kinds=(KIND,))
+        if any(name.startswith(NAME_PREFIX) for name in reader.shapes):
+            sharded_tensors.load(self.named_tensors, reader, kinds=(NAME_PREFIX,))
             return
-        log.warning("the checkpoint has no moving average of the weights; one begins with the weights as they are now")
-        for average, weight in zip(*self._pieces(), strict=True):
+        log.warning("the checkpoint has no moving average of the weights; it starts from the current weights")
+        for average, weight in zip(*self._local_pairs(), strict=True):
             average.copy_(weight)
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for average, weight in zip(*self._pieces(), strict=True):
+        for average, weight in zip(*self._local_pairs(), strict=True):
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
 
-    def _pieces(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _local_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """What lies on this process of the average and of the weights."""
         return [local(value) for value in self.tensors.values()], [
             local(weight.detach()) for weight in self._weights.values()

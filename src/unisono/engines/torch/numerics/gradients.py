@@ -1,4 +1,4 @@
-"""The whole gradient as one thing: its norm, its clipping, and an order of summation that no layout changes."""
+"""Operations on the whole gradient: norm, clipping, and a summation order independent of the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.engines.rules import clip_factor
 from unisono.optim.sharded import local as local
 
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def collect_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This process's part of every gradient that there is."""
     return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
@@ -32,7 +32,7 @@ def squared_norm(gradients: Sequence[Tensor], wide: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(parts, dtype=wide)).square().sum()
 
 
-def clip(gradients: Sequence[Tensor], norm: float, largest: float | None) -> None:
+def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float | None) -> None:
     """Scale all gradients so that their norm is at most `largest`; untouched if it is already."""
     factor = clip_factor(norm, largest)
     if factor is not None and gradients:
@@ -80,12 +80,12 @@ class OrderedSum:
     def __init__(self, parameters: Sequence[nn.Parameter], passes: int, world_size: int) -> None:
         self._parameters = list(parameters)
         self._passes = passes
-        self._adds, self._adds_over_ranks = additions(passes), additions(world_size)
+        self._adds, self._adds_over_ranks = tree_additions(passes), tree_additions(world_size)
         self._partial: dict[Tensor, list[Tensor | None]] = {}
         self._pass = 0
 
     def begin(self, passes: int) -> None:
-        """Begin a step of so many passes; where these are fewer, those left out come first and have no gradient."""
+        """Begin a step of this many passes; missing ones come first and have no gradient."""
         self._partial, self._pass = {parameter: [] for parameter in self._parameters}, 0
         while self._pass < self._passes - passes:
             for parameter in self._parameters:
@@ -93,7 +93,7 @@ class OrderedSum:
             self._pass += 1
 
     def end_pass(self) -> None:
-        """Move the gradients of the pass just made from `.grad` into the sum; after the last one, put the sum there.
+        """Move the gradients of the last pass from `.grad` into the sum; after the final one, store the sum there.
 
         Of several processes, the last pass is summed by `hook` instead.
         """
@@ -122,10 +122,10 @@ class OrderedSum:
         return future
 
     def _push(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        add_onto(self._partial[parameter], gradient, self._adds[self._pass])
+        push_and_add(self._partial[parameter], gradient, self._adds[self._pass])
 
 
-def additions(leaves: int) -> list[int]:
+def tree_additions(leaves: int) -> list[int]:
     """How many additions follow each leaf when a tree over `leaves` is summed from left to right with a stack.
 
     >>> additions(4)  # (a + b) + (c + d)
@@ -135,11 +135,11 @@ def additions(leaves: int) -> list[int]:
     """
     if leaves % 2:
         return [0] + [1] * (leaves - 1)
-    half = additions(leaves // 2)
+    half = tree_additions(leaves // 2)
     return [*half, *half[:-1], half[-1] + 1]
 
 
-def add_onto(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None:
+def push_and_add(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None:
     """Put the next leaf of a tree on the stack, and make the additions that follow it; None is a leaf without value."""
     for _ in range(adds):
         left = stack.pop()
@@ -150,8 +150,8 @@ def add_onto(stack: list[Tensor | None], leaf: Tensor | None, adds: int) -> None
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum of all parts in the order of the tree."""
     stack: list[Tensor | None] = []
-    for part, adds in zip(parts, additions(len(parts)), strict=True):
-        add_onto(stack, part, adds)
+    for part, adds in zip(parts, tree_additions(len(parts)), strict=True):
+        push_and_add(stack, part, adds)
     (total,) = stack
     assert total is not None
     return total

@@ -14,7 +14,7 @@ from unisono.engines.protocol import StepResult
 from unisono.engines.rules import MetricSums
 
 
-class Reduction:
+class MetricReduction:
     """Sums over ranks, added up on the device in `dtype`: float64 where the device has it."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Reduction:
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
 
     def counts(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """What each term counts in the whole global batch, scalars on the device; collective."""
+        """Each term's count in the whole global batch, as scalars on the device; collective."""
         own = rules.sum_counts(batches)
         counts = torch.tensor([*own.values()], dtype=self.dtype).to(self._device)
         if self._world_size > 1:
@@ -30,7 +30,7 @@ class Reduction:
         return dict(zip(own, counts.unbind(), strict=True))
 
     def sums(self) -> MetricSums:
-        """Sums of nothing yet."""
+        """New, empty sums."""
         return MetricSums(self._vector)
 
     def reduce(

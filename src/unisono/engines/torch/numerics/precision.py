@@ -1,6 +1,6 @@
-"""What `train.precision` means, wherever in the model a dtype is named.
+"""Implements `train.precision`, also where the model itself names a dtype.
 
-`fp64` is meant: models cast to fp32 inside (norms, rotary angles, softmax), and one such cast would put a floor of 1e-7
+`fp64` is strict: models cast to fp32 inside (norms, rotary angles, softmax), and one such cast would limit to 1e-7
 under every comparison. A function mode turns those casts into casts to fp64. `bf16` is autocast over fp32 master
 weights.
 """
@@ -19,13 +19,13 @@ _PROMOTED = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
 }
-_SHORTHANDS = {
+_CAST_METHODS = {
     **dict.fromkeys((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16), torch.float64),
     **dict.fromkeys((torch.Tensor.cfloat, torch.Tensor.chalf), torch.complex128),  # type: ignore[attr-defined]
 }
 
 
-_GROUPED = getattr(torch, "_grouped_mm", None)
+_GROUPED_MM = getattr(torch, "_grouped_mm", None)
 
 
 class PromoteToDouble(TorchFunctionMode):
@@ -35,21 +35,21 @@ class PromoteToDouble(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch for every function while the mode is on."""
-        if func in _SHORTHANDS:
-            return args[0].to(_SHORTHANDS[func])
-        if func is _GROUPED and _is_double_by_groups(*args, **(kwargs or {})):
-            return _multiplied_by_groups(args[0], args[1], (kwargs or {})["offs"])
-        promoted = tuple(_promoted(value) for value in args)
-        named = {name: _promoted(value) for name, value in (kwargs or {}).items()}
+        if func in _CAST_METHODS:
+            return args[0].to(_CAST_METHODS[func])
+        if func is _GROUPED_MM and _is_grouped_double(*args, **(kwargs or {})):
+            return _grouped_matmul(args[0], args[1], (kwargs or {})["offs"])
+        promoted = tuple(_promote(value) for value in args)
+        named = {name: _promote(value) for name, value in (kwargs or {}).items()}
         return func(*promoted, **named)
 
 
-def _is_double_by_groups(*args: Any, **kwargs: Any) -> bool:
+def _is_grouped_double(*args: Any, **kwargs: Any) -> bool:
     given = {name for name, value in kwargs.items() if value is not None}
     return given == {"offs"} and [a.dim() for a in args] == [2, 3] and args[0].dtype == torch.float64
 
 
-def _multiplied_by_groups(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """What torch's grouped product of experts computes, which it has no kernel for in float64."""
     edges = [0, *ends.tolist(), len(rows)]
     parts = [rows[a:b] @ matrix for a, b, matrix in zip(edges, edges[1:], matrices, strict=False)]
@@ -57,7 +57,7 @@ def _multiplied_by_groups(rows: torch.Tensor, matrices: torch.Tensor, ends: torc
     return torch.cat([*parts, beyond])
 
 
-def _promoted(value: Any) -> Any:
+def _promote(value: Any) -> Any:
     return _PROMOTED.get(value, value) if isinstance(value, torch.dtype) else value
 
 

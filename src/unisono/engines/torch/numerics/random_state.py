@@ -37,7 +37,7 @@ class RandomState:
         return states
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_on_exit(self) -> Iterator[None]:
         """The context after which the generators are as they were."""
         states = self.current()
         try:

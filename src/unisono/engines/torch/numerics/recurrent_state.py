@@ -1,4 +1,4 @@
-"""State of rows that lives from step to step, by global micro-batch: kept, saved, and dealt out again on any layout."""
+"""State of rows kept from step to step, by global micro-batch: saved and redistributed on any layout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import Job
-from unisono.engines.state import Reader, Shard
+from unisono.engines.protocol import EngineJob
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import saved_tensors
 from unisono.protocols import initial_carry
 from unisono.task import Batch, Context
@@ -21,52 +21,52 @@ Rows = Mapping[str, Tensor]
 class RecurrentState:
     """The carry of a task, for the micro-batches of one process; empty where the task has none."""
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: EngineJob, device: torch.device) -> None:
         self._task, self._split, self._device = job.task, job.split, device
-        self._rank = job.process.rank if job.rows_of is None else job.rows_of
-        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._rank = job.process.rank if job.rows_of_rank is None else job.rows_of_rank
+        self._carry_by_number: dict[int, dict[str, Tensor]] = {}
         self._new: list[tuple[MicroBatch, Rows]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._kept or self._new)
+        return bool(self._carry_by_number or self._new)
 
-    def put_into(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
+    def attach_to(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
         """The context of a micro-batch: with what the step before has left for its rows, or with what they begin with.
 
         An idle micro-batch repeats rows that are not its own, and an evaluation has rows of its own: these begin anew.
         """
-        kept = self._kept.get(micro.number) if context.training and not micro.idle else None
+        kept = self._carry_by_number.get(micro.number) if context.training and not micro.idle else None
         rows = {name: rows[: micro.size] for name, rows in kept.items()} if kept else initial_carry(self._task, batch)
         return context if rows is None else replace(context, carry=rows)
 
     def begin(self) -> None:
-        """Begin a step; what another has left unfinished is gone."""
+        """Begin a step; discards what an unfinished step left."""
         self._new = []
 
     def add(self, micro: MicroBatch, rows: Rows | None) -> None:
-        """Remember what a micro-batch leaves for the next step."""
+        """Keep a micro-batch's state for the next step."""
         if rows is not None and not micro.idle:
             self._new.append((micro, rows))
 
     def commit(self) -> None:
-        """Keep what the step's micro-batches have left; rows that a short batch lacks keep what they have."""
+        """Store the state of the step's micro-batches; rows missing in a short batch keep theirs."""
         for micro, carry in self._new:
-            kept = self._kept.setdefault(micro.number, {})
+            kept = self._carry_by_number.setdefault(micro.number, {})
             for name, rows in carry.items():
                 rows = rows.detach()
                 beyond = kept[name][len(rows) :] if name in kept else rows[:0]
                 kept[name] = torch.cat([rows, beyond]) if len(beyond) else rows
         self._new = []
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[ArrayShard]:
         """The pieces that this process has to save."""
-        for number, carry in self._kept.items():
+        for number, carry in self._carry_by_number.items():
             first = number * self._split.micro_batch
             for name, rows in carry.items():
                 shape = (self._split.global_batch, *rows.shape[1:])
-                yield Shard(f"carry/{name}", shape, (first,) + (0,) * (rows.dim() - 1), rows.cpu())
+                yield ArrayShard(f"carry/{name}", shape, (first,) + (0,) * (rows.dim() - 1), rows.cpu())
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         """Load what was saved for the micro-batches of this process."""
         for full, shape in reader.shapes.items():
             if not full.startswith("carry/"):
@@ -75,5 +75,5 @@ class RecurrentState:
                 size = (self._split.micro_batch, *shape[1:])
                 offset = (number * size[0],) + (0,) * (len(shape) - 1)
                 if reader.covers(full, offset, size):  # else no step has reached these rows yet
-                    rows = saved_tensors.read(reader, full, offset, size).to(self._device)
-                    self._kept.setdefault(number, {})[full.removeprefix("carry/")] = rows
+                    rows = saved_tensors.read_tensor(reader, full, offset, size).to(self._device)
+                    self._carry_by_number.setdefault(number, {})[full.removeprefix("carry/")] = rows

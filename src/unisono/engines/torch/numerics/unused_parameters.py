@@ -1,7 +1,7 @@
-"""Parameters that a step leaves out. On one process they have no gradient; under FSDP they have zeros in its place.
+"""Parameters that a step does not use. On one process they have no gradient; under FSDP they have zeros instead.
 
 Zeros are not absence: an optimizer decays what has a gradient of zero, and moves it by what it remembers. So the zeros
-of parameters that no process used are taken away before the update.
+of parameters that no process used are removed before the update.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 class UnusedParameters:
     """The parameters that a step leaves out, under every strategy as on one process.
 
-    Where `parallel.finds_unused`, each FSDP step looks which they are. Where not, a step in which all ranks' shards of a
-    gradient are zero makes its passes again to see whether the parameter was used; after the second such step, every
-    step looks. (Once is no sign: before its first update half an adapter has only zeros.)
+    With `parallel.finds_unused`, each FSDP step finds out which they are. Otherwise a step in which all ranks' shards
+    of a gradient are zero repeats its passes to see whether the parameter was used; after the second such step, every
+    step checks. (Once proves nothing: before its first update, half of an adapter's gradients are zero.)
     """
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         self._parallel, self._device = parallel, device
-        self._looked = False
+        self._searched_before = False
 
     @contextmanager
-    def found_in_passes(self) -> Iterator[None]:
+    def track_passes(self) -> Iterator[None]:
         """The context of a step's passes."""
         if not (self._parallel.is_sharded and self._parallel.finds_unused):
             yield
@@ -41,7 +41,7 @@ class UnusedParameters:
         used: set[str] = set()
         with local_gradients(self._parallel.module, lambda name, _: used.add(name)):
             yield
-        self.forget(used)
+        self.drop_unused(used)
 
     def flags(self) -> Tensor | None:
         """For every parameter 1 if this rank's shard of its gradient has an element that is not zero, else 0."""
@@ -52,23 +52,23 @@ class UnusedParameters:
         flags = [none if part is None or not part.numel() else part.any() for part in parts]
         return torch.stack([flag.to(none.dtype) for flag in flags])
 
-    def forget_zeros(self, flags: Sequence[float], used: Callable[[], Container[str]], step: int) -> None:
-        """Take away gradients that are zero because no rank used the parameter; collective.
+    def drop_unused_zeros(self, flags: Sequence[float], used: Callable[[], Container[str]], step: int) -> None:
+        """Remove gradients that are zero because no rank used the parameter; collective.
 
         Args:
             flags: over all ranks.
-            used: makes the passes again, and names the parameters that they use on this rank.
+            used: repeats the passes, and returns the parameters that they use on this rank.
             step: updates made before.
         """
         if all(flags):
             return
-        left_out = self.forget(used())
-        if left_out or self._looked:
-            log.warning("step %d left parameters out; from now on every step looks which ones", step + 1)
+        left_out = self.drop_unused(used())
+        if left_out or self._searched_before:
+            log.warning("step %d did not use all parameters; from now on every step checks which ones", step + 1)
             self._parallel.find_unused()
-        self._looked = True
+        self._searched_before = True
 
-    def forget(self, used: Container[str]) -> list[str]:
+    def drop_unused(self, used: Container[str]) -> list[str]:
         """Take away the gradients of trainable parameters that no rank used, and return their names; collective.
 
         Args:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that are computed again in the backward pass, and leave no second trace.
+"""Activation checkpointing: blocks are recomputed in the backward pass without changing their buffers twice.
 
 torch replays what a block draws, not what it changes. Without more, a batch norm would count every batch twice in its
 running statistics, and a block that reads what it changes, as spectral normalisation does, would be computed with
@@ -19,18 +19,20 @@ from torch.utils.checkpoint import checkpoint
 from unisono.engines.torch.numerics.precision import promotion
 
 
-def checkpointed(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
-    """A forward that keeps its inputs alone, and is made again when the backward pass wants its activations.
+def checkpoint_forward(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
+    """A forward that keeps only its inputs and is repeated when the backward pass needs its activations.
 
     Args:
         block: whose forward it is.
         forward: the block's own, perhaps compiled; checkpoint() itself is never traced.
         precision: of the run.
     """
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, block, precision))
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_checkpoint_contexts, block, precision))
 
 
-def _contexts(block: nn.Module, precision: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _checkpoint_contexts(
+    block: nn.Module, precision: str
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Those of a forward pass and of its replay, which finds the buffers that the pass found, and changes none."""
     found: list[tuple[Tensor, Tensor]] = []  # buffers, and what they were
 

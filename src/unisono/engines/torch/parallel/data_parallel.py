@@ -19,8 +19,8 @@ from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Loss
 
 
-def devices_of(device: torch.device) -> list[int]:
-    """Numbers of the devices that one process computes on; fewer than two are nothing to share rows among."""
+def device_indices(device: torch.device) -> list[int]:
+    """Indices of the devices that one process computes on; empty without several devices."""
     if device.type in ("cpu", "mps"):
         return []
     return list(range(torch.accelerator.device_count()))
@@ -60,21 +60,21 @@ class DataParallel(nn.DataParallel[Replica]):
         """The inputs of every device: its rows, and what belongs to all rows."""
         batch, context, scales = inputs
         self._totals = scales is None and not self._crosses
-        parts = cut(batch, context, scales, [self._place(number) for number in device_ids])
+        parts = split_batch(batch, context, scales, [self._place(number) for number in device_ids])
         return parts, tuple({} for _ in parts)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """What all devices came to, on the first."""
         first = self._place(output_device)
         if self._crosses:
-            return joined(outputs, first)
-        return added(outputs, first) if self._totals else summed(outputs, first)
+            return concatenate_rows(outputs, first)
+        return sum_by_name(outputs, first) if self._totals else sum_losses(outputs, first)
 
     def _place(self, number: Any) -> torch.device:
         return torch.device(self.module.device.type, number)
 
 
-def cut(
+def split_batch(
     batch: Batch, context: Context, scales: Mapping[str, Tensor] | None, devices: Sequence[torch.device]
 ) -> tuple[tuple[Batch, Context, dict[str, Tensor] | None], ...]:
     """A micro-batch for each device: its rows as evenly as they go, none without a row.
@@ -86,8 +86,8 @@ def cut(
     sizes = {length for length in lengths.values() if length is not None}
     if len(sizes) != 1:
         raise ConfigError(
-            "layout.strategy=dp cuts a micro-batch by the first axis of its arrays, which has to be the row; here it "
-            f"has {lengths}. Use layout.strategy=ddp, where every process makes micro-batches of its own"
+            "layout.strategy=dp splits a micro-batch along the first axis of its arrays, which must be the row; here "
+            f"it has {lengths}. Use layout.strategy=ddp, where every process has its own micro-batches"
         )
     (rows,) = sizes
     parts, begin = [], 0
@@ -98,52 +98,55 @@ def cut(
         def of_rows(value: Tensor, own: slice = own, device: torch.device = device) -> Tensor:
             return (value[own] if value.dim() else value).to(device, non_blocking=True)
 
-        carry = None if context.carry is None else _each(of_rows, context.carry)
+        carry = None if context.carry is None else _map_tensors(of_rows, context.carry)
         totals = {name: value.to(device) for name, value in context.totals.items()}
         there = None if scales is None else {name: scale.to(device) for name, scale in scales.items()}
-        parts.append((_each(of_rows, batch), replace(context, carry=carry, totals=totals), there))
+        parts.append((_map_tensors(of_rows, batch), replace(context, carry=carry, totals=totals), there))
         begin = end
     return tuple(parts)
 
 
-def summed(made: Sequence[tuple[Tensor, Loss]], first: torch.device) -> tuple[Tensor, Loss]:
+def sum_losses(results: Sequence[tuple[Tensor, Loss]], first: torch.device) -> tuple[Tensor, Loss]:
     """The loss of all rows from those of parts: totals, sums, and both numbers of every metric are added up."""
-    total = torch.stack([part.to(first) for part, _ in made]).sum()
-    losses = [loss for _, loss in made]
+    total = torch.stack([part.to(first) for part, _ in results]).sum()
+    losses = [loss for _, loss in results]
     for loss in losses[1:]:
         if (loss.sums.keys(), loss.metrics.keys(), dict(loss.weights)) != (
             losses[0].sums.keys(), losses[0].metrics.keys(), dict(losses[0].weights),
         ):  # fmt: skip
             raise ConfigError(
-                f"devices report other terms, metrics or weights: {sorted(losses[0].sums)}, "
+                f"devices report different terms, metrics or weights: {sorted(losses[0].sums)}, "
                 f"{sorted(losses[0].metrics)}, {dict(losses[0].weights)} and {sorted(loss.sums)}, "
-                f"{sorted(loss.metrics)}, {dict(loss.weights)}. They may not depend on the rows."
+                f"{sorted(loss.metrics)}, {dict(loss.weights)}. They must not depend on the rows."
             )
     carries, metrics = [loss.carry for loss in losses], [loss.metrics for loss in losses]
     return total, Loss(
-        sums=added([loss.sums for loss in losses], first),
+        sums=sum_by_name([loss.sums for loss in losses], first),
         weights=losses[0].weights,
         metrics={
-            name: (_sum([one[name][0] for one in metrics], first), _sum([one[name][1] for one in metrics], first))
+            name: (
+                _sum_values([one[name][0] for one in metrics], first),
+                _sum_values([one[name][1] for one in metrics], first),
+            )
             for name in losses[0].metrics
         },
-        carry=None if carries[0] is None else joined(carries, first),
+        carry=None if carries[0] is None else concatenate_rows(carries, first),
     )
 
 
-def added(parts: Sequence[Mapping[str, Tensor]], first: torch.device) -> dict[str, Tensor]:
+def sum_by_name(parts: Sequence[Mapping[str, Tensor]], first: torch.device) -> dict[str, Tensor]:
     """Sums by name, added up."""
-    return {name: _sum([part[name] for part in parts], first) for name in parts[0]}
+    return {name: _sum_values([part[name] for part in parts], first) for name in parts[0]}
 
 
-def joined(parts: Sequence[Any], first: torch.device) -> Any:
+def concatenate_rows(parts: Sequence[Any], first: torch.device) -> Any:
     """Rows of parts, one after the other; tensors, or nested dicts of them."""
     if isinstance(parts[0], Mapping):
-        return {name: joined([part[name] for part in parts], first) for name in parts[0]}
+        return {name: concatenate_rows([part[name] for part in parts], first) for name in parts[0]}
     return torch.cat([part.to(first) for part in parts])
 
 
-def _sum(values: Sequence[Any], first: torch.device) -> Any:
+def _sum_values(values: Sequence[Any], first: torch.device) -> Any:
     if not any(isinstance(value, Tensor) for value in values):
         return sum(values)
     return torch.stack([torch.as_tensor(value).to(first) for value in values]).sum(0)
@@ -154,13 +157,13 @@ def _tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
         return [pair for key, inner in value.items() for pair in _tensors(inner, f"{name}.{key}" if name else str(key))]
     if isinstance(value, list | tuple):
         raise ConfigError(
-            f"layout.strategy=dp cuts a micro-batch by row, and cannot cut '{name}', a {type(value).__name__}; use "
+            f"layout.strategy=dp splits a micro-batch by row, and cannot split '{name}', a {type(value).__name__}; use "
             "dicts of arrays, or layout.strategy=ddp"
         )
     return [(name, value)] if isinstance(value, Tensor) else []
 
 
-def _each(act: Any, value: Any) -> Any:
+def _map_tensors(act: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _each(act, inner) for name, inner in value.items()}
+        return {name: _map_tensors(act, inner) for name, inner in value.items()}
     return act(value) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What FSDP sends for one unit of a model: logged under the unit's name, and handed to the backend.
+"""FSDP's collectives for one unit of a model: logged under the unit's name, then passed to the backend.
 
 The dispatcher, where all other collectives are logged, asks Python for each of them, and FSDP2 makes three for every
 unit. In FSDP's own hooks for custom communication they cost next to nothing. The name says more than a line could: of
@@ -17,27 +17,27 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-Note = Callable[[str, dist.ProcessGroup, Tensor, str, int], None]  # see `CollectiveHooks.note`
+LogCall = Callable[[str, dist.ProcessGroup, Tensor, str, int], None]  # see `CollectiveHooks.note`
 
 
-def log_units(model: nn.Module, note: Note) -> None:
+def log_units(model: nn.Module, note: LogCall) -> None:
     """Have `note` called before everything that FSDP sends for the units of a model, the outermost module."""
     for path, module in reversed(list(model.named_modules())):  # modules that share a unit: the first names it
         if isinstance(module, FSDPModule):
             site = f"FSDP unit {path.removeprefix('model.')}" if path else "the outermost FSDP unit"
-            module.set_custom_all_gather(Gather(site, note))
-            module.set_custom_reduce_scatter(Scatter(site, note))
+            module.set_custom_all_gather(LoggedAllGather(site, note))
+            module.set_custom_reduce_scatter(LoggedReduceScatter(site, note))
 
 
 class _Unit:
-    def __init__(self, site: str, note: Note) -> None:
+    def __init__(self, site: str, note: LogCall) -> None:
         self._site, self._note = site, note
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_Unit, AllGather):
+class LoggedAllGather(_Unit, AllGather):
     """How the parameters of a unit are gathered."""
 
     def __call__(
@@ -48,10 +48,10 @@ class Gather(_Unit, AllGather):
         options: Any = AllgatherOptions()
         options.asyncOp = async_op
         backend: Any = group._get_backend(output_tensor.device)
-        return _wait(backend._allgather_base(output_tensor, input_tensor, options), async_op)
+        return _finish_work(backend._allgather_base(output_tensor, input_tensor, options), async_op)
 
 
-class Scatter(_Unit, ReduceScatter):
+class LoggedReduceScatter(_Unit, ReduceScatter):
     """How the gradients of a unit are reduced."""
 
     def __call__(
@@ -62,10 +62,10 @@ class Scatter(_Unit, ReduceScatter):
         options.reduceOp, options.asyncOp = op, async_op
         self._note("_reduce_scatter_base_", group, input_tensor, self._site, options.reduceOp.op.value)
         backend: Any = group._get_backend(input_tensor.device)
-        return _wait(backend._reduce_scatter_base(output_tensor, input_tensor, options), async_op)
+        return _finish_work(backend._reduce_scatter_base(output_tensor, input_tensor, options), async_op)
 
 
-def _wait(work: dist.Work, async_op: bool) -> dist.Work | None:
+def _finish_work(work: dist.Work, async_op: bool) -> dist.Work | None:
     """What torch's own functions return, after the wait unless the call is asynchronous."""
     if async_op:
         return work

@@ -1,4 +1,4 @@
-"""The step module in the wrapper of its strategy, and everything in which strategies differ within a step."""
+"""The wrapped step module, and everything that differs between strategies within a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.gradients import OrderedSum
 from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parallel.wrap import StepModule
-from unisono.engines.torch.parts import Parts
+from unisono.engines.torch.parts import EngineParts
 from unisono.runtime.errors import ConfigError
 
 
@@ -31,12 +31,12 @@ class Parallel:
         replicas: groups of ranks that hold copies of the same parameters.
     """
 
-    def __init__(self, module: StepModule, parts: Parts) -> None:
+    def __init__(self, module: StepModule, parts: EngineParts) -> None:
         job, layout = parts.job, parts.job.config.layout
         self.module, self.finds_unused = module, layout.find_unused_parameters
         self.is_sharded = layout.strategy in ("fsdp", "hsdp")
         self.gradient_factor = wrap.gradient_factor(layout, job.process.world_size)
-        self.replicas = wrap.replicas(layout, job.process.world_size)
+        self.replicas = wrap.replica_groups(layout, job.process.world_size)
         self._config, self._layout, self._process, self._passes = job.config, layout, job.process, job.split.passes
         self._device, self._comparison = parts.device, parts.comparison
         self.wrap()
@@ -54,21 +54,21 @@ class Parallel:
         if self._layout.reduction == "ordered":
             self._ordered = OrderedSum(self.trainable, self._passes, world_size)
             if isinstance(self.wrapped, DistributedDataParallel):
-                named = self._comparison.of_bucket  # not through this object, which holds the wrapper
+                named = self._comparison.call_bucket_hook  # not through this object, which holds the wrapper
                 self.wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: named(ordered.hook, bucket))
 
     def find_unused(self) -> bool:
-        """Let passes leave parameters out from now on; returns whether the wrapper was made anew for it.
+        """Allow passes to leave parameters unused from now on; returns whether the wrapper was rebuilt for it.
 
         Raises:
             ConfigError: where FSDP cannot.
         """
         if self.finds_unused:
             return False
-        if self.is_sharded and not wrap.KNOWS_UNUSED:
+        if self.is_sharded and not wrap.SUPPORTS_UNUSED:
             raise ConfigError(
-                "some parameters get no gradient, which FSDP can only do with torch 2.13 or newer; use layout.strategy="
-                "ddp, or freeze them"
+                "some parameters get no gradient, which FSDP supports only with torch 2.13 or newer; use "
+                "layout.strategy=ddp, or freeze them"
             )
         self.finds_unused = True
         if isinstance(self.wrapped, DistributedDataParallel):
@@ -105,7 +105,7 @@ class Parallel:
 
     def gradients(self) -> list[Tensor]:
         """This process's part of every gradient that there is."""
-        return gradients.gradients(self.trainable)
+        return gradients.collect_gradients(self.trainable)
 
     def squared_norm(self, dtype: torch.dtype) -> Tensor:
         """This process's part of the squared norm of the step's gradient; not finite if any of its elements is not."""
@@ -135,8 +135,8 @@ class Parallel:
             named = self.module.model.named_parameters()
             left_out = [name for name, p in named if p.requires_grad and p.grad is None] or ["torch does not say which"]
             raise ConfigError(
-                f"{where}: a pass left out parameters that the first pass used ({', '.join(left_out[:4])}), so DDP did not "
-                "reduce all gradients. Set layout.find_unused_parameters=true.",
+                f"{where}: a pass did not use parameters that the first pass used ({', '.join(left_out[:4])}), so DDP "
+                "did not reduce all gradients. Set layout.find_unused_parameters=true.",
                 fault="Parameters are left out",
             ) from error
 

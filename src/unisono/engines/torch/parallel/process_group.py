@@ -1,4 +1,4 @@
-"""What processes say to each other: named, with a deadline, and never pickled.
+"""Communication between processes: every wait is named and has a deadline, and nothing is pickled.
 
 Control messages are JSON over gloo, whatever the device; tensors go by the device's own backend.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import STORE, Json, Place, written
+from unisono.runtime.communicator import STORE_VARIABLE, Json, ProcessInfo, format_address
 from unisono.runtime.errors import DeadlineError
 from unisono.runtime.listening import listen
 
@@ -30,13 +30,13 @@ _PEER_FAULT = re.compile(
     r"gloo/|gloo::|Gloo |\[[^\]]*:\d+\]|NCCL|Timed out waiting|Timeout waiting|timeout caused|monitoredBarrier|by peer"
 )
 
-_starts = itertools.count()
+_start_counter = itertools.count()
 _stores: dict[tuple[str, int], Store] = {}
 _files: dict[str, Store] = {}
-_AT_ONCE = 25.0  # seconds for what depends on no other process
+_STORE_WAIT = 25.0  # seconds for what depends on no other process
 
 
-def start(process: Place, device: torch.device, timeout: float, start_timeout: float) -> TorchCommunicator:
+def start(process: ProcessInfo, device: torch.device, timeout: float, start_timeout: float) -> TorchCommunicator:
     """Join the process group, with gloo beside the device's own backend, and return the control channel.
 
     Args:
@@ -51,38 +51,42 @@ def start(process: Place, device: torch.device, timeout: float, start_timeout: f
     own = dist.get_default_backend_for_device(device)
     deadline = time.monotonic() + start_timeout
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    file = os.environ.get(STORE) if process.launcher == "unisono" else None
-    where = file or written(host, port)
+    file = os.environ.get(STORE_VARIABLE) if process.launcher == "unisono" else None
+    where = file or format_address(host, port)
     try:
         # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
         hosts = process.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if file is not None:
             whole = _file_store(file, process)
         else:
-            _known(host, port)
+            _check_host_name(host, port)
             # Whoever hosts the store finds it at once, unless the address is not this host's.
-            until = min(deadline, time.monotonic() + _AT_ONCE) if hosts else deadline
-            whole = _meeting_point(host, port, process, hosts, until)
+            until = min(deadline, time.monotonic() + _STORE_WAIT) if hosts else deadline
+            whole = _tcp_store(host, port, process, hosts, until)
         whole.set_timeout(timedelta(seconds=start_timeout))
     except (RuntimeError, OSError) as error:  # DistNetworkError, …: the address is wrong, taken, or nobody is there
         reason = str(error).splitlines()[0]
         if isinstance(error, dist.DistNetworkError) and not hosts:
-            reason = f"nobody answered within {start_timeout:g} s (launch.start_timeout)"
-        raise DeadlineError(f"rank {process.rank} could not meet the other processes at {where}: {reason}") from error
+            reason = f"no response within {start_timeout:g} s (launch.start_timeout)"
+        if hosts and process.launcher == "slurm":
+            reason += (
+                "; if another process has that port, set MASTER_PORT, or UNISONO_TOKEN to have another port chosen"
+            )
+        raise DeadlineError(f"rank {process.rank} could not reach the other processes at {where}: {reason}") from error
     # The keys of an earlier attempt (torchrun --max-restarts) and of an earlier run of this process are still there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store: Store = PrefixStore(f"unisono/{attempt}/{next(_starts)}", whole)
+    store: Store = PrefixStore(f"unisono/{attempt}/{next(_start_counter)}", whole)
     store.set(f"here/{process.rank}", "1")
-    with waiting(process, "the other processes to appear", start_timeout):
-        absent = [rank for rank in range(process.world_size) if not _appears(store, rank, deadline)]
+    with translate_peer_errors(process, "the other processes to appear", start_timeout):
+        absent = [rank for rank in range(process.world_size) if not _wait_for_rank(store, rank, deadline)]
     if absent:
         raise DeadlineError(
             f"rank {process.rank}: of {process.world_size} processes, rank{'s' if len(absent) > 1 else ''} "
-            f"{', '.join(map(str, absent))} did not start, or found no way to {where}, within "
+            f"{', '.join(map(str, absent))} did not start, or could not reach {where}, within "
             f"{start_timeout:g} s (launch.start_timeout)"
         )
     store.set_timeout(timedelta(seconds=timeout))
-    with waiting(process, "the processes to connect", timeout):
+    with translate_peer_errors(process, "the processes to connect", timeout):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
             store=store,
@@ -94,7 +98,7 @@ def start(process: Place, device: torch.device, timeout: float, start_timeout: f
     return TorchCommunicator(process, timeout)
 
 
-def _file_store(file: str, process: Place) -> Store:
+def _file_store(file: str, process: ProcessInfo) -> Store:
     """The store of processes of one host: a file in a folder that this user alone may enter.
 
     A TCPStore asks nobody who they are: any user of the host can connect to it, have it allocate what memory they like,
@@ -105,7 +109,7 @@ def _file_store(file: str, process: Place) -> Store:
     return _files[file]
 
 
-def _meeting_point(host: str, port: int, process: Place, hosts: bool, deadline: float) -> Store:
+def _tcp_store(host: str, port: int, process: ProcessInfo, hosts: bool, deadline: float) -> Store:
     """The store of all processes, kept as long as this process lives: another may still be on its way to it."""
     if (host, port) in _stores:
         return _stores[host, port]
@@ -128,19 +132,19 @@ def _meeting_point(host: str, port: int, process: Place, hosts: bool, deadline: 
                 raise
 
 
-def _known(host: str, port: int) -> None:
+def _check_host_name(host: str, port: int) -> None:
     """See that a host's name leads somewhere, or raise an OSError; torch would try until its deadline.
 
     A name may be new, as in a cluster that has just been made, so it is asked for more than once.
     """
-    deadline = time.monotonic() + _AT_ONCE / 2
+    deadline = time.monotonic() + _STORE_WAIT / 2
     while True:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return
         except socket.gaierror as error:
             if time.monotonic() > deadline:
-                raise OSError(f"the name {host!r} leads to no address ({error.strerror})") from error
+                raise OSError(f"the host name '{host}' cannot be resolved ({error.strerror})") from error
         time.sleep(1.0)
 
 
@@ -150,7 +154,7 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _appears(store: Store, rank: int, deadline: float) -> bool:
+def _wait_for_rank(store: Store, rank: int, deadline: float) -> bool:
     """Whether a rank announces itself before the deadline."""
     try:
         store.wait([f"here/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
@@ -162,7 +166,7 @@ def _appears(store: Store, rank: int, deadline: float) -> bool:
 
 
 @contextmanager
-def waiting(process: Place, what: str, timeout: float, blocking: bool = True) -> Iterator[None]:
+def translate_peer_errors(process: ProcessInfo, what: str, timeout: float, blocking: bool = True) -> Iterator[None]:
     """Turn a backend's error about a peer into a sentence about what this process waited for.
 
     Args:
@@ -179,15 +183,15 @@ def waiting(process: Place, what: str, timeout: float, blocking: bool = True) ->
             raise
         reason = str(error).strip().splitlines()[0]
         raise DeadlineError(
-            f"rank {process.rank} waited for {what}, and not all came: one is gone, stuck, or slower than the deadline "
-            f"of {timeout:g} s (launch.timeout). Look at the logs of the other ranks. Backend: {reason}"
+            f"rank {process.rank} waited for {what}, but not all arrived: one is gone, stuck, or slower than the "
+            f"deadline of {timeout:g} s (launch.timeout). Look at the logs of the other ranks. Backend: {reason}"
         ) from error
 
 
 class TorchCommunicator:
     """The control channel of a job with several processes."""
 
-    def __init__(self, process: Place, timeout: float, channel: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process: ProcessInfo, timeout: float, channel: dist.ProcessGroup | None = None) -> None:
         self.process = process
         self.channel = channel  # torch's own group of all processes, unless another one is given
         self.rank = process.rank
@@ -197,7 +201,7 @@ class TorchCommunicator:
     def gather(self, value: Json, what: str) -> list[Json]:
         """Every rank's value, as JSON."""
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        with waiting(self.process, what, self.timeout):
+        with translate_peer_errors(self.process, what, self.timeout):
             sizes = torch.zeros(self.size, dtype=torch.int64)
             sizes[self.rank] = message.numel()
             dist.all_reduce(sizes, group=self.channel)
@@ -211,21 +215,21 @@ class TorchCommunicator:
         """A gather of nothing: the ranks that came are known to be here."""
         self.gather(None, what)
 
-    def another(self) -> TorchCommunicator:
+    def duplicate(self) -> TorchCommunicator:
         """The same processes over connections of their own, for other threads."""
-        with waiting(self.process, "the processes to connect once more", self.timeout):
+        with translate_peer_errors(self.process, "the processes to connect once more", self.timeout):
             channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return TorchCommunicator(self.process, self.timeout, channel)
 
-    def highest(self, numbers: Sequence[int], what: str) -> list[int]:
+    def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
         """The largest of every rank's numbers, place by place."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        with waiting(self.process, what, self.timeout):
+        with translate_peer_errors(self.process, what, self.timeout):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
         return [int(number) for number in tensor]
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over all ranks, in place."""
-        with waiting(self.process, what, self.timeout):
+        with translate_peer_errors(self.process, what, self.timeout):
             dist.all_reduce(tensor, group=self.channel)
         return tensor

@@ -19,19 +19,19 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.config.schema.run import Layout
+from unisono.config.schema.layout import Layout
 from unisono.engines import rules
 from unisono.engines.torch.parallel import data_parallel
-from unisono.engines.torch.parallel.activation_checkpointing import checkpointed
-from unisono.protocols import cross_sample, totals
+from unisono.engines.torch.parallel.activation_checkpointing import checkpoint_forward
+from unisono.protocols import compute_totals, cross_sample_mode
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Task
 
-KNOWS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
+SUPPORTS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
 
 # torch 2.13 renamed the switch; buffers are not broadcast before each forward pass.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFERS: Any = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+_HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFER_BROADCAST: Any = {"forward_sync_buffers" if _HAS_FORWARD_SYNC else "broadcast_buffers": False}
 
 
 class StepModule(nn.Module):
@@ -45,7 +45,7 @@ class StepModule(nn.Module):
         super().__init__()
         self.model = model
         self.task = task
-        self.seen: list[Any] | None = None
+        self.recorded_outputs: list[Any] | None = None
 
     def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
         """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums.
@@ -53,21 +53,21 @@ class StepModule(nn.Module):
         Without scales, these rows' part of the task's totals. Of a task whose loss crosses samples, always its outputs.
         """
         outputs = self.task.outputs(self.model, batch, context)
-        if self.seen is not None and torch.is_grad_enabled():
-            self.seen.append(outputs)
-        if cross_sample(self.task) is not None:
+        if self.recorded_outputs is not None and torch.is_grad_enabled():
+            self.recorded_outputs.append(outputs)
+        if cross_sample_mode(self.task) is not None:
             return outputs
         if scales is None:
-            return totals(self.task, outputs, batch, context)
+            return compute_totals(self.task, outputs, batch, context)
         return rules.scaled_loss(self.task, outputs, batch, context, scales)
 
     def take_outputs(self) -> Any:
         """What the task returned in the last pass; None where nobody wants to see it, or devices made parts of it."""
-        seen, self.seen = self.seen, None if self.seen is None else []
+        seen, self.recorded_outputs = self.recorded_outputs, None if self.recorded_outputs is None else []
         return seen[0] if seen is not None and len(seen) == 1 else None
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model: members of its outermost `ModuleList`s (or `Sequential`s) that share a class.
 
     They are what is checkpointed, compiled and sharded one by one. An empty list means the model is one piece.
@@ -76,19 +76,19 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     alike = len(members) > 1 and len({type(member) for member in members}) == 1
     if isinstance(model, (nn.ModuleList, nn.Sequential)) and alike and next(members[0].children(), None) is not None:
         return members
-    return [block for member in members for block in blocks(member)]
+    return [block for member in members for block in find_blocks(member)]
 
 
-def prepare(model: nn.Module, layout: Layout, precision: str) -> None:
+def checkpoint_and_compile(model: nn.Module, layout: Layout, precision: str) -> None:
     """Activation checkpointing and compilation, in place, block by block."""
-    parts = blocks(model) or [model]
+    parts = find_blocks(model) or [model]
     every = layout.activation_checkpointing
     for number, part in enumerate(parts):
         recomputed = every > 0 and number % every == 0
         if layout.compile and not recomputed:
             part.compile()
         if recomputed:
-            part.forward = checkpointed(
+            part.forward = checkpoint_forward(
                 part, torch.compile(part.forward) if layout.compile else part.forward, precision
             )
 
@@ -102,29 +102,31 @@ def wrap(
     timeout: float,
     finds_unused: bool | None = None,
 ) -> nn.Module:
-    """The step module in the wrapper of the strategy, on the device; it finds unused parameters if the layout says so."""
+    """Wrap the step module as the strategy requires, on the device; finds unused parameters if the layout says so."""
     finds_unused = layout.find_unused_parameters if finds_unused is None else finds_unused
     if layout.strategy in ("fsdp", "hsdp"):  # moves one unit at a time: the whole model need not fit
         # What a pass may leave out is no unit of its own: units are gathered in the order in which each process calls
         # them, and processes that call other experts would be given pieces of other experts.
-        _shard(step, [] if finds_unused else blocks(step.model), layout, precision, device, world_size, timeout)
+        _shard_module(
+            step, [] if finds_unused else find_blocks(step.model), layout, precision, device, world_size, timeout
+        )
         return step
     step.to(device)
     if layout.strategy == "ddp":
         return DistributedDataParallel(
             step,
-            bucket_cap_mb=layout.bucket_mb or bucket_mb(width(step), world_size),
+            bucket_cap_mb=layout.bucket_mb or ddp_bucket_mb(model_width(step), world_size),
             gradient_as_bucket_view=True,
             find_unused_parameters=finds_unused,
-            **_NO_BUFFERS,
+            **_NO_BUFFER_BROADCAST,
         )
-    if layout.strategy == "dp" and len(devices := data_parallel.devices_of(device)) > 1:
-        crosses = cross_sample(step.task) is not None
+    if layout.strategy == "dp" and len(devices := data_parallel.device_indices(device)) > 1:
+        crosses = cross_sample_mode(step.task) is not None
         return data_parallel.DataParallel(step, crosses, precision, device, devices)
     return step
 
 
-def _shard(
+def _shard_module(
     step: StepModule,
     units: list[nn.Module],
     layout: Layout,
@@ -167,7 +169,9 @@ def _shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a factor is a PREMUL_SUM, which gloo does not have
-            if KNOWS_UNUSED:  # zeros for what a process did not use; else it would reduce other parameters than others
+            if (
+                SUPPORTS_UNUSED
+            ):  # zeros for what a process did not use; else it would reduce other parameters than others
                 module.set_reduce_scatter_unused_params(True)
 
 
@@ -181,7 +185,7 @@ def _has_vectors_only(module: nn.Module) -> bool:
     return bool(own) and all(parameter.dim() <= 1 for parameter in own)
 
 
-def replicas(layout: Layout, world_size: int) -> list[range]:
+def replica_groups(layout: Layout, world_size: int) -> list[range]:
     """Groups of ranks that hold copies of the same parameters."""
     if layout.strategy == "hsdp":
         assert layout.shards is not None
@@ -192,13 +196,13 @@ def replicas(layout: Layout, world_size: int) -> list[range]:
 def gradient_factor(layout: Layout, world_size: int) -> float:
     """What a loss must be multiplied by so that the wrapper's reduced gradient is the sum over processes.
 
-    DDP divides by the number of processes and has no setter for it; FSDP2 is told to divide by one; the ordered
+    DDP divides by the number of processes and has no setter for it; FSDP2 is set to divide by one; the ordered
     reduction adds without dividing.
     """
     return float(world_size) if layout.strategy == "ddp" and layout.reduction == "fast" else 1.0
 
 
-def width(model: nn.Module) -> int:
+def model_width(model: nn.Module) -> int:
     """The width of a model, in features: the smaller side that most of its matrices' elements share."""
     sizes: Counter[int] = Counter()
     for parameter in model.parameters():
@@ -207,7 +211,7 @@ def width(model: nn.Module) -> int:
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
-def bucket_mb(width: int, world_size: int) -> float:
+def ddp_bucket_mb(width: int, world_size: int) -> float:
     """Bucket size of DDP in MB: larger for wider models and larger worlds, between 10 and 250.
 
     A transformer block has about 12·width² parameters; 25 MB is torch's default for models of moderate width.

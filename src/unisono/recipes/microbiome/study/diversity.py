@@ -1,6 +1,6 @@
-"""How far samples are from each other, and how diverse each is: computed by scikit-bio, once, and kept in the cache.
+"""Distances between samples and their diversity: computed once by scikit-bio, and cached.
 
-A cache entry is named by all that decides it: the counts, the tree, the metric and the library's version.
+A cache entry's name contains all that determines it: the counts, the tree, the metric and the library's version.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import psutil
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, compute_array_once, generator, import_extra
-from unisono.recipes.microbiome.rarefy import rarefied
+from unisono.recipes.microbiome.rarefy import rarefy
 from unisono.recipes.microbiome.settings import Metric, PairMetric
-from unisono.recipes.microbiome.study.table import Table
+from unisono.recipes.microbiome.study.table import CountTable
 from unisono.recipes.microbiome.study.tree import Tree
 
 _BYTES = 8  # of a float
@@ -26,7 +26,9 @@ Make = Callable[[], NDArray[Any]]
 PHYLOGENETIC = frozenset({"unweighted_unifrac", "weighted_unifrac", "weighted_normalized_unifrac", "faith_pd"})
 
 
-def pairwise(metric: PairMetric, table: Table, tree: Tree | None, cache: Path | None) -> NDArray[np.float64]:
+def pairwise_distances(
+    metric: PairMetric, table: CountTable, tree: Tree | None, cache: Path | None
+) -> NDArray[np.float64]:
     """Distances between all pairs of samples, (samples, samples) float64, symmetric, with a diagonal of 0.
 
     Bray-Curtis is of the shares of the reads, so that it compares compositions and not depths; Jaccard, as unweighted
@@ -43,27 +45,29 @@ def pairwise(metric: PairMetric, table: Table, tree: Tree | None, cache: Path | 
         DataError: for taxa that are not in the tree, and where memory does not suffice.
     """
     size = len(table.samples)
-    return _kept(metric, table, tree, cache, (size, size), lambda: _pairwise(metric, table, tree))
+    return _compute_cached(metric, table, tree, cache, (size, size), lambda: _compute_distances(metric, table, tree))
 
 
-def faith_pd(table: Table, tree: Tree | None, cache: Path | None) -> NDArray[np.float64]:
-    """The length of the branches from a sample's taxa up to the root, (samples,) float64; errors as of `pairwise`."""
-    return _kept("faith_pd", table, tree, cache, (len(table.samples),), lambda: _faith_pd(table, tree))
+def faith_pd(table: CountTable, tree: Tree | None, cache: Path | None) -> NDArray[np.float64]:
+    """Branch length from a sample's taxa to the root, (samples,) float64; errors as of `pairwise_distances`."""
+    return _compute_cached(
+        "faith_pd", table, tree, cache, (len(table.samples),), lambda: _compute_faith_pd(table, tree)
+    )
 
 
-def rarefied_once(table: Table, depth: int) -> Table:
-    """A table of which so many reads of each sample are left, drawn by the sample's name: always the same ones."""
+def rarefy_once(table: CountTable, depth: int) -> CountTable:
+    """Rarefy a table: `depth` reads of each sample, drawn by the sample's name, so always the same ones."""
     from scipy.sparse import csr_array
 
     counts = table.counts.copy()
     for number, name in enumerate(table.samples):
         part = slice(counts.indptr[number], counts.indptr[number + 1])
-        counts.data[part] = rarefied(counts.data[part], depth, generator("rarefied once", depth, name))
+        counts.data[part] = rarefy(counts.data[part], depth, generator("rarefied once", depth, name))
     counts.eliminate_zeros()
-    return Table(table.samples, table.taxa, csr_array(counts), table.taxonomy)
+    return CountTable(table.samples, table.taxa, csr_array(counts), table.taxonomy)
 
 
-def _pairwise(metric: PairMetric, table: Table, tree: Tree | None) -> NDArray[np.float64]:
+def _compute_distances(metric: PairMetric, table: CountTable, tree: Tree | None) -> NDArray[np.float64]:
     _check_memory(metric, table)
     part = tree.of(table.taxa) if metric in PHYLOGENETIC and tree is not None else None  # refuses before it is costly
     from skbio.diversity import beta_diversity
@@ -80,7 +84,7 @@ def _pairwise(metric: PairMetric, table: Table, tree: Tree | None) -> NDArray[np
     return np.asarray(found.data, dtype=np.float64)
 
 
-def _faith_pd(table: Table, tree: Tree | None) -> NDArray[np.float64]:
+def _compute_faith_pd(table: CountTable, tree: Tree | None) -> NDArray[np.float64]:
     _check_memory("faith_pd", table)
     assert tree is not None
     part = tree.of(table.taxa)
@@ -90,14 +94,14 @@ def _faith_pd(table: Table, tree: Tree | None) -> NDArray[np.float64]:
     return np.asarray(found.to_numpy(), dtype=np.float64)
 
 
-def _kept(
-    metric: Metric, table: Table, tree: Tree | None, cache: Path | None, shape: tuple[int, ...], make: Make
+def _compute_cached(
+    metric: Metric, table: CountTable, tree: Tree | None, cache: Path | None, shape: tuple[int, ...], make: Make
 ) -> NDArray[np.float64]:
     """What is computed, from the cache where it was computed before."""
     if metric in PHYLOGENETIC and tree is None:
         raise ConfigError(
             f"data.metric={metric} needs the tree of the taxa: set data.tree, "
-            + ("or choose another metric" if metric == "faith_pd" else "or read ready distances by data.distances")
+            + ("or choose another metric" if metric == "faith_pd" else "or provide distances with data.distances")
         )
 
     def is_valid(found: NDArray[Any]) -> bool:
@@ -112,7 +116,7 @@ def _version() -> str:
     return version("scikit-bio")
 
 
-def _check_memory(metric: Metric, table: Table) -> None:
+def _check_memory(metric: Metric, table: CountTable) -> None:
     """Refuse what would not fit: scikit-bio's tables are dense, and those of trees have a column for every branch."""
     columns = len(table.taxa) * (3 if metric in PHYLOGENETIC else 2)
     needed = len(table.samples) * (columns + 2 * len(table.samples)) * _BYTES
@@ -120,6 +124,6 @@ def _check_memory(metric: Metric, table: Table) -> None:
     if needed > there:
         raise DataError(
             f"{metric} of {len(table.samples)} samples and {len(table.taxa)} taxa needs about {needed / 1e9:.1f} GB of "
-            f"memory, and {there / 1e9:.1f} GB are free: compute it elsewhere, UniFrac e.g. by `ssu` of "
-            "unifrac-binaries, and read it by data.distances"
+            f"memory, but {there / 1e9:.1f} GB are free: compute it elsewhere, UniFrac e.g. with `ssu` of "
+            "unifrac-binaries, and provide it with data.distances"
         )

@@ -1,6 +1,6 @@
-"""The samples of a run: their counts, what is known of them, which are held out, and how far they are from each other.
+"""The samples of a run: counts, metadata, held-out split, and distances.
 
-Everything is aligned to one list of samples and one of taxa, those that are left once what cannot be used is left out.
+Everything is aligned to one list of samples and one of taxa, after filtering.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from unisono.recipes.microbiome import nucleotides
 from unisono.recipes.microbiome.settings import Metric, Simulated, Study
 from unisono.recipes.microbiome.study import diversity, matrices
 from unisono.recipes.microbiome.study import sequences as sequences_
-from unisono.recipes.microbiome.study.filtering import filter_study, matrix_of
+from unisono.recipes.microbiome.study.filtering import filter_study, load_matrix
 from unisono.recipes.microbiome.study.matrices import Matrix
-from unisono.recipes.microbiome.study.metadata import Target, target_of
-from unisono.recipes.microbiome.study.table import Table
+from unisono.recipes.microbiome.study.metadata import TargetColumn, parse_target
+from unisono.recipes.microbiome.study.table import CountTable
 from unisono.recipes.microbiome.study.tree import Tree, format_missing
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class SampleRecord:
     """A record: a sample with all its reads.
 
     Attributes:
@@ -58,20 +58,20 @@ def open_library(config: Study | Simulated) -> Library:
         DataError: for files that cannot be read or do not fit each other.
     """
     if isinstance(config, Simulated):
-        from unisono.recipes.microbiome.study.simulate import simulated
+        from unisono.recipes.microbiome.study.simulate import simulate_study
 
-        config = simulated(config)
+        config = simulate_study(config)
     kept = filter_study(config)
     table, columns = kept.table, kept.columns
     target = None
     if config.target is not None:
         values = columns[config.target]
-        target = target_of(config.target, values, table.samples, config.target_kind, config.classes)
-    taxonomy = table.taxonomy if config.taxonomy is None else sequences_.lineages(config.taxonomy, table.taxa)
+        target = parse_target(config.target, values, table.samples, config.target_kind, config.classes)
+    taxonomy = table.taxonomy if config.taxonomy is None else sequences_.read_lineages(config.taxonomy, table.taxa)
     groups = list(table.samples) if config.group is None else columns[config.group]
     library = Library(
-        config, table.samples, table.taxa, table.counts, kept.sequences, columns, taxonomy, target, groups, kept.left_out,
-        kept.rows,
+        config, table.samples, table.taxa, table.counts, kept.sequences, columns, taxonomy, target, groups,
+        kept.left_out, kept.rows,
     )  # fmt: skip
     library.check_split()
     return library
@@ -79,7 +79,7 @@ def open_library(config: Study | Simulated) -> Library:
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """Samples, aligned to each other. It pickles without the distances, which any process finds in the cache.
+    """Aligned samples. It pickles without the distances, which any process finds in the cache.
 
     Attributes:
         config: what it was made of.
@@ -102,7 +102,7 @@ class Library:
     sequences: list[str] | None
     metadata: dict[str, list[str]]
     taxonomy: list[str] | None
-    target: Target | None
+    target: TargetColumn | None
     groups: list[str]
     left_out: dict[str, list[str]]
     rows: Numbers
@@ -112,11 +112,11 @@ class Library:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, number: int) -> SampleRecord:
         part = slice(*self.counts.indptr[number : number + 2])
         target = None if self.target is None else self.target.values[number].item()
         taxa, reads = self.counts.indices[part].astype(np.int64), self.counts.data[part].copy()  # the caller's own
-        return Sample(number, self.samples[number], taxa, reads, target)
+        return SampleRecord(number, self.samples[number], taxa, reads, target)
 
     def training(self) -> Subset:
         """The samples to train on."""
@@ -136,9 +136,9 @@ class Library:
             return self.sequences
         wrong = [name for name in self.taxa if not nucleotides.is_dna(name)]
         raise DataError(
-            f"{self.config.table}: the ids of {format_share(wrong, len(self.taxa), 'taxa')} are not their sequences, which "
-            "this model reads: give them by data.fasta (`qiime tools export` of the representative sequences)"
-            + ("" if len(wrong) == len(self.taxa) else ", or leave these taxa out by data.leave_out=[not_dna]")
+            f"{self.config.table}: the ids of {format_share(wrong, len(self.taxa), 'taxa')} are not sequences, which "
+            "this model needs: set data.fasta (`qiime tools export` of the representative sequences)"
+            + ("" if len(wrong) == len(self.taxa) else ", or skip these taxa with data.leave_out=[not_dna]")
         )
 
     # distances --------------------------------------------------------------------------------------------------
@@ -158,18 +158,20 @@ class Library:
         metric = metric or self.config.metric
         if metric == "faith_pd":
             raise ConfigError(
-                "data.metric=faith_pd is of one sample, not of two; choose a distance, e.g. unweighted_unifrac"
+                "data.metric=faith_pd is not a distance between samples; choose one, e.g. unweighted_unifrac"
             )
         if metric not in self._distances:
             if self._matrix is not None and metric == self.config.metric:
-                self._distances[metric] = matrices.aligned(self._matrix, self.samples, self.rows)
+                self._distances[metric] = matrices.align_matrix(self._matrix, self.samples, self.rows)
             else:
-                self._distances[metric] = diversity.pairwise(metric, self._measured, self.tree, self.config.cache)
+                self._distances[metric] = diversity.pairwise_distances(
+                    metric, self._distance_table, self.tree, self.config.cache
+                )
         return self._distances[metric]
 
     def faith_pd(self) -> NDArray[np.float64]:
         """Faith's phylogenetic diversity of each sample, (samples,) float64; errors as of `distances`."""
-        return diversity.faith_pd(self._measured, self.tree, self.config.cache)
+        return diversity.faith_pd(self._distance_table, self.tree, self.config.cache)
 
     @cached_property
     def tree(self) -> Tree | None:
@@ -178,20 +180,20 @@ class Library:
 
     @cached_property
     def _matrix(self) -> Matrix | None:
-        return matrix_of(self.config)
+        return load_matrix(self.config)
 
     @cached_property
-    def _table(self) -> Table:
-        return Table(self.samples, self.taxa, self.counts)
+    def _table(self) -> CountTable:
+        return CountTable(self.samples, self.taxa, self.counts)
 
     @cached_property
-    def rarefied(self) -> Table:
-        """`data.rarefy` reads of each sample, always the same ones; all of them where it is null."""
+    def rarefied(self) -> CountTable:
+        """`data.rarefy` reads of each sample, always the same ones; all reads if it is null."""
         depth = self.config.rarefy
-        return self._table if depth is None else diversity.rarefied_once(self._table, depth)
+        return self._table if depth is None else diversity.rarefy_once(self._table, depth)
 
     @property
-    def _measured(self) -> Table:
+    def _distance_table(self) -> CountTable:
         """The table that distances are computed of."""
         return self.rarefied if self.config.distances_of == "rarefied" else self._table
 
@@ -202,7 +204,7 @@ class Library:
     # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse a tree or ready distances that do not fit, before anything is computed with them."""
+        """Refuse a tree or given distances that do not match, before anything is computed."""
         if self.tree is not None and (absent := self.tree.missing(self.taxa)):
             raise DataError(format_missing(self.tree.path, absent, len(self.taxa)))
         if self._matrix is not None:
@@ -215,14 +217,15 @@ class Library:
             return
         values, classes = self.target.values, self.target.classes
         trained, held = np.unique(values[~held_out]), np.unique(values[held_out])
-        remedy = "choose others by data.fold, data.held_out or data.held_out_groups"
+        remedy = "choose others with data.fold, data.held_out or data.held_out_groups"
         if classes is not None and len(lacking := np.setdiff1d(held, trained)):
             raise DataError(
-                f"data.target={self.target.name}: {format_share([classes[n] for n in lacking], len(classes), 'classes')} "
-                f"are held out with all their groups, so none is left to train on; {remedy}"
+                f"data.target={self.target.name}: "
+                f"{format_share([classes[n] for n in lacking], len(classes), 'classes')} are held out with all their "
+                f"groups, so none is left to train on; {remedy}"
             )
         if len(trained) < 2 and held_out.any():
-            raise DataError(f"data.target={self.target.name} is the same in all samples to train on; {remedy}")
+            raise DataError(f"data.target={self.target.name} is the same in all training samples; {remedy}")
 
     def facts(self) -> dict[str, Any]:
         """Sizes, depths, what is held out and what is left out, as JSON."""
@@ -230,8 +233,8 @@ class Library:
         facts: dict[str, Any] = {
             "samples": len(self),
             "taxa": len(self.taxa),
-            "reads_per_sample": _spread(np.asarray(self.counts.sum(axis=1))),
-            "taxa_per_sample": _spread(taxa),
+            "reads_per_sample": _mean_and_sd(np.asarray(self.counts.sum(axis=1))),
+            "taxa_per_sample": _mean_and_sd(taxa),
         }
         if unseen := len(self.taxa) - len(np.unique(self.counts.indices)):
             facts["taxa_without_reads"] = unseen
@@ -241,7 +244,7 @@ class Library:
             facts["groups"] = len(set(self.groups))
             facts["held_out_groups"] = sorted({self.groups[number] for number in np.flatnonzero(held_out)})
         if (target := self.target) is not None:
-            parts = {"training": _described(target, ~held_out), "held_out": _described(target, held_out)}
+            parts = {"training": _summarise_target(target, ~held_out), "held_out": _summarise_target(target, held_out)}
             facts["target"] = {"column": target.name, "kind": target.kind, **parts}
         if self.taxonomy is not None and (unknown := self.taxonomy.count(sequences_.UNASSIGNED)):
             facts["taxa_without_lineage"] = unknown
@@ -251,7 +254,7 @@ class Library:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the samples are and what is learnt of them, in hex."""
+        """A digest of the samples and of what is learnt from them, in hex."""
         config, table = self.config, self._table.digest
         target = None if self.target is None else [self.target.kind, self.target.classes, self.target.values.tolist()]
         sources = [None if found is None else found.digest for found in (self.tree, self._matrix)]
@@ -276,7 +279,7 @@ class Library:
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
-def _described(target: Target, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+def _summarise_target(target: TargetColumn, chosen: NDArray[np.bool_]) -> dict[str, Any]:
     """The values of a target in short: how many there are of each class, or mean and standard deviation."""
     values = target.values[chosen]
     if target.classes is not None:
@@ -285,5 +288,5 @@ def _described(target: Target, chosen: NDArray[np.bool_]) -> dict[str, Any]:
     return {"mean": round(float(values.mean()), 4), "std": round(float(values.std()), 4)} if len(values) else {}
 
 
-def _spread(values: NDArray[Any]) -> dict[str, float]:
+def _mean_and_sd(values: NDArray[Any]) -> dict[str, float]:
     return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}

@@ -1,4 +1,4 @@
-"""What is known of the samples: a table as QIIME 2 and Qiita write it, and a column of it that is to be predicted."""
+"""Metadata of the samples: a table as QIIME 2 and Qiita write it, and its target column."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ class Metadata:
             raise ConfigError(f"{key}={name}: {self.path} has no such column, {nearest(name, self.columns)}")
         return self.columns[name]
 
-    def aligned(self, samples: Sequence[str]) -> dict[str, list[str]]:
+    def align(self, samples: Sequence[str]) -> dict[str, list[str]]:
         """The columns with a value for each of these samples, all of which must be there."""
         row = {name: number for number, name in enumerate(self.ids)}
         return {name: [values[row[sample]] for sample in samples] for name, values in self.columns.items()}
 
 
-def read(path: Path, key: str, id_column: str | None = None, strip: bool = False, used: Sequence[str] = ()) -> Metadata:
+def read_metadata(
+    path: Path, key: str, id_column: str | None = None, strip: bool = False, used: Sequence[str] = ()
+) -> Metadata:
     """A table of tab-separated values, or of comma-separated ones where its name ends in `.csv`.
 
     Lines that begin with `#` are comments, unless they are the header (`#SampleID`).
@@ -70,20 +72,20 @@ def read(path: Path, key: str, id_column: str | None = None, strip: bool = False
     for name in dict.fromkeys([ids_of, *(name for name in used if name in columns)]):
         if padded := [value for value in columns[name] if value != value.strip()]:
             raise DataError(
-                f"{path} ({key}), column '{name}': white space around {format_share(padded, len(ids), 'values')}, which "
-                "makes others of them; take it away, or set data.white_space=strip"
+                f"{path} ({key}), column '{name}': white space around {format_share(padded, len(ids), 'values')}, "
+                "which makes them different values; remove it, or set data.white_space=strip"
             )
     if doubles := find_duplicates(ids):
         raise DataError(
-            f"{path} ({key}), column '{ids_of}', has ids more than once: {format_share(doubles, len(ids), 'rows')}; keep "
+            f"{path} ({key}), column '{ids_of}', has duplicate ids: {format_share(doubles, len(ids), 'rows')}; keep "
             "one row of each, or choose another data.id_column"
         )
     return Metadata(path, ids, columns)
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
-    """What is to be predicted of each sample.
+class TargetColumn:
+    """The prediction target of each sample.
 
     Attributes:
         name: of the column.
@@ -98,20 +100,20 @@ class Target:
     values: NDArray[np.float64] | NDArray[np.int64]
 
 
-def target_of(
+def parse_target(
     name: str,
     values: Sequence[str],
     samples: Sequence[str],
     kind: Literal["auto"] | Kind = "auto",
     classes: Sequence[str] | None = None,
-) -> Target:
-    """A column as what is to be predicted; none of its values may be missing.
+) -> TargetColumn:
+    """Parse a column as the prediction target; none of its values may be missing.
 
     Raises:
         DataError: for values that are not numbers in a regression, not finite, all the same, or of no known class.
     """
     named = [f"{value} of {sample}" for value, sample in zip(values, samples, strict=True)]
-    numbers = [_number(value) for value in values]
+    numbers = [_parse_number(value) for value in values]
     if kind == "auto" and classes is not None:
         kind = "classification"
     elif kind == "auto":  # one typing error must not make classes of numbers, so a mixture is neither
@@ -119,7 +121,7 @@ def target_of(
         if 0 < len(words) < len(values):
             raise DataError(
                 f"data.target={name}: {format_share(words, len(values), 'values')} are not numeric although the others "
-                "are: choose regression or classification by data.target_kind; values that mean none belong in "
+                "are: set data.target_kind to regression or classification; list values for missing data in "
                 "data.missing"
             )
         kind = "classification" if words else "regression"
@@ -129,8 +131,8 @@ def target_of(
         if wrong:
             raise DataError(
                 f"data.target={name}: {format_share(wrong, len(values), 'values')} are not finite numbers. For classes "
-                "set data.target_kind=classification; values that mean none belong in data.missing, and "
-                "data.leave_out=[no_target] leaves their samples out"
+                "set data.target_kind=classification; list values for missing data in data.missing, and "
+                "data.leave_out=[no_target] skips their samples"
             )
         found: NDArray[np.float64] | NDArray[np.int64] = np.array(numbers, dtype=np.float64)
     else:
@@ -138,12 +140,12 @@ def target_of(
         number_of = {name: number for number, name in enumerate(known)}
         if strange := [text for text, value in zip(named, values, strict=True) if value not in number_of]:
             raise DataError(
-                f"data.target={name}: {format_share(strange, len(values), 'values')} are none of data.classes "
-                f"({format_examples(known)}); add them, or leave data.classes out"
+                f"data.target={name}: {format_share(strange, len(values), 'values')} are not among data.classes "
+                f"({format_examples(known)}); add them, or remove data.classes"
             )
         if classes is None and len(known) == len(values) > 1:
             raise DataError(
-                f"data.target={name}: the classes of all {len(values)} samples are different "
+                f"data.target={name}: all {len(values)} samples have different classes "
                 f"({format_examples(values)}); choose a column of classes"
             )
         found = np.array([number_of[value] for value in values], dtype=np.int64)
@@ -152,16 +154,16 @@ def target_of(
             f"data.target={name} is '{values[0]}' in all {len(values)} samples: there is nothing to predict; choose "
             "another column"
         )
-    return Target(name, kind, known, found)
+    return TargetColumn(name, kind, known, found)
 
 
-def missing(values: Sequence[str], markers: Sequence[str]) -> NDArray[np.bool_]:
-    """Which values mean none, (values,)."""
+def is_missing(values: Sequence[str], markers: Sequence[str]) -> NDArray[np.bool_]:
+    """Which values are missing, (values,)."""
     known = {marker.strip().lower() for marker in markers}
     return np.array([value.strip().lower() in known for value in values], dtype=bool)
 
 
-def _number(value: str) -> float | None:
+def _parse_number(value: str) -> float | None:
     try:
         return float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is known of the taxa: their sequences, from a FASTA file or from their ids, and their lineages."""
+"""Sequences of the taxa, from a FASTA file or from their ids, and their lineages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LETTERS = re.compile(r"[ACGTURYSWKMBDHVN]+", re.IGNORECASE)  # bases, and the s
 UNASSIGNED = "Unassigned"
 
 
-def fasta(path: Path) -> dict[str, str]:
+def read_fasta(path: Path) -> dict[str, str]:
     """The sequences of a FASTA file by their ids, which are the first words of the headers.
 
     Raises:
@@ -27,7 +27,7 @@ def fasta(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} (data.fasta) is not text ({error}); unpack it, if it is compressed") from error
+        raise DataError(f"{path} (data.fasta) is not text ({error}); if it is compressed, unpack it") from error
     for number, line in enumerate(lines, start=1):
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
@@ -39,11 +39,11 @@ def fasta(path: Path) -> dict[str, str]:
             found[name] = []
         elif line.strip():
             if name is None:
-                raise DataError(f"{path} (data.fasta), line {number}: FASTA begins with a header, '>id'")
+                raise DataError(f"{path} (data.fasta), line {number}: a FASTA file must begin with a header, '>id'")
             if not _LETTERS.fullmatch(line.strip()):
                 raise DataError(
-                    f"{path} (data.fasta), line {number}: {format_examples([line.strip()])} of '{name}' is no DNA; take gaps "
-                    "and other signs away"
+                    f"{path} (data.fasta), line {number}: {format_examples([line.strip()])} of '{name}' is not DNA; "
+                    "remove gaps and other symbols"
                 )
             found[name].append(line.strip())
     if empty := [name for name, parts in found.items() if not parts]:
@@ -51,21 +51,21 @@ def fasta(path: Path) -> dict[str, str]:
     return {name: "".join(parts) for name, parts in found.items()}
 
 
-def lineages(path: Path, taxa: Sequence[str]) -> list[str]:
+def read_lineages(path: Path, taxa: Sequence[str]) -> list[str]:
     """The lineage of each taxon, from a table of which the first column is the taxon; `Unassigned` where it has none.
 
     Raises:
         DataError: for a file that is no table, or that knows none of the taxa.
     """
-    found = metadata.read(path, "data.taxonomy", strip=True)
+    found = metadata.read_metadata(path, "data.taxonomy", strip=True)
     named = [name for name in found.columns if name.lower() in ("taxon", "taxonomy", "lineage")]
     column = named[0] if named else list(found.columns)[1] if len(found.columns) > 1 else None
     if column is None:
-        raise DataError(f"{path} (data.taxonomy) has one column; give the taxon and its lineage, separated by a tab")
+        raise DataError(f"{path} (data.taxonomy) has one column; it needs taxon and lineage, separated by a tab")
     known = dict(zip(found.ids, found.columns[column], strict=True))
     if not known.keys() & set(taxa):
         raise DataError(
-            f"{path} (data.taxonomy) knows none of the {len(taxa)} taxa of the table: there they are called "
-            f"{format_examples(found.ids)}, here {format_examples(taxa)}; give the taxonomy of this table"
+            f"{path} (data.taxonomy) has none of the {len(taxa)} taxa of the table: its ids are "
+            f"{format_examples(found.ids)}, the table's {format_examples(taxa)}; give the taxonomy of this table"
         )
     return [known.get(taxon) or UNASSIGNED for taxon in taxa]

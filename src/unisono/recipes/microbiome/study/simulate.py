@@ -2,7 +2,7 @@
 
 A kind prefers some clades, a subject has a community of its own, and its visits differ a little. So distances between
 visits, subjects and kinds grow in that order, and both the `kind` (a class) and the `share` of the first clade (a
-number) of a sample can be told from its sequences.
+number) of a sample can be predicted from its sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ABSENT = 0.15  # probability of a subject's taxon to be absent from a visit
 _FIRST, _LAST = 0.7, 1.4  # reads of a sample, relative to the mean
 
 
-def simulated(config: Simulated) -> Study:
+def simulate_study(config: Simulated) -> Study:
     """The files of a made-up study, in the cache, as the settings of a study.
 
     Raises:
@@ -44,8 +44,8 @@ def simulated(config: Simulated) -> Study:
 
 def _write(config: Simulated, folder: Path) -> None:
     biom = import_extra("biom", "microbiome", "data=simulated")
-    newick, sequences, clades = _evolved(config.taxa, config.bases)
-    counts, subjects = _counted(config, clades)
+    newick, sequences, clades = _simulate_tree(config.taxa, config.bases)
+    counts, subjects = _simulate_reads(config, clades)
     samples = [f"S{subject}.{visit}" for subject in range(config.subjects) for visit in range(config.visits)]
     table = biom.Table(counts.T, sequences, samples)
     (folder / "table.biom").write_text(table.to_json("Unisono", creation_date=datetime(2025, 1, 1)), encoding="utf-8")
@@ -60,7 +60,7 @@ def _write(config: Simulated, folder: Path) -> None:
     (folder / "metadata.tsv").write_text("".join(["sample_name\tsubject\tkind\tshare\n", *lines]))
 
 
-def _evolved(taxa: int, bases: int) -> tuple[str, list[str], NDArray[np.int64]]:
+def _simulate_tree(taxa: int, bases: int) -> tuple[str, list[str], NDArray[np.int64]]:
     """A tree in Newick format, the sequences of its tips, all different, and the clade of each, 0 to 7."""
     rng = generator("simulated", "tree", taxa, bases)
     root = rng.integers(0, 4, bases)
@@ -89,7 +89,7 @@ def _evolved(taxa: int, bases: int) -> tuple[str, list[str], NDArray[np.int64]]:
     return newick, [letters for letters, _, _ in tips], np.array([clade for _, _, clade in tips])
 
 
-def _counted(config: Simulated, clades: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _simulate_reads(config: Simulated, clades: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Reads, (samples, taxa), and the subject of each sample."""
     rng = generator("simulated", "reads", config.subjects, config.visits, config.taxa, config.reads)
     samples, kind = config.subjects * config.visits, np.arange(config.subjects) % len(_KINDS)

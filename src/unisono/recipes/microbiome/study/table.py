@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, find_duplicates, format_examples, format_share, import_extra
+from unisono import DataError, find_duplicates, format_examples, format_share, import_extra, safe_paths
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -20,7 +20,7 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class CountTable:
     """Reads per sample and taxon.
 
     Attributes:
@@ -48,16 +48,16 @@ class Table:
             found.update(part.astype("<i8").tobytes())
         return found.hexdigest()[:32]
 
-    def of(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> Table:
+    def of(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> CountTable:
         """Some samples and some taxa of it, in these orders."""
         lineages = None if self.taxonomy is None else [self.taxonomy[number] for number in taxa]
         counts = self.counts if len(samples) == len(self.samples) else self.counts[samples]
         counts = counts if len(taxa) == len(self.taxa) else counts[:, taxa]
         counts.sort_indices()  # which scipy does not promise
-        return Table([self.samples[n] for n in samples], [self.taxa[n] for n in taxa], counts, lineages)
+        return CountTable([self.samples[n] for n in samples], [self.taxa[n] for n in taxa], counts, lineages)
 
 
-def read(path: Path) -> Table:
+def read_table(path: Path) -> CountTable:
     """The table of a BIOM file.
 
     Raises:
@@ -74,41 +74,41 @@ def read(path: Path) -> Table:
             import h5py
 
             with h5py.File(path) as hdf5:
-                _refuse_doubles(path, *(_ids(hdf5, axis) for axis in ("sample", "observation")))
+                safe_paths.check_hdf5(hdf5, path)
+                _check_unique_ids(path, *(_read_ids(hdf5, axis) for axis in ("sample", "observation")))
                 table = biom.Table.from_hdf5(hdf5)
         elif start.lstrip().startswith(b"{"):
             described = json.loads(path.read_text(encoding="utf-8"))
-            _refuse_doubles(path, *([str(e["id"]) for e in described[axis]] for axis in ("columns", "rows")))
+            _check_unique_ids(path, *([str(e["id"]) for e in described[axis]] for axis in ("columns", "rows")))
             table = biom.Table.from_json(described)
         else:
             raise DataError(
                 f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
-                "Convert tab-separated tables by `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
+                "Convert tab-separated tables with `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
             )
     except DataError:
         raise
     except Exception as error:  # whatever h5py, json and biom-format raise for a damaged file
         raise DataError(
-            f"{path} (data.table) is not a BIOM table that can be read ({type(error).__name__}: {error}); `biom "
+            f"{path} (data.table) is not a readable BIOM table ({type(error).__name__}: {error}); `biom "
             "validate-table -i` says what it lacks"
         ) from error
-    return _checked(path, table)
+    return _validate(path, table)
 
 
-def _ids(hdf5: Any, axis: str) -> list[str]:
+def _read_ids(hdf5: Any, axis: str) -> list[str]:
     return [str(name) for name in hdf5[f"{axis}/ids"].asstr()[:]] if len(hdf5[f"{axis}/ids"]) else []
 
 
-def _refuse_doubles(path: Path, samples: list[str], taxa: list[str]) -> None:
+def _check_unique_ids(path: Path, samples: list[str], taxa: list[str]) -> None:
     for what, names in (("samples", samples), ("taxa", taxa)):
         if doubles := find_duplicates(names):
             raise DataError(
-                f"{path} (data.table) has ids of {what} more than once: {format_share(doubles, len(names), what)}; sum or "
-                "rename them"
+                f"{path} (data.table) has duplicate ids: {format_share(doubles, len(names), what)}; sum or rename them"
             )
 
 
-def _checked(path: Path, table: Any) -> Table:
+def _validate(path: Path, table: Any) -> CountTable:
     """The counts of a table, as integers."""
     from scipy.sparse import csr_array
 
@@ -128,13 +128,13 @@ def _checked(path: Path, table: Any) -> Table:
             rows = np.repeat(np.arange(len(samples)), np.diff(matrix.indptr))[wrong]
             shown = [f"{value:g} in {samples[row]}" for value, row in zip(matrix.data[wrong][:3], rows, strict=False)]
             raise DataError(
-                f"{path} (data.table): {int(wrong.sum())} of {matrix.nnz} entries are {what} ({format_examples(shown)}). Give "
-                "reads as they were counted, not shares of them, nor their logarithms"
+                f"{path} (data.table): {int(wrong.sum())} of {matrix.nnz} entries are {what} "
+                f"({format_examples(shown)}). Give raw read counts, not shares or logarithms"
             )
-    return Table(samples, taxa, matrix.astype(np.int64), _lineages(table, taxa))
+    return CountTable(samples, taxa, matrix.astype(np.int64), _read_lineages(table, taxa))
 
 
-def _lineages(table: Any, taxa: list[str]) -> list[str] | None:
+def _read_lineages(table: Any, taxa: list[str]) -> list[str] | None:
     """The taxonomy that a table has itself: a list of ranks per taxon, or a string."""
     found = table.metadata(axis="observation")
     if found is None or not all(one and one.get("taxonomy") for one in found):

@@ -1,4 +1,4 @@
-"""The tree that the taxa stand in, read by scikit-bio and held against what UniFrac and Faith's PD ask of it."""
+"""The phylogenetic tree of the taxa, read by scikit-bio and checked for UniFrac and Faith's PD."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Tree:
         tips = [node for node in nodes if not node.children]
         if doubles := find_duplicates(str(tip.name) for tip in tips):
             raise DataError(f"{self.path} (data.tree): {format_share(doubles, len(tips), 'tips')} occur more than once")
-        without = [_described(node) for node in nodes if node.length is None]
+        without = [_describe_node(node) for node in nodes if node.length is None]
         if without:
             whole = (
                 "no branch lengths"
@@ -84,15 +84,15 @@ class Tree:
             )
             raise DataError(
                 f"{self.path} (data.tree) has {whole}; UniFrac and Faith's PD are sums of lengths. Build the tree with "
-                "lengths, or read the distances by data.distances"
+                "lengths, or provide the distances with data.distances"
             )
-        if negative := [f"{_described(node)}:{node.length:g}" for node in nodes if node.length < 0]:
+        if negative := [f"{_describe_node(node)}:{node.length:g}" for node in nodes if node.length < 0]:
             raise DataError(
                 f"{self.path} (data.tree): {format_share(negative, len(nodes), 'branches')} have a length below 0; "
                 "set them to 0"
             )
         if not sum(node.length for node in nodes) > 0:
-            raise DataError(f"{self.path} (data.tree): all branches are of length 0, and so would all distances be")
+            raise DataError(f"{self.path} (data.tree): all branches have length 0, so all distances would be 0")
         if len(root.children) > 2:
             raise DataError(
                 f"{self.path} (data.tree) has no root: {len(root.children)} branches meet at the top. Root it, e.g. by "
@@ -101,13 +101,13 @@ class Tree:
 
 
 def format_missing(path: Path, absent: Sequence[str], taxa: int) -> str:
-    """Taxa that are not in the tree, as a sentence."""
+    """The message about taxa that are not in the tree."""
     return (
-        f"{format_share(absent, taxa, 'taxa')} of the table are not among the tips of {path} (data.tree): give the tree of "
-        "this table, or leave them out by data.leave_out=[not_in_tree]"
+        f"{format_share(absent, taxa, 'taxa')} of the table are not among the tips of {path} (data.tree): give the "
+        "tree of this table, or skip them with data.leave_out=[not_in_tree]"
     )
 
 
-def _described(node: Any) -> str:
+def _describe_node(node: Any) -> str:
     tips = [tip.name for tip in node.tips()]
     return str(node.name or (f"above {tips[0]}" if tips else "?"))

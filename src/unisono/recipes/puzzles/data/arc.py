@@ -1,4 +1,4 @@
-"""ARC-AGI tasks from JSON: a folder of tasks by set, or the combined files of the Kaggle layout; versions 1 and 2 alike.
+"""ARC-AGI tasks (versions 1 and 2) from JSON: a folder of tasks by set, or Kaggle's combined files.
 
 Demonstrations of every task are trained on, and what is asked of the sets that are evaluated is held out. What ties a
 question to the demonstrations of its task is the task's puzzle embedding.

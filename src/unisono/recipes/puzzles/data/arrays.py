@@ -1,7 +1,7 @@
 """The published data layout: `<split>/dataset.json` and `.npy` files, with augmented examples stored one by one.
 
-Folders made by the original repositories (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels) are read as they are,
-memory-mapped. An epoch is what it is there: each task once, in one of its stored variants, which is drawn.
+Folders made by the original repositories (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels) are read as they
+are, memory-mapped. An epoch is what it is there: each task once, in one of its stored variants, which is drawn.
 """
 
 from __future__ import annotations

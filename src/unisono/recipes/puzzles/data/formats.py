@@ -1,7 +1,8 @@
 """How puzzles of each kind are written as tokens, and the container that holds many of them.
 
-Token 0 is padding everywhere: as an input it is a symbol of its own, as a label it is not counted. The numbers are those
-of the published data sets (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels), so that their files can be read.
+Token 0 is padding everywhere: as an input it is a symbol of its own, as a label it is not counted. The numbers are
+those of the published data sets (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels), so that their files can be
+read.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def plain(format: Format) -> dict[str, Any]:
     return {**vars(format), "box": list(format.box)}
 
 
-def format_of(told: dict[str, Any]) -> Format:
+def format_of(described: dict[str, Any]) -> Format:
     """The inverse of `plain`."""
-    return Format(**{**told, "box": tuple(told["box"])})
+    return Format(**{**described, "box": tuple(described["box"])})
 
 
 def sudoku_format(side: int) -> Format:

@@ -1,7 +1,7 @@
 """Sudokus made on the spot, each with one solution: the example that needs no download.
 
-Puzzle *i* is a pure function of the side, the seed and *i*: a full grid is drawn cell by cell, then clues are taken away
-in a drawn order as long as the solution stays the only one. All puzzles lose their next clue together, so that the
+Puzzle *i* is a pure function of the side, the seed and *i*: a full grid is drawn cell by cell, then clues are taken
+away in a drawn order as long as the solution stays the only one. All puzzles lose their next clue together, so that the
 solver sees many at a time.
 """
 

@@ -1,4 +1,4 @@
-"""From the settings of the data to puzzles: what is trained on, what is held out, and how a puzzle becomes an example."""
+"""From settings to puzzles: what is trained on, what is held out, and how a puzzle becomes an example."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class Library:
         if not isinstance(self.config, settings.Arrays) and self.config.augment:
             if self.config.augmentations is None:
                 raise ConfigError(
-                    "data.augmentations=null draws symmetries anew each time, and there is no end to them; say how many "
-                    "of each puzzle are to be stored, e.g. data.augmentations=1000"
+                    "data.augmentations=null draws symmetries anew each time, and there is no end to them; say how "
+                    "many of each puzzle are to be stored, e.g. data.augmentations=1000"
                 )
             variants += self.config.augmentations
         parts = {"train": (self.training, variants), "test": (self.held_out, 1)}
@@ -146,11 +146,11 @@ class Library:
     def facts(self) -> dict[str, Any]:
         """Sizes, as JSON."""
         shape = f"{self.format.height}×{self.format.width}"
-        told: dict[str, Any] = {"kind": f"{self.format.kind} {shape}", "puzzles": len(self.training)}
-        told["held_out"] = 0 if self.held_out is None else len(self.held_out)
+        facts: dict[str, Any] = {"kind": f"{self.format.kind} {shape}", "puzzles": len(self.training)}
+        facts["held_out"] = 0 if self.held_out is None else len(self.held_out)
         if self.embeddings > 1:
-            told["puzzle_embeddings"] = self.embeddings
-        return told
+            facts["puzzle_embeddings"] = self.embeddings
+        return facts
 
 
 def open_libraries(config: Any, ask: bool = False) -> dict[str, Library]:
@@ -274,9 +274,9 @@ def _kept(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzl
         (folder / "format.json").write_text(json.dumps(plain(puzzles.format)), encoding="utf-8")
 
     def load(folder: Path) -> Puzzles:
-        told = format_of(json.loads((folder / "format.json").read_text(encoding="utf-8")))
+        format_ = format_of(json.loads((folder / "format.json").read_text(encoding="utf-8")))
         found = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names)
-        return Puzzles(told, *found)
+        return Puzzles(format_, *found)
 
     return compute_once("puzzles", [_VERSION, *address], write, load, cache=config.cache)
 

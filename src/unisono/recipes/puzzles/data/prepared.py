@@ -1,7 +1,7 @@
 """Augmented examples made ahead by `unisono data prepare puzzles`: memory-mapped rows of a question and its answer.
 
-All variants of a puzzle stand one after the other, so that an epoch shows each puzzle once, in a drawn variant, as where
-they are made on the fly; both make the same examples.
+All variants of a puzzle stand one after the other, so that an epoch shows each puzzle once, in a drawn variant, as
+where they are made on the fly; both make the same examples.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class PuzzlePreparation:
             with whole_file(folder / _NUMBERS) as temporary, temporary.open("wb") as file:
                 first = np.concatenate([[0], np.cumsum(counts)])
                 np.savez(file, first=first, identifiers=np.array(identifiers, dtype=np.int32), ratings=ratings)
-            told = {"format": plain(self.library.format), "embeddings": self.library.embeddings}
+            about = {"format": plain(self.library.format), "embeddings": self.library.embeddings}
             with whole_file(folder / _ABOUT) as temporary:
-                temporary.write_text(json.dumps(told), encoding="utf-8")
+                temporary.write_text(json.dumps(about), encoding="utf-8")
         return self
 
     def make(self, first: int, last: int) -> Iterator[prepare.Made]:
@@ -110,9 +110,9 @@ class PreparedPuzzles:
 
     def __init__(self, folder: Path) -> None:
         self.shards = prepare.Shards(folder)
-        told = read_asset(folder, _ABOUT)
-        self.format: Format = format_of(told["format"])
-        self.embeddings = int(told["embeddings"])
+        about = read_asset(folder, _ABOUT)
+        self.format: Format = format_of(about["format"])
+        self.embeddings = int(about["embeddings"])
         try:
             with np.load(folder / _NUMBERS, allow_pickle=False) as numbers:
                 self._first: Numbers = numbers["first"]

@@ -116,7 +116,7 @@ def halting_losses(q: Any, targets: Any) -> Any:
 
 
 def going_on(q_next: Any, last: Any) -> Any:
-    """What going on is worth, from 0 to 1, (rows,): the better of both values one step later; the last step must halt."""
+    """What going on is worth (0 to 1, (rows,)): the better of both values a step later; the last step must halt."""
     xp = array_namespace(q_next)
     best = xp.where(last, q_next[:, 0], xp.maximum(q_next[:, 0], q_next[:, 1]))
     return 1 / (1 + xp.exp(-best))

@@ -1,0 +1,312 @@
+"""The puzzles recipe, measured: what it learns, and what its steps cost beside a plain port of the published loop.
+
+    python -m benchmarks.puzzles learning [--engines torch jax] [--seeds 0 1 2] [--variants default …] [--steps 1000]
+    python -m benchmarks.puzzles steps [--steps 30] [--repeats 3] [--width 512 --side 9 --rows 16]
+    python -m benchmarks.puzzles attention [--repeats 5]
+    python -m benchmarks.puzzles needed
+
+`learning` trains the embedded 6×6 Sudokus and tells, for puzzles that the run never saw, how many are solved. `steps`
+runs the same model on the same machine in turns: both engines, and the loop as it was published (eager, one number read
+from the device per step, fp64 loss over the batch, examples thrown away by rows that have not halted). `attention` is
+one layer, dense and over row, column and box, forward and backward, for 81 and for 900 cells. `needed` computes what a
+published figure would take. Seconds of the processor are
+told beside those of the clock, since a machine that others use makes the latter say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+VARIANTS: dict[str, list[str]] = {
+    "default": [],
+    "always 8 steps": ["task.weights.halt=0"],  # the halting head stays where it begins: never
+    "curriculum": ["schedules.l_cycles={kind: constant, peak: 2, start: 0.5, warmup: 0.3}"],
+    "one cycle": ["model.h_cycles=1", "model.l_cycles=1"],
+}
+
+
+# learning -------------------------------------------------------------------------------------------------------------
+
+
+def learning(engines: list[str], seeds: list[int], variants: list[str], steps: int, words: list[str]) -> None:
+    """A line per run, and mean and spread over seeds."""
+    for engine in engines:
+        for variant in variants:
+            found = []
+            for seed in seeds:
+                told = trained(engine, steps, [f"run.seed={seed}", *VARIANTS[variant], *words])
+                found.append(told["ema/exact"])
+                print(
+                    f"{engine}, {variant}, seed {seed}: exact {told['exact']:.3f}, of the average "
+                    f"{told['ema/exact']:.3f}, with halting {told['ema/halting/exact']:.3f} after "
+                    f"{told['ema/halting/steps']:.1f} steps; {told['processor']:.0f} s of processor",
+                    flush=True,
+                )
+            spread = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
+            print(f"{engine}, {variant}: {statistics.mean(found):.3f}{spread}", flush=True)
+
+
+def trained(engine: str, steps: int, words: list[str]) -> dict[str, float]:
+    """The last evaluation of a run by the command, in a process of its own, and what it took of the processor."""
+    import resource
+    import subprocess
+
+    with tempfile.TemporaryDirectory() as folder:
+        own = [f"layout.engine={engine}", "layout.world_size=1", f"train.steps={steps}", f"eval.every={steps}"]
+        own += [f"checkpoint.every={steps}", f"run.dir={folder}", "run.name=run", "observe.progress=false"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "unisono", "train", "puzzles", *own, *words], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text("utf-8").splitlines()]
+    last: dict[str, float] = [line for line in lines if line.get("eval")][-1]
+    taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**last, "processor": taken}
+
+
+# steps ----------------------------------------------------------------------------------------------------------------
+
+
+def task_of(engine: str, side: int, rows: int, model: dict[str, Any]) -> Any:
+    from unisono.recipes.puzzles import settings
+    from unisono.task_config import find_task
+
+    many = {4: (6, 8), 6: (10, 14), 9: (30, 34)}[side]
+    data = settings.EmbeddedData(kind="embedded", side=side, puzzles=4 * rows, held_out=1, clues=many)  # type: ignore[arg-type]
+    made = find_task("puzzles", engine)(settings.PuzzlesConfig(), model=settings.Model(**model), data=data)
+    made.setup()
+    return made
+
+
+def batches(task: Any, rows: int) -> Iterator[dict[str, Any]]:
+    from unisono.runtime.rng import generator
+    from unisono.task import SampleContext
+
+    source, at = task.data(), 0
+    while True:
+        taken = [source[(at + row) % len(source)] for row in range(rows)]
+        samples = [task.sample(one, SampleContext(generator("bench", at, row), True)) for row, one in enumerate(taken)]
+        at += rows
+        yield task.collate(samples)
+
+
+def published(task: Any, rows: int, steps: int) -> list[float]:
+    """Seconds of each step of the loop as it was published, with the same model and the same optimizers."""
+    import torch
+
+    from unisono.optim.adam_atan2 import AdamAtan2
+    from unisono.optim.sign_sgd import RowSignSgd
+    from unisono.recipes.puzzles.base import fields_of
+    from unisono.recipes.puzzles.model import act
+
+    torch.manual_seed(0)
+    model, config = task.build(), task.model_config
+    embeddings = [p for name, p in model.named_parameters() if name.endswith("puzzles.weight")]
+    rest = [p for name, p in model.named_parameters() if not name.endswith("puzzles.weight")]
+    optimizers = [AdamAtan2(rest, lr=1e-4, weight_decay=1.0), RowSignSgd(embeddings, lr=1e-4, weight_decay=1.0)]
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    source, carry, seconds = batches(task, rows), None, []
+    for _ in range(steps):
+        arrays = next(source)
+        began = time.perf_counter()
+        batch = {name: torch.as_tensor(value) for name, value in fields_of(arrays).items()}
+        if carry is None:
+            carry = {name.split("/")[1]: value for name, value in task.initial_carry(
+                {f"sudoku/{name}": value for name, value in batch.items()}).items()}  # fmt: skip
+        work = act.begin(carry, batch, model.starts)
+        thought = model("sudoku", work, config.h_cycles, config.l_cycles)
+        answers = work["answer"].long()
+        logits = thought.logits.double()
+        stable = torch.where(logits < 0, 1 / (1 - logits + 1e-30), logits + 1)
+        share = stable.gather(-1, answers[..., None])[..., 0] / stable.sum(-1)
+        right = (thought.logits.argmax(-1) == answers).all(-1).double()
+        halt = torch.nn.functional.binary_cross_entropy_with_logits(thought.q[:, 0].double(), right, reduction="sum")
+        loss = -share.log().mean(-1).sum() + 0.5 * halt
+        (loss / rows).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                average[name].lerp_(parameter, 1e-3)
+        halted = act.halt(work, thought.q.detach(), batch, 0.1, 16, competing=False)
+        states = {name: getattr(thought, name).detach() for name in act.STATES}
+        carry = {**{name: work[name] for name in act.PUZZLE}, **states, **halted}
+        _ = loss.item(), halted["halted"].sum().item(), right.sum().item()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def of_engine(task: Any, rows: int, steps: int) -> tuple[list[float], float]:
+    """Seconds of each step of an engine, and those until its first."""
+    from tests.runs import configuration
+    from unisono.config.batch_split import BatchSplit
+    from unisono.data.loading.loader import Loader
+    from unisono.data.order.planning import build_plan
+    from unisono.engines import create_engine
+    from unisono.engines.protocol import EngineJob
+    from unisono.optim.schedules import ScheduledScalars
+    from unisono.runtime.communicator import ProcessInfo, SingleProcess
+
+    groups = [{"match": "kinds.*.puzzles.weight", "rule": "sign_sgd", "weight_decay": 1.0}]
+    config = configuration(
+        layout={"engine": task.engine, "devices": 1, "threads": None},
+        train={"steps": steps, "global_batch": rows, "clip_norm": None, "guard_every": 10**9},
+        optim={"kind": "adam_atan2", "lr": 1e-4, "weight_decay": 1.0, "groups": groups},
+        ema={"decay": 0.999},
+    )
+    source = task.data()
+    plan = build_plan(task, source, config, 1)
+    loader, scalars = Loader(task, source, plan, BatchSplit.create(rows, 1, rows), 0), ScheduledScalars(config, steps)
+    engine = create_engine(EngineJob(task, config, ProcessInfo(), SingleProcess(), BatchSplit.create(rows, 1, rows)))
+    seconds, began = [], time.perf_counter()
+    try:
+        engine.setup(next(iter(loader.steps())), scalars(0))
+        until = time.perf_counter() - began
+        for step, taken in enumerate(engine.incoming(loader.steps())):
+            began = time.perf_counter()
+            engine.step(taken, step, scalars(step))
+            seconds.append(time.perf_counter() - began)
+    finally:
+        loader.close()
+        engine.close()
+    return seconds, until
+
+
+def step_times(side: int, rows: int, steps: int, repeats: int, model: dict[str, Any]) -> None:
+    """Medians of the three in turns, and how long each engine takes until its first step."""
+    from unisono.recipes.puzzles.model.shape import step_flops
+
+    found: dict[str, list[float]] = {"published loop": [], "torch": [], "jax": []}
+    until: dict[str, list[float]] = {"torch": [], "jax": []}
+    for _ in range(repeats):
+        found["published loop"] += published(task_of("torch", side, rows, model), rows, steps)[3:]
+        for engine in ("torch", "jax"):
+            seconds, began = of_engine(task_of(engine, side, rows, model), rows, steps)
+            found[engine] += seconds[3:]
+            until[engine].append(began)
+    task = task_of("torch", side, rows, model)
+    flops = rows * step_flops(
+        task.kinds["sudoku"], task.model_config, task.model_config.h_cycles, task.model_config.l_cycles
+    )
+    base = statistics.median(found["published loop"])
+    print("| | ms a step | times as fast | GFLOP/s | s to the first step |\n|---|---|---|---|---|")
+    for name, seconds in found.items():
+        middle = statistics.median(seconds)
+        first = f"{statistics.median(until[name]):.1f}" if name in until else "–"
+        print(
+            f"| {name} | {middle * 1e3:.1f} | {base / middle:.2f} | {flops / middle / 1e9:.1f} | {first} |", flush=True
+        )
+
+
+# attention ------------------------------------------------------------------------------------------------------------
+
+
+def attention(repeats: int) -> None:
+    """One layer's attention, dense and sparse: milliseconds, peak memory for the backward pass, FLOPs."""
+    import torch
+
+    from unisono.recipes.puzzles.data.formats import maze_format, sudoku_format
+    from unisono.recipes.puzzles.model.shape import Kind, net_flops
+    from unisono.recipes.puzzles.model.torch_model import Attention
+    from unisono.recipes.puzzles.settings import Model
+
+    print(
+        "| cells | rows | attention | ms | kept for the backward pass, MB | GFLOP of a network "
+        "|\n|---|---|---|---|---|---|"
+    )
+    for format_, rows in ((sudoku_format(9), 16), (maze_format(30, 30), 2)):
+        kinds = {"puzzle": Kind(format_, 1)}
+        made: dict[str, tuple[Callable[[], None], Model]] = {}
+        kept: dict[str, int] = {}
+        for mixer in ("attention", "sparse"):
+            model = Model(mixer=mixer)  # type: ignore[arg-type]
+            layer = Attention(model, kinds)
+            x = torch.randn(rows, format_.length + model.prefix, model.width, requires_grad=True)
+
+            def once(layer: Any = layer, x: Any = x, mixer: str = mixer, kept: dict[str, int] = kept) -> None:
+                sizes: dict[int, int] = {}
+
+                def pack(tensor: torch.Tensor) -> torch.Tensor:
+                    sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                    return tensor
+
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    out = layer(x, "puzzle", None)
+                kept[mixer] = sum(sizes.values())
+                out.sum().backward()
+
+            made[mixer] = once, model
+        times: dict[str, list[float]] = {mixer: [] for mixer in made}
+        for number in range(repeats + 1):
+            for mixer, (once, _) in made.items():
+                began = time.perf_counter()
+                once()
+                if number:
+                    times[mixer].append(time.perf_counter() - began)
+        for mixer, (_, model) in made.items():
+            flops = net_flops(kinds["puzzle"], model) * rows / 1e9
+            name = "dense" if mixer == "attention" else mixer
+            middle = statistics.median(times[mixer]) * 1e3
+            print(
+                f"| {format_.length} | {rows} | {name} | {middle:.0f} | {kept[mixer] / 1e6:.0f} | {flops:.1f} |",
+                flush=True,
+            )
+
+
+# what a published figure would need -----------------------------------------------------------------------------------
+
+
+def needed() -> None:
+    """What 17 ms a step on a TPU v4-64 would take, and what its chips allow; computed, not measured."""
+    from unisono.recipes.puzzles.data.formats import sudoku_format
+    from unisono.recipes.puzzles.model.shape import Kind, net_flops, step_flops
+    from unisono.recipes.puzzles.settings import Model
+
+    kind, peak, rows, claimed = Kind(sudoku_format(9), 1), 32 * 275e12, 6144, 0.017
+    print(
+        "| model | GFLOP a pass of the network | GFLOP a puzzle and step | TFLOP a step of 6144 | ms at 100 % | at 40 "
+        "% | peak that 17 ms needs |\n|---|---|---|---|---|---|---|"
+    )
+    for name, model in (("TRM-MLP", Model(mixer="mlp", positions="none")), ("TRM-Att", Model())):
+        one, step = net_flops(kind, model), step_flops(kind, model, model.h_cycles, model.l_cycles)
+        least = step * rows / peak
+        print(
+            f"| {name} | {one / 1e9:.2f} | {step / 1e9:.1f} | {step * rows / 1e12:.0f} | {least * 1e3:.0f} "
+            f"| {least / 0.4 * 1e3:.0f} | {least / claimed:.0%} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["learning", "steps", "attention", "needed"])
+    parser.add_argument("--engines", nargs="+", default=["torch", "jax"], choices=["torch", "jax"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--side", type=int, default=9, choices=[4, 6, 9])
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("words", nargs="*", default=[], help="settings of the runs, key=value")
+    given = parser.parse_args()
+    if given.part == "learning":
+        learning(given.engines, given.seeds, given.variants, given.steps or 1000, given.words)
+    elif given.part == "steps":
+        model = {"mixer": "mlp", "positions": "none", "width": given.width}
+        step_times(given.side, given.rows, given.steps or 20, given.repeats, model)
+    elif given.part == "attention":
+        attention(given.repeats)
+    else:
+        needed()
+
+
+if __name__ == "__main__":
+    main()

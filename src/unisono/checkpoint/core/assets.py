@@ -1,0 +1,63 @@
+"""The files that a task leaves with its run, held against the digests in a checkpoint's manifest, as arrays are.
+
+A tokenizer or a `config.json` decides what the arrays mean, so one that was changed, added or lost makes another model
+of them. Who resumes a run does not ask: the task writes its files again, and the next checkpoint has their digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from unisono.checkpoint.core.manifest import Checkpoint
+from unisono.checkpoint.remote import description
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import CheckpointError
+from unisono.runtime.text import one_line
+
+FOLDER = "assets"
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of every file of data among the assets of a run, by its name there, as they also go to a store."""
+    names = [name.removeprefix(f"{FOLDER}/") for name in description.files(run) if name.startswith(f"{FOLDER}/")]
+    return {name: _digest(run / FOLDER, name) for name in sorted(names)}
+
+
+def check(checkpoint: Checkpoint, run: Path) -> None:
+    """Refuse assets that are not those with which a checkpoint was written.
+
+    Args:
+        checkpoint: read; one that was written before there were such digests has nothing to compare.
+        run: folder of the run, in which the assets lie.
+
+    Raises:
+        CheckpointError: naming the first file that differs.
+    """
+    if checkpoint.assets is None:
+        return
+    try:
+        there = digests(run)
+    except OSError as error:
+        raise CheckpointError(f"the assets of {run} cannot be read: {one_line(error)}") from error
+    if (found := difference(checkpoint.assets, there)) is not None:
+        raise CheckpointError(
+            f"{run / FOLDER / found[0]} {found[1]} {checkpoint.path.name} was written, so its arrays would be taken "
+            "for another model. Bring the assets back as they were; if the run is yours and was started again since, "
+            "resume it: its next checkpoint is of the assets that are there"
+        )
+
+
+def difference(written: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first name that differs, and how, as the beginning of a sentence that goes on with a checkpoint's name."""
+    for name in sorted(written.keys() | there.keys()):
+        if written.get(name) != there.get(name):
+            how = "is missing, which was there when" if name not in there else "has changed since"
+            return one_line(name), "was not there when" if name not in written else how
+    return None
+
+
+def _digest(folder: Path, name: str) -> str:
+    with safe_paths.open_inside(folder, name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

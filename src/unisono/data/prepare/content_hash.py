@@ -1,0 +1,50 @@
+"""A hash of rows that does not depend on how they are cut into shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.runtime.rng import key
+
+_PRIME = (1 << 127) - 1
+_BASE = key("content of a row")
+
+Units = NDArray[Any]  # unsigned integers, (n,)
+Lengths = NDArray[np.int64]
+
+
+class ContentHash:
+    """A hash of rows in their order, that can be made of parts: the rows' own hashes are digits of one number.
+
+    `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards are hashed in parallel and put together after.
+    """
+
+    def __init__(self, rows: int = 0, number: int = 0) -> None:
+        self.rows, self._number = rows, number
+
+    @classmethod
+    def combine(cls, entries: Sequence[Mapping[str, Any]]) -> ContentHash:
+        """The hash of shards one after the other, from what a manifest says of each."""
+        number = 0
+        for entry in entries:
+            number = (number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
+        return cls(sum(entry["rows"] for entry in entries), number)
+
+    def add(self, values: Units, lengths: Lengths) -> None:
+        """More rows: units (n,) and how many of them each row has (rows,)."""
+        data, size, begin, number = values.data.cast("B"), values.itemsize, 0, self._number
+        for end in (np.cumsum(lengths) * size).tolist():
+            digit = int.from_bytes(hashlib.blake2b(data[begin:end], digest_size=16).digest(), "little")
+            number, begin = (number * _BASE + digit) % _PRIME, end
+        self._number = number
+        self.rows += len(lengths)
+
+    @property
+    def hex(self) -> str:
+        """32 digits."""
+        return f"{self._number:032x}"

@@ -1,0 +1,137 @@
+"""What a folder of shards says of itself; it is written last, so a folder that has a manifest is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from unisono.data.prepare.content_hash import ContentHash
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import DataError
+from unisono.runtime.files import write_whole
+from unisono.runtime.shapes import Integer, misfit
+from unisono.runtime.text import one_line
+
+FORMAT = 1  # of the folder; a change makes old folders unknown
+MANIFEST_FILE = "manifest.json"
+_DTYPES = ("<u1", "<u2", "<u4", "<i4")  # of units; signed ones are for their reader to refuse, by file and row
+
+
+class _Shard(TypedDict):
+    file: Annotated[str, Field(max_length=255)]  # as file systems have it
+    rows: Integer
+    units: Integer
+    bytes: Integer
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    format: Integer
+    column: str
+    dtype: str
+    rows: Integer
+    units: Integer
+    left_out: Integer
+    content: str
+    of: dict[str, Any]
+    shards: list[_Shard]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a finished folder says of itself.
+
+    Raises:
+        DataError: where it is not finished, or of a format this version does not know.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        begun = any(folder.glob("*.json")) if folder.is_dir() else False
+        raise DataError(
+            f"{folder} is not finished: it has no {MANIFEST_FILE}. Give the command that began it again to make what "
+            "is missing; if its parts were made separately, `unisono data merge` combines them"
+            if begun
+            else f"{folder} holds no prepared data (no {MANIFEST_FILE}); make it with `unisono data prepare`"
+        )
+    found = read_json(path)
+    if found.get("format") != FORMAT:
+        raise DataError(
+            f"{path} has format {found.get('format')}, but this version of Unisono reads format {FORMAT}; prepare the "
+            "data again"
+        )
+    if (wrong := misfit(found, _Manifest)) is not None or found["dtype"] not in _DTYPES:
+        raise DataError(
+            f"{path} is not a manifest of prepared data ({one_line(wrong or 'dtype')}); prepare the data again"
+        )
+    if min(_numbers(found)) < 0:
+        raise DataError(f"{path} is not a manifest of prepared data (a number is below 0); prepare the data again")
+    for entry in found["shards"]:
+        if not safe_paths.is_inside(folder, entry["file"]) and (folder / entry["file"]).exists():
+            raise DataError(
+                f"{path} names '{one_line(entry['file'])}', which is no file of that folder; it was not read"
+            )
+    return found
+
+
+def _numbers(manifest: Mapping[str, Any]) -> list[int]:
+    return [entry[name] for entry in manifest["shards"] for name in ("rows", "units", "bytes")] + [0]
+
+
+def build_manifest(
+    column: str, dtype: str, of: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The manifest of these shards.
+
+    Args:
+        column: of the shards.
+        dtype: of their units.
+        of: all that decides what the rows are, as JSON.
+        entries: what `ShardWriter.close` says of each shard, its `file`, and how many records were `left_out`.
+    """
+    rows, units = sum(entry["rows"] for entry in entries), sum(entry["units"] for entry in entries)
+    filled = [entry for entry in entries if entry["rows"]]
+    return {
+        "format": FORMAT,
+        "column": column,
+        "dtype": dtype,
+        "rows": rows,
+        "units": units,
+        "left_out": sum(entry["left_out"] for entry in entries),
+        "shortest": min((entry["shortest"] for entry in filled), default=0),
+        "longest": max((entry["longest"] for entry in filled), default=0),
+        "mean": round(units / max(1, rows), 3),
+        "content": ContentHash.combine(entries).hex,
+        "of": dict(of),
+        "shards": [dict(entry) for entry in entries],
+    }
+
+
+def write_json(path: Path, value: Any, lasting: bool = True) -> None:
+    """Write a file that is there whole or not at all; `lasting`, even if the power fails now."""
+    write_whole(path, json.dumps(value, indent=1), lasting=lasting)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        DataError: for anything else.
+    """
+    try:
+        found = safe_paths.parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}; remove it and prepare the data again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not a JSON object; remove it and prepare the data again")
+    return found
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder of shards is finished, and all its files are there."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return False
+    return all((folder / shard["file"]).is_file() for shard in read_manifest(folder)["shards"])

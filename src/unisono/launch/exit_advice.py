@@ -1,0 +1,116 @@
+"""What a run says when it ends early: what is saved, and the exact command that resumes it.
+
+Nothing is promised that was not looked at: where there is no checkpoint, that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from unisono.checkpoint.core import resume_point
+from unisono.checkpoint.core.commit import Checkpoint
+from unisono.config.resolved_run import ResolvedRun
+from unisono.launch import resolve
+from unisono.observe import events
+from unisono.runtime.errors import (
+    CheckpointError,
+    Interrupted,
+    MemoryExhaustedError,
+    Preempted,
+    UnisonoError,
+)
+
+
+@contextmanager
+def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
+    """Context in which any error that ends the run also says what is saved and how to resume.
+
+    A run that is refused before its first step only gives the reason: the same command would be refused again.
+
+    Args:
+        run: as it was resolved.
+        launcher: who started the processes.
+
+    Raises:
+        Interrupted: in place of a KeyboardInterrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"interrupted. {resume_advice(run, launcher)}") from error
+    except UnisonoError as error:
+        if error.exit_code == Preempted.exit_code:  # it says itself what is saved
+            verb = "Resume" if _newest_checkpoint(run) is not None else "Start over"
+            error.args = (f"{error}. {_format_command(verb, run, launcher)}",)
+        elif isinstance(error, MemoryExhaustedError):
+            error.args = (f"{error}\n{out_of_memory_advice(run, error.random, launcher)}",)
+        elif error.exit_code != MemoryExhaustedError.exit_code and _has_progressed(run):
+            error.args = (f"{error}\n{resume_advice(run, launcher)}",)
+        raise
+    except Exception as error:
+        if _has_progressed(run):
+            error.add_note(resume_advice(run, launcher))
+        raise
+
+
+def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
+    """Which checkpoint is the newest, and the command that resumes from it.
+
+    Args:
+        run: as it was resolved.
+        launcher: who started the processes.
+    """
+    newest = _newest_checkpoint(run)
+    if newest is None:
+        return f"There is no checkpoint yet. {_format_command('Start over', run, launcher)}"
+    if newest.holds == "model":
+        return f"The newest checkpoint (step {newest.step}) holds only the model, so the run cannot be resumed from it"
+    return f"The newest checkpoint is from step {newest.step}. {_format_command('Resume', run, launcher)}"
+
+
+def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = "unisono") -> str:
+    """What to type after a run has run out of memory.
+
+    Args:
+        run: as it was resolved.
+        random: whether its forward passes draw random numbers; None where that is not known.
+        launcher: who started the processes.
+    """
+    size = resolve.next_smaller_micro_batch(run)
+    if size is None:
+        return (
+            "The micro-batch is already one row. Use layout.strategy=fsdp on more processes, "
+            "layout.activation_checkpointing=1, or a smaller model"
+        )
+    changes: dict[str, str | None] = {"layout.micro_batch": str(size)}
+    if resolve.draws_random_numbers(run, random) and "layout.micro_batch" not in run.config.run.allow_change:
+        changes["run.allow_change"] = f"[{','.join([*run.config.run.allow_change, 'layout.micro_batch'])}]"
+        return (
+            "The forward pass draws random numbers or normalises rows together, so a smaller micro-batch changes the "
+            f"results. {_format_command('To accept that, resume', run, launcher, changes)}"
+        )
+    return _format_command("Resume", run, launcher, changes)
+
+
+def _newest_checkpoint(run: ResolvedRun) -> Checkpoint | None:
+    """The newest checkpoint whose manifest can be read."""
+    try:
+        return resume_point.newest_readable(run.directory / "checkpoints").checkpoint
+    except (CheckpointError, OSError):
+        return None
+
+
+def _has_progressed(run: ResolvedRun) -> bool:
+    """Whether this start has run a step, as far as its record says."""
+    try:
+        steps = events.step_events(events.read_events(run.directory / "events.jsonl"))
+    except (OSError, ValueError):
+        return False
+    return bool(steps) and int(steps[-1]["step"]) > (run.resume.step if run.resume else 0)
+
+
+def _format_command(verb: str, run: ResolvedRun, launcher: str, changes: Mapping[str, str | None] | None = None) -> str:
+    """`Resume with:` and the command, on a line of its own."""
+    under = f" (under {launcher}, as before)" if launcher not in ("unisono", "none") and run.command else ""
+    return f"{verb}{under} with:\n  {run.with_changes(changes or {})}"

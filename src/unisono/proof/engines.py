@@ -1,0 +1,101 @@
+"""A recipe's task in torch against its task in JAX: the same weights and rows, in double precision, step by step.
+
+The run in JAX begins with the weights that the run in torch began with, under the names that the recipe gives them.
+What is held against each other is what any framework has; how an optimizer keeps its state is each engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from unisono.config import recipes
+from unisono.config.schema.run import RunConfig
+from unisono.proof.cases import Case, ProofSettings
+from unisono.proof.comparison import ComparedQuantity, compare_traces
+from unisono.proof.recording.trace import QUANTITIES, Array, Trace, trace_folder
+from unisono.runtime.errors import ConfigError
+
+FLOOR = 1e-10
+BUFFERS = "initial buffers"  # the moment of a trace that has the arrays that are not parameters
+_EACH_ITS_OWN = ("learning rate", "update", "optimizer state", "replicas", "buffers")
+_ONE_PROCESS = {"strategy": "single", "devices": 1, "shards": None, "threads": None, "bucket_mb": None}
+Names = Callable[[str], str]
+
+
+def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
+    """One process with each engine.
+
+    Raises:
+        ConfigError: for a task that is no recipe's, or a recipe without a task for one of the engines.
+    """
+    if config.recipe not in recipes.recipe_names():
+        raise ConfigError(
+            f"engines=[torch,jax] compares the two tasks of a recipe, and {config.recipe} is one task; register both "
+            "in one Recipe(tasks={'torch': …, 'jax': …})"
+        )
+    for engine in ("torch", "jax"):
+        recipes.task_of(config.recipe, engine)
+    named = {"micro_batch": proof.global_batch, **_ONE_PROCESS}
+    first = Case(f"torch m{proof.global_batch} fp64", 1, {**named, "engine": "torch"}, "fp64")
+    other = Case(f"jax m{proof.global_batch} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name)
+    return [first, replace(other, weights_from=first.name)]
+
+
+def names_of(recipe: str) -> Names:
+    """From the name of an array in torch to its name in JAX.
+
+    Raises:
+        ConfigError: where the recipe names a function that is not there.
+    """
+    reference = recipes.find_recipe(recipe).weight_names
+    if reference is None:
+        return lambda name: name
+    module, _, function = reference.partition(":")
+    try:
+        found: Names = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"recipe '{recipe}': weight_names={reference} cannot be imported: {error}") from error
+    return found
+
+
+def weights(root: Path, case: Case, recipe: str) -> dict[str, Array]:
+    """The first weights of another case by their names in JAX."""
+    rename, trace = names_of(recipe), Trace(trace_folder(root, case.weights_from))
+    return {rename(name): value for name, value in {**trace.tensors(BUFFERS), **_first(trace)}.items()}
+
+
+def compared(mine: Trace, reference: Trace, recipe: str) -> list[ComparedQuantity]:
+    """Hold a run in JAX against one in torch.
+
+    Args:
+        mine: of the run in JAX.
+        reference: of the run in torch.
+        recipe: whose tasks they ran.
+    """
+    rename = names_of(recipe)
+    in_torch = {rename(name): name for name in {**reference.tensors(BUFFERS), **_first(reference)}}
+    trained = {*reference.facts.trainable, *(in_torch.get(name, name) for name in mine.facts.trainable)}
+    ours = _Renamed(mine, in_torch, trained)
+    allowed = {**dict.fromkeys(QUANTITIES, FLOOR), "initial parameters": 0.0, "sample ids": 0.0}
+    found = compare_traces(ours, _Renamed(reference, {}, trained), allowed, adaptive=False)
+    return [one for one in found if one.quantity not in _EACH_ITS_OWN]
+
+
+def _first(trace: Trace) -> Mapping[str, Array]:
+    return trace.tensors("initial parameters")
+
+
+class _Renamed(Trace):
+    """A trace whose tensors have other names, of what either engine trains."""
+
+    def __init__(self, trace: Trace, names: Mapping[str, str], kept: set[str]) -> None:
+        self.folder, self.facts = trace.folder, trace.facts
+        self._names, self._kept = names, kept
+
+    def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
+        """See `Trace`."""
+        found = {self._names.get(name, name): value for name, value in super().tensors(moment, step).items()}
+        return {name: value for name, value in found.items() if name in self._kept}

@@ -1,0 +1,215 @@
+"""What it means that gradients, their norm or their clipping are the first to differ.
+
+What was observed is taken as a sum of what every micro-batch adds on one process. The weights of that sum, if there are
+any, say which fault it is; a fault whose weights, or whose rounding, reproduce nothing is not named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from unisono.proof import predictions
+from unisono.proof.fault_names import Diagnosis, build_diagnosis
+from unisono.proof.loss_rules import find_means
+from unisono.proof.pattern import Pattern
+from unisono.proof.recording.trace import Array
+
+_BF16_ROUNDING = 1e-2  # more than a tensor differs when it was rounded to bf16
+_FITTED = 1e-6  # a weight that was fitted is known so well
+
+
+def diagnose_gradients(pattern: Pattern) -> Diagnosis:
+    """Of raw gradients that are the first to differ, or that a loss follows which nobody recorded."""
+    step, number = pattern.worst.step, pattern.number
+    if pattern.step.clean is False:
+        return build_diagnosis("Gradients of the step before are added", f"step {step} began with gradients")
+    a, b = (trace.tensors("raw gradients", number) for trace in (pattern.mine, pattern.reference))
+    if missing := sorted({*b} - {*a}):
+        return build_diagnosis("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
+    factor = predictions.common_factor(a, b, pattern.rounding)
+    if factor is not None:
+        return _diagnose_factor(pattern, factor)
+    if detail := _not_synchronised_alone(pattern):
+        return build_diagnosis("Some parameters are not synchronised", detail)
+    if detail := _clipped_before(pattern, b):
+        return build_diagnosis("Clipped before synchronisation", detail)
+    if detail := _own_gradient(pattern):
+        return build_diagnosis("Gradients are not synchronised", detail)
+    if means := find_means(pattern):
+        return build_diagnosis("A mean of means", means)
+    if lower := predictions.find_lower_precision(pattern.gradient, pattern.rank_shares):
+        detail = f"every element is that of one process after rounding what the ranks add to {lower}"
+        return build_diagnosis("Gradients are reduced in a lower precision", detail)
+    weights = _weights(pattern)
+    if weights is not None:
+        return _diagnose_weights(pattern, weights)
+    if pattern.mine.facts.crosses == "rows" and pattern.worst.size > _BF16_ROUNDING and not pattern.failed("loss"):
+        detail = "the loss crosses samples and agrees, the gradients differ in direction, tensor by tensor"
+        return build_diagnosis("Gathered rows carry no gradient", detail)
+    return _diagnose_neutrally(pattern, a, b)
+
+
+def _diagnose_factor(pattern: Pattern, factor: float) -> Diagnosis:
+    size, passes = pattern.world_size, len(pattern.step.parts) // pattern.world_size
+    known = {size: ": by the number of processes", size * size: ": by the number of processes, twice"}
+    known |= {n: ": by the number of micro-batches" for n in (passes, passes * size) if n not in known}
+    found = predictions.find_number(factor, known, pattern.rounding)
+    shown = f"every tensor is {factor:.6g} times what it should be"
+    if found is None:
+        detail = f"{shown}, which is neither the number of processes nor that of micro-batches"
+        return build_diagnosis("The gradients depend on the layout", detail)
+    return build_diagnosis("All gradients are scaled by N", shown + known[found])
+
+
+def _wrong_tensors(pattern: Pattern) -> list[str]:
+    return [
+        name
+        for name, value in pattern.gradient.items()
+        if not predictions.reproduces({name: pattern.true_gradient[name]}, {name: value}, pattern.rounding)
+    ]
+
+
+def _not_synchronised_alone(pattern: Pattern) -> str:
+    """Whether some tensors are a rank's own and all others are right."""
+    wrong = _wrong_tensors(pattern)
+    if not wrong or len(wrong) == len(pattern.gradient):
+        return ""
+    rank = _rank_whose_gradient(pattern, {name: pattern.gradient[name] for name in wrong})
+    return "" if rank is None else f"{', '.join(wrong[:3])} are those of rank {rank} alone, all others agree"
+
+
+def _own_gradient(pattern: Pattern) -> str:
+    """Whether the gradient is that of a rank, or is so but for micro-batches that were reduced."""
+    rank = _rank_whose_gradient(pattern, pattern.gradient)
+    if rank is not None:
+        return f"every tensor is what the rows of rank {rank} alone come to"
+    weights = _weights(pattern)
+    if weights is None or not pattern.failed("replicas"):
+        return ""
+    size = pattern.world_size
+    known = all(any(abs(w - n) < _FITTED for n in (0, 1, size)) for w in weights)
+    others = [w for (rank, _), w in zip(pattern.shares, weights, strict=True) if rank and abs(w) < _FITTED]
+    return f"micro-batches of other ranks are missing, and replicas differ; weights {_shown(weights)}" * bool(
+        known and others
+    )
+
+
+def _rank_whose_gradient(pattern: Pattern, observed: Mapping[str, Array]) -> int | None:
+    shares = pattern.rank_shares
+    for rank, share in enumerate(shares if len(shares) > 1 else []):
+        for factor in (1, pattern.world_size):
+            own = {name: factor * value for name, value in share.items()}
+            if predictions.reproduces(own, observed, pattern.fitting):
+                return rank
+    return None
+
+
+def _clipped_before(pattern: Pattern, whole: Mapping[str, Array]) -> str:
+    """Whether ranks' gradients were clipped to the limit of the norm before they were averaged."""
+    limit = _norm_of(pattern.reference.tensors("clipped gradients", pattern.number))
+    shares = pattern.rank_shares
+    if not limit < _norm_of(whole) * (1 - 1e-6) or any(
+        pattern.gradient.get(n, np.zeros(0)).size != v.size for n, v in whole.items()
+    ):
+        return ""  # nothing is clipped on one process, or norms of ranks are not known
+    weights = predictions.fit_weights(pattern.gradient, shares, pattern.fitting)
+    if weights is None or not predictions.find_clipping(weights, shares, limit):
+        return ""
+    return f"each rank's gradient was first scaled to the limit of {limit:.4g}: {_shown(weights)} of what it is"
+
+
+def _weights(pattern: Pattern) -> list[float] | None:
+    """The weights with which the micro-batches of one process add up to what was observed."""
+    return predictions.fit_weights(pattern.gradient, [share for _, share in pattern.shares], pattern.fitting)
+
+
+def _diagnose_weights(pattern: Pattern, weights: list[float]) -> Diagnosis:
+    largest = max(map(abs, weights))
+    absent = [i for i, weight in enumerate(weights) if abs(weight) < _FITTED * largest]
+    rest = [weight for weight in weights if abs(weight) >= _FITTED * largest]
+    if absent and max(rest) - min(rest) < _FITTED * largest:
+        detail = f"micro-batches {absent[:8]} are missing from the sum, and the others are in it alike"
+        return build_diagnosis("Gradients are those of a part of the batch", detail)
+    detail = f"micro-batches are in the sum {_shown(weights)} times, instead of once; these are not means of means"
+    return build_diagnosis("The gradients depend on the layout", detail)
+
+
+def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, Array]) -> Diagnosis:
+    wrong = [
+        n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(_norm_of({n: b[n]}), 1e-300)
+    ]
+    only = f"only {', '.join(wrong[:3])} differ" if wrong and len(wrong) <= len(b) // 2 else "they differ"
+    if not pattern.shares:
+        known = "what each micro-batch adds was not recorded"
+    else:
+        known = "they are no sum of what the micro-batches add, nor of what is left of it in a lower precision"
+    loss = "; no loss was recorded" if pattern.step.loss is None else ""
+    return build_diagnosis("The gradients depend on the layout", f"{only}, by no common factor; {known}{loss}")
+
+
+# norm and clipping ----------------------------------------------------------------------------------------------------
+
+
+def diagnose_norm(pattern: Pattern) -> Diagnosis:
+    """Of a norm of gradients that agree."""
+    worst, size = pattern.worst, pattern.world_size
+    whole = pattern.mine.tensors("raw gradients", pattern.number)
+    shown = f"{worst.mine:.9g} instead of {worst.reference:.9g}"
+    exact = _norm_of(whole)
+    parts = {f"the shards of rank {rank}": _norm_of(_shard(whole, rank, size)) for rank in range(size)}
+    parts |= {
+        f"{size} copies of it": exact * math.sqrt(size),
+        f"an N-th of its squares, N = {size}": exact / math.sqrt(size),
+    }
+    for name, norm in parts.items():
+        if predictions.is_equal(worst.mine, norm, max(pattern.rounding, 1e-6)):
+            return build_diagnosis("The norm is that of a part of the gradient", f"{shown}, the norm of {name}")
+    for name, bits in predictions.LOWER.items():
+        unit, rounded = 2.0 ** (1 - bits), float(predictions.round_to(np.array([worst.mine]), bits)[0])
+        if rounded == worst.mine and abs(worst.mine - exact) <= 64 * unit * exact:
+            detail = f"{shown}, a number of {name}"
+            return build_diagnosis("The norm is added up in too low a precision", detail)
+    return build_diagnosis(
+        "The norm depends on the layout", f"{shown}; the gradients agree, and it is the norm of no rank's shards"
+    )
+
+
+def diagnose_clipped(pattern: Pattern) -> Diagnosis:
+    """Of clipped gradients, where raw ones and their norm agree."""
+    number, size = pattern.number, pattern.world_size
+    raw, clipped = (pattern.mine.tensors(f"{kind} gradients", number) for kind in ("raw", "clipped"))
+    limit = _norm_of(pattern.reference.tensors("clipped gradients", number))
+    factors, known = [], True
+    for rank in range(size):
+        shard = _shard(raw, rank, size)
+        factor = predictions.common_factor(_shard(clipped, rank, size), shard, 1e-6)
+        wanted = min(1.0, limit / norm) if (norm := _norm_of(shard)) else 1.0
+        known = known and factor is not None and predictions.is_equal(factor, wanted, 1e-4)
+        factors.append(math.nan if factor is None else factor)
+    if known and max(factors) > min(factors):
+        detail = f"each rank has scaled its shards by their own norm: by {_shown(factors)}"
+        return build_diagnosis("Clipped by a local norm", detail)
+    return build_diagnosis(
+        "The clipping depends on the layout",
+        "gradients and norm agree before it; no rank has used the norm of its shards",
+    )
+
+
+def _shard(tensors: Mapping[str, Array], rank: int, size: int) -> dict[str, Array]:
+    """A rank's pieces of tensors, as `fully_shard` deals them out: along the first axis, by `torch.chunk`."""
+    result = {}
+    for name, value in tensors.items():
+        rows = -(-len(value) // size)
+        result[name] = value[rank * rows : (rank + 1) * rows]
+    return result
+
+
+def _norm_of(tensors: Mapping[str, Array]) -> float:
+    return math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in tensors.values()))
+
+
+def _shown(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers[:8]) + (", …" if len(numbers) > 8 else "")

@@ -1,0 +1,249 @@
+"""What it means that the loss, a metric or an evaluation is the first to differ.
+
+A name is given where a prediction reproduces what was observed (`predictions`); otherwise a neutral one, which says
+what the loss depends on, what was excluded, and what to look at.
+"""
+
+from __future__ import annotations
+
+import math
+
+from unisono.proof import predictions
+from unisono.proof.fault_names import Diagnosis, build_diagnosis
+from unisono.proof.pattern import Pattern
+from unisono.proof.predictions import Reduction
+from unisono.proof.recording.trace import Part
+
+
+def diagnose_loss(pattern: Pattern) -> Diagnosis:
+    """Of a loss that is the first to differ: rows and weights agree, and outputs where they were compared."""
+    worst = pattern.worst
+    from_outputs = pattern.agrees("outputs")  # then the forward pass is right, and its state and its draws with it
+    if pattern.is_resumed and not from_outputs:
+        return build_diagnosis(
+            "The state was not carried on", f"rows and weights of step {worst.step} agree, its loss does not"
+        )
+    if pattern.agrees("raw gradients"):
+        return _diagnose_report(pattern)
+    if pattern.failed("replicas") and not pattern.parts:
+        return build_diagnosis(
+            "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
+        )
+    if (number := _scaled_by(pattern)) is not None:
+        detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
+        return build_diagnosis("The loss is scaled by N", detail)
+    if means := find_means(pattern):
+        return build_diagnosis("A mean of means", means)
+    if pattern.mine.facts.crosses and (terms := _differing_terms(pattern)):
+        detail = f"outputs agree, and so does what rows have alone; {terms} does not, and the loss crosses samples"
+        if pattern.mine.facts.crosses == "whole":
+            return build_diagnosis("A statistic of the batch is taken of its parts", detail)
+        return build_diagnosis("Pairs across processes are missing", detail)
+    if why := pattern.root.unstable_loss:
+        return build_diagnosis("The loss depends on the call", why)
+    if statistic := _statistic(pattern):
+        return build_diagnosis("A statistic of the batch is taken of its parts", statistic)
+    if pattern.mine.facts.random and not from_outputs:
+        return build_diagnosis(
+            "Randomness depends on the rank", "rows and weights agree, the loss does not, and the model draws"
+        )
+    return _diagnose_neutrally(pattern)
+
+
+def find_means(pattern: Pattern) -> str:
+    """In words, the mean of means that reproduces what was observed; empty where none does.
+
+    It has to reproduce the loss, where it differs and its sums and counts were recorded, and the gradient, where that
+    of every micro-batch was. On one process with other micro-batches, it is the loss on some rows that says so.
+    """
+    if means := _own_means(pattern):
+        return means
+    ways, gradients = predictions.means(pattern.parts), pattern.part_gradients
+    loss = _differing(pattern)
+    if gradients is not None:
+        found = next(
+            (w for w in ways if predictions.reproduces(gradients.predict(w), pattern.gradient, pattern.rounding)), None
+        )
+        if found is None:
+            return ""
+        shown = _shown_loss(pattern, found, loss)
+        return f"{found.words} reproduces the gradient to rounding{shown}; {_counts(pattern.parts)}"
+    if loss and (found := predictions.find_reduction(pattern.parts, loss, ways, pattern.rounding)):
+        return f"{found.words} reproduces the loss to rounding; {_counts(pattern.parts)}"
+    return _equal_weights(pattern)
+
+
+def _shown_loss(pattern: Pattern, way: Reduction, loss: dict[str, float]) -> str:
+    one = [way, *predictions.by_count_of_one(pattern.parts)]
+    found = predictions.find_reduction(pattern.parts, loss, one, pattern.rounding)
+    return "" if found is None else ", and the loss" if found is way else f"; the loss is {found.words}"
+
+
+def _equal_weights(pattern: Pattern) -> str:
+    """Whether local gradients, recorded before the reduction, were averaged although they have different weights."""
+    local = [gradient for _, gradient in pattern.local_gradients]
+    ours = predictions.fit_weights(pattern.gradient, local, pattern.fitting)
+    theirs = predictions.fit_weights(pattern.true_gradient, local, pattern.fitting)
+    if ours is None or theirs is None or min(theirs) <= 0:
+        return ""
+    equal = max(ours) - min(ours) <= 1e-6 * max(ours)
+    if not equal or not predictions.is_equal(sum(ours), sum(theirs), 1e-6):
+        return ""
+    shown = ", ".join(f"{weight / sum(theirs):.3g}" for weight in theirs[:6])
+    return (
+        f"the gradient is the plain mean of {len(local)} local ones, and that of one process the mean of the same with "
+        f"weights {shown}{', …' if len(theirs) > 6 else ''}, both to rounding"
+    )
+
+
+def _own_means(pattern: Pattern) -> str:
+    """Whether a term that differs divides by itself, as the loss on some rows of a micro-batch showed."""
+    if pattern.parts:  # of the same micro-batches such a term is the same
+        return ""
+    kinds = {pattern.root.additivity.get(name, "") for name in _differing(pattern)}
+    if kinds != {"mean"}:
+        return ""
+    return (
+        "on any rows of a micro-batch the loss is the mean of what these rows have alone, with weights of its own, and "
+        "counts() does not count them"
+    )
+
+
+def _statistic(pattern: Pattern) -> str:
+    """Whether what differs is no sum over rows, as the loss on some rows, or the terms beside it, show."""
+    differing = _differing(pattern)
+    other = [name for name in differing if pattern.root.additivity.get(name) == "statistic"]
+    if differing and len(other) == len(differing) and not pattern.parts:
+        names = ", ".join(f"'{name}'" for name in other)
+        return f"{names} of several rows is neither the sum nor a mean of what they have alone, and the same each time"
+    return ""
+
+
+def _scaled_by(pattern: Pattern) -> int | None:
+    """The number of processes, if every term, and the loss, is off by it."""
+    if pattern.worst.mine is None or not pattern.worst.reference or pattern.world_size == 1:
+        return None
+    ours, theirs = pattern.step.terms, pattern.reference_step.terms
+    pairs = [(pattern.worst.mine, pattern.worst.reference), *((ours.get(n, math.nan), v) for n, v in theirs.items())]
+    ratios = [a / b for a, b in pairs if b]
+    same = all(predictions.is_equal(ratio, ratios[0], pattern.rounding) for ratio in ratios)
+    return predictions.find_number(ratios[0], [pattern.world_size], pattern.rounding) if same else None
+
+
+def _differing(pattern: Pattern) -> dict[str, float]:
+    """Terms of the loss that are not those of the reference, as this run reported them."""
+    theirs = pattern.reference_step.terms
+    return {
+        name: value
+        for name, value in pattern.step.terms.items()
+        if not predictions.is_equal(value, theirs.get(name, math.inf), pattern.rounding)
+    }
+
+
+def _differing_terms(pattern: Pattern) -> str:
+    """The terms that differ, if there is only one, or another agrees: a wrong mean would not spare any."""
+    other, theirs = _differing(pattern), pattern.reference_step.terms
+    return ", ".join(f"'{name}'" for name in other) if len(other) < max(2, len(theirs)) else ""
+
+
+def _counts(parts: list[Part]) -> str:
+    terms = [name for name in parts[0].counts if not name.startswith("metric/")]
+    shown = {name: [part.counts[name] for part in parts] for name in terms}
+    uneven = next((name for name in terms if len(set(shown[name])) > 1), terms[0])
+    return f"counts of '{uneven}' by micro-batch: {', '.join(f'{n:g}' for n in shown[uneven][:8])}"
+
+
+# where no prediction holds --------------------------------------------------------------------------------------------
+
+
+def _diagnose_neutrally(pattern: Pattern) -> Diagnosis:
+    excluded = "no mean of means, no factor and no missing part of the recorded sums gives this loss"
+    if not pattern.step.parts:
+        detail = "rows and weights agree, the loss does not; what each micro-batch adds to it was not recorded"
+        if pattern.local_gradients:
+            detail += ", and gradients do not say it: if each micro-batch divides by its own count, look there first"
+        return build_diagnosis("The loss depends on the layout", detail)
+    if not pattern.parts:
+        return build_diagnosis(
+            "The loss depends on the micro-batch",
+            "rows and weights agree, and other rows are together; it is not that the loss is a mean where it has to be "
+            "a sum, as far as the first rows show",
+        )
+    wrong = _wrong_parts(pattern)
+    if not wrong:
+        return build_diagnosis(
+            "The loss depends on the layout", f"every micro-batch has the sums that it has on one process; {excluded}"
+        )
+    ranks = sorted({part.rank for part in wrong})
+    if len(ranks) < pattern.world_size and pattern.failed("replicas"):
+        return build_diagnosis("Replicas drift apart", f"the loss differs on ranks {ranks}, and so do replicas")
+    where = f"micro-batches {[p.number for p in wrong][:8]}, on ranks {ranks},"
+    if len(ranks) < pattern.world_size:
+        agree = sorted({part.rank for part in pattern.parts} - {*ranks})
+        return build_diagnosis(
+            "The loss depends on the process",
+            f"{where} have other sums than the same rows have on one process; all those of ranks {agree} agree",
+        )
+    return build_diagnosis(
+        "The loss depends on the layout", f"{where} have other sums than the same rows have on one process; {excluded}"
+    )
+
+
+def _wrong_parts(pattern: Pattern) -> list[Part]:
+    """Micro-batches whose own sums or counts are not those that the reference has for the same rows."""
+    names = [*pattern.step.terms]
+    return [
+        mine
+        for mine, true in zip(pattern.step.parts, pattern.parts, strict=True)
+        if not all(
+            predictions.is_equal(a.get(name, math.nan), b.get(name, math.nan), pattern.rounding)
+            for name in names
+            for a, b in ((mine.sums, true.sums), (mine.counts, true.counts))
+        )
+    ]
+
+
+# what is only reported ------------------------------------------------------------------------------------------------
+
+
+def _diagnose_report(pattern: Pattern) -> Diagnosis:
+    observed = _differing(pattern)
+    ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
+    if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
+        return build_diagnosis("The loss is not summed over ranks", f"the gradients agree; the loss is {found.words}")
+    return build_diagnosis(
+        "The reported loss depends on the layout", "the gradients agree, and so does the training; the report does not"
+    )
+
+
+def diagnose_metrics(pattern: Pattern) -> Diagnosis:
+    """Of metrics, where everything before them agrees."""
+    ours, theirs = pattern.step.metrics, pattern.reference_step.metrics
+    if any(values != ours[0] for values in ours):
+        return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")
+    if ours and theirs:
+        observed = {
+            f"metric/{name}": value
+            for name, value in ours[0].items()
+            if not predictions.is_equal(value, theirs[0].get(name, math.inf), pattern.rounding)
+        }
+        ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
+        if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
+            return build_diagnosis("A metric is not summed over ranks", f"'{pattern.worst.name}' is {found.words}")
+    return build_diagnosis(
+        "A metric depends on the layout", f"everything before '{pattern.worst.name}' agrees, and no part of it is known"
+    )
+
+
+def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
+    """Of an evaluation, where the training agrees."""
+    ours = pattern.mine.facts.evaluation
+    if any(values != ours[0] for values in ours):
+        return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")
+    theirs = pattern.reference.facts.held_out
+    if any(theirs.get(rows, digest) != digest for rows, digest in pattern.mine.facts.held_out.items()):
+        detail = "the held-out rows came out as other samples than on one process"
+        return build_diagnosis("Held-out rows are augmented", detail)
+    return build_diagnosis(
+        "The evaluation depends on the layout", "the training agrees, and so do the held-out samples of every rank"
+    )

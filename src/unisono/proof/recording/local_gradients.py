@@ -1,0 +1,55 @@
+"""What each backward pass of a process makes before anything is reduced, seen by hooks of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from unisono.proof.recording.gradient_sample import sample_elements
+from unisono.proof.recording.trace import Array, Trace, write_tensors
+
+
+class LocalGradients:
+    """Keeps a sample of every gradient, backward pass by backward pass; hooks change no number.
+
+    Args:
+        parameters: by name. Those that `fully_shard` has cut into pieces are left out: their hooks see nothing.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._passes: list[dict[str, Array]] = [{}]
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_hook(partial(self._keep, name))
+
+    def _keep(self, name: str, gradient: Tensor) -> None:
+        if name in self._passes[-1]:  # every pass makes each gradient once
+            self._passes.append({})
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        whole = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+        self._passes[-1] |= sample_elements({name: whole.cpu().resolve_conj().numpy()})
+
+    def write(self, folder: Path, rank: int, step: int) -> None:
+        """Write what was seen since the last call; every process writes a file of its own."""
+        seen = {f"{number}/{name}": value for number, one in enumerate(self._passes) for name, value in one.items()}
+        if seen:
+            write_tensors(folder, _moment(rank), step, seen)
+        self._passes = [{}]
+
+
+def read_local_gradients(trace: Trace, rank: int, step: int) -> list[dict[str, Array]]:
+    """Elements of what each backward pass of a rank made, pass by pass; none where nothing was seen."""
+    passes: dict[int, dict[str, Array]] = {}
+    for key, value in trace.tensors(_moment(rank), step).items():
+        number, _, name = key.partition("/")
+        passes.setdefault(int(number), {})[name] = value
+    return [passes[number] for number in sorted(passes)]
+
+
+def _moment(rank: int) -> str:
+    return f"local gradients {rank}"

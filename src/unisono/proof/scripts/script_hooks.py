@@ -1,0 +1,293 @@
+"""Runs a training script as it is, and records it through the hooks that torch has for every optimizer and module.
+
+What the script calls is watched, never changed: `torch.autograd.backward` (losses), `clip_grad_norm_` (gradients before
+they are clipped), the batches of a `DataLoader` (rows), forward passes (inputs, draws) and `Optimizer.step` (the rest).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import inspect
+import runpy
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from unisono.proof.scripts.script_recorder import Records, World
+from unisono.runtime.errors import ConfigError
+
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
+
+
+class _EnoughSteps(BaseException):
+    """Ends a script after the steps that are compared; no `except Exception` of a script catches it."""
+
+
+def run_script(path: Path, world: World, steps: int) -> Records:
+    """Run a script as `python path` would, until it has made so many updates or ends.
+
+    Args:
+        path: of the script; its arguments are in `sys.argv`.
+        world: the process.
+        steps: updates after which it is ended.
+
+    Raises:
+        ConfigError: for a script that makes no update.
+    """
+    watch = ScriptWatch(world, steps)
+    sys.path.insert(0, str(path.parent))  # as `python path` does
+    with watch.installed(), suppress(_EnoughSteps):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+    if watch.records is None or not watch.records.steps:
+        raise ConfigError(
+            f"{path.name} ended without an update by a torch optimizer in this process, so there is nothing to "
+            "compare; give it arguments with which it trains, and let it start no processes of its own (mp.spawn)"
+        )
+    return watch.records
+
+
+class ScriptWatch:
+    """What is seen of a script while it runs.
+
+    Args:
+        world: the process.
+        steps: updates after which the script is ended.
+
+    Attributes:
+        records: of its run, from its first forward pass in training on.
+    """
+
+    def __init__(self, world: World, steps: int) -> None:
+        self._world, self._steps = world, steps
+        self.records: Records | None = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._members: set[int] = set()  # modules that hold trained parameters
+        self._inside = False  # of a forward pass of the model
+        self._updates = 0  # optimizers that are in `step`, since one may call another
+        self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
+        self._rows: list[int] = []  # that the update is made of
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """With all hooks in place."""
+        handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        clips = [(home, name) for home in (nn.utils, nn.utils.clip_grad) for name in _CLIPS]
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Optimizer, "__init__", self._watch_creation(Optimizer.__init__)),
+            (nn.Module, "__call__", self._watch_forward(nn.Module.__call__)),
+            (torch.autograd, "backward", self._watch_backward(torch.autograd.backward)),
+            (_BaseDataLoaderIter, "_next_index", _watch_indices(_BaseDataLoaderIter._next_index)),
+            (_BaseDataLoaderIter, "__next__", self._watch_batches(_BaseDataLoaderIter.__next__)),
+            *((home, name, self._watch_clip(getattr(home, name))) for home, name in clips),
+        ]
+        before = [(home, name, getattr(home, name)) for home, name, _ in replaced]
+        for home, name, function in replaced:
+            setattr(home, name, function)
+        try:
+            yield
+        finally:
+            for home, name, function in before:
+                setattr(home, name, function)
+            for handle in handles:
+                handle.remove()
+
+    # optimizers ----------------------------------------------------------------------------------------------------
+
+    def _watch_creation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def create(optimizer: Optimizer, *args: Any, **named: Any) -> None:
+            original(optimizer, *args, **named)
+            self._optimizers.append(weakref.ref(optimizer))
+
+        return create
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._updates += 1
+        if self._updates > 1:
+            return None
+        records = self._begin([optimizer])
+        closure = next((value for value in (*args[1:], *named.values()) if callable(value)), None)
+        if closure is None:
+            records.before_update(optimizer)
+            return None
+        calls = 0
+
+        def recorded(*given: Any, **more: Any) -> Any:
+            nonlocal calls
+            result = closure(*given, **more)
+            calls += 1
+            if calls == 1:  # the gradients are there now
+                records.before_update(optimizer)
+            return result
+
+        return (optimizer, recorded), {}
+
+    def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
+        self._updates -= 1
+        if self._updates:
+            return
+        assert self.records is not None
+        self.records.step(rows=self._rows)
+        self._rows = []
+        if self.records.steps >= self._steps:
+            raise _EnoughSteps
+
+    def _begin(self, optimizers: Sequence[Optimizer]) -> Records:
+        """The records, which begin where they are asked for first."""
+        if self.records is None:
+            model = _find_model(optimizers)
+            self._members = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+            self.records = Records(self._world, model, None)
+        return self.records
+
+    # passes ----------------------------------------------------------------------------------------------------------
+
+    def _watch_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() or self._inside or not (module.training and torch.is_grad_enabled()):
+                return original(module, *args, **named)
+            if self.records is None:
+                optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
+                trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+                if any(id(parameter) in trained for parameter in module.parameters()):
+                    self._begin(optimizers)
+            records = self.records
+            if records is None or id(module) not in self._members:
+                return original(module, *args, **named)
+            digests, shape = _row_digests((args, named))
+            records.seen.inputs += digests
+            records.seen.shape = shape or records.seen.shape
+            records.before_forward()
+            self._inside = True
+            try:
+                return original(module, *args, **named)
+            finally:
+                self._inside = False
+                records.after_forward()
+
+        return call
+
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **named: Any) -> Any:
+            inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
+            if not inside and self.records is not None:
+                given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
+                for batches in self._fetched.values():
+                    self._rows += batches.popleft() if batches else []
+            return original(tensors, *args, **named)
+
+        return backward
+
+    def _watch_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def clip(parameters: Any, *args: Any, **named: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if self.records is not None:
+                self.records.gradients()
+                bound = signature.bind(given, *args, **named).arguments
+                limit, kind = bound.get("max_norm"), bound.get("norm_type", 2.0)
+                if limit is not None and kind == 2.0 and self.records.with_gradient <= {id(one) for one in given}:
+                    self.records.seen.limits.append(float(limit))
+            return original(given, *args, **named)
+
+        return clip
+
+    # rows ------------------------------------------------------------------------------------------------------------
+
+    def _watch_batches(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def fetch(iterator: Any) -> Any:
+            batch = original(iterator)
+            indices = iterator.__dict__.get("_unisono_indices")
+            if indices and torch.is_grad_enabled():  # else an evaluation
+                source = self._fetched.setdefault(id(iterator._dataset), deque())
+                if iterator.__dict__.pop("_unisono_new", False):
+                    source.clear()
+                number = list(self._fetched).index(id(iterator._dataset))
+                source.append([(number << _SOURCE_BITS) + row for row in _row_numbers(indices.popleft())])
+            elif indices:
+                indices.popleft()
+            return batch
+
+        return fetch
+
+
+def _watch_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(iterator: Any) -> Any:
+        indices = original(iterator)
+        if "_unisono_indices" not in iterator.__dict__:
+            iterator._unisono_indices, iterator._unisono_new = deque(), True
+        iterator._unisono_indices.append(indices)
+        return indices
+
+    return draw
+
+
+def _row_numbers(indices: Any) -> list[int]:
+    """The rows of a batch, as its sampler names them; none for a data set without numbers."""
+    each = indices if isinstance(indices, list | tuple) else [indices]
+    return [int(index) for index in each if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)]
+
+
+def _row_digests(inputs: Any) -> tuple[list[str], str]:
+    """A digest of every row of the tensors among a model's inputs, and the shape of one row."""
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    tensors = [tensor for tensor in given if tensor.dim() and tensor.numel()]
+    if not tensors:
+        return [], ""
+    count = len(tensors[0])
+    arrays = [t.detach().cpu() for t in tensors if len(t) == count]
+    plain = [(a.float() if a.dtype == torch.bfloat16 else a).reshape(count, -1).numpy() for a in arrays]
+    rows = (b"".join(array[row].tobytes() for array in plain) for row in range(count))
+    shape = " ".join(f"{a.dtype} {tuple(a.shape[1:])}" for a in arrays)
+    return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows], shape
+
+
+def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
+    """The modules that hold what the optimizers train, wrapped as they are: one, or a list of several."""
+    wanted = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    left = {id(parameter): parameter for parameter in wanted}
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    holders = [
+        (len(held), not isinstance(module, DistributedDataParallel), module)
+        for module in modules
+        if id(module) not in inner and (held := {id(p) for p in module.parameters()} & set(left))
+    ]
+    chosen: list[nn.Module] = []
+    for _, _, module in sorted(holders, key=lambda holder: holder[:2], reverse=True):
+        held = {id(p) for p in module.parameters()} & set(left)
+        if held:
+            chosen.append(module)
+            left = {key: value for key, value in left.items() if key not in held}
+    if left:
+        chosen.append(nn.ParameterList(left.values()))
+    return chosen[0] if len(chosen) == 1 else nn.ModuleList(chosen)

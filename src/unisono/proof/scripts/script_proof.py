@@ -1,0 +1,157 @@
+"""`unisono prove train.py worlds=[1,2] -- its arguments`: a script as it is, on one process and on many.
+
+Every run is also checked against itself. Where two runs cannot have seen the same rows, that is all that is left, and
+the rest abstains with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from unisono.config.schema.base import Settings
+from unisono.proof import diagnosis
+from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.recording.trace import Trace
+from unisono.proof.scripts import self_check
+from unisono.proof.scripts.script_arguments import fill_arguments
+from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
+from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.verdict import Verdict
+from unisono.runtime.console import say
+from unisono.runtime.errors import ConfigError
+
+# What does not depend on the rows that were computed.
+_WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
+_DRAWS = (
+    "the forward pass draws random numbers (dropout), every process its own; set its probability to 0 for the proof"
+)
+
+
+class ScriptSettings(Settings):
+    """The settings of a proof of a script, as `key=value` before `--`."""
+
+    worlds: list[Annotated[int, Field(ge=1)]] = Field([1, 2], description="numbers of processes; one is the reference")
+    steps: Annotated[int, Field(ge=1)] = Field(4, description="updates after which the script is ended")
+    precision: Literal["fp64", "fp32"] | None = Field(
+        None, description="null: fp64, or fp32 where the script has no fp64"
+    )
+    timeout: PositiveFloat = Field(300.0, description="seconds that every run may take")
+
+
+def prove_script(script: Path, arguments: Sequence[str], settings: ScriptSettings, *, quiet: bool = False) -> Report:
+    """Run a script on one process and on many, and compare all that can be seen.
+
+    Args:
+        script: the file, as it is.
+        arguments: its own; `{16/world}` is computed for every number of processes.
+        settings: of the proof.
+        quiet: print no progress.
+
+    Raises:
+        ConfigError: for a script that is not there, arguments that cannot be computed, and one that makes no update.
+    """
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such file; a script is given as path/to/train.py")
+    worlds = [world for world in dict.fromkeys(settings.worlds) if world > 1]
+    if not worlds:
+        raise ConfigError(f"worlds={settings.worlds}: one process is compared with 2 or more, e.g. worlds=[1,2]")
+    words = {world: [str(script), *fill_arguments(arguments, world)] for world in (1, *worlds)}
+    ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
+    for precision in ladder:
+        root = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
+        try:
+            run = ScriptRun(str(script.resolve()), precision, settings.timeout, "", steps=settings.steps)
+            report = _prove(ScriptRuns(run, worlds, root, quiet, words), lower=precision != ladder[-1])
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+        if report is not None:
+            break
+        if not quiet:
+            say("the script does not run in fp64; comparing in fp32", error=True)
+    assert report is not None
+    return report
+
+
+def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
+    """Run and judge all cases; None if the script does not run in fp64, and a lower precision may be tried."""
+    one, *others = runs.cases
+    reference = runs.record(one)
+    if reference is None:
+        fits = runs.ended[one.name].fault != "Single precision meets double"
+        return Report(*runs.judge(adaptive=False)) if fits or not lower else None
+    for case in others:
+        runs.record(case)
+    checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
+    _fill_losses(runs.traces, checks)
+    adaptive = reference.facts.optimizer != "SGD"
+    stray = runs.explain_stray(adaptive)
+    verdicts, alone = runs.judge(adaptive)
+    for judged in verdicts:
+        if judged.case in runs.traces:
+            _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray)
+    name_local_statistics(verdicts, runs.traces)
+    return Report(verdicts, alone, unseen=_describe_unseen(reference, runs.run.steps))
+
+
+def _fill_losses(traces: Mapping[str, Trace], checks: Mapping[str, self_check.SelfCheck]) -> None:
+    """Give every step its loss, where that is known of all runs."""
+    each = zip(*(check.losses for check in checks.values()), strict=False)
+    known = [all(loss is not None for loss in losses) for losses in each]
+    for name, trace in traces.items():
+        for number, (step, loss) in enumerate(zip(trace.facts.steps, checks[name].losses, strict=True)):
+            step.loss = loss if number < len(known) and known[number] else None
+
+
+def _complete(judged: Verdict, check: self_check.SelfCheck, mine: Trace, reference: Trace, stray: str) -> None:
+    """Add what the run shows by itself, and take back what two runs of other rows cannot show."""
+    marks = {c.quantity: c.mark for c in judged.compared}
+    draws = mine.facts.random or reference.facts.random
+    rows = self_check.explain_other_rows(mine, reference)
+    reason = stray or rows or (_DRAWS if draws else "")
+    kept = () if stray else tuple(q for q in _WITHOUT_ROWS if "global batch" not in rows or q != "learning rate")
+    judged.compared = [_take_back(c, reason if c.quantity not in kept else "", marks) for c in judged.compared]
+    judged.invariants += check.found
+    if check.reduction:
+        judged.notes.append(f"the gradient of an update is the {check.reduction} of those of the ranks")
+    world = len(mine.facts.steps[0].by_rank)
+    judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
+    first = judged.first.quantity if judged.first else ""
+    if check.diagnosis and first not in ("initial parameters", "sample ids"):
+        judged.diagnosis = check.diagnosis
+
+
+def _describe_unseen(trace: Trace, steps: int) -> list[str]:
+    """What the hooks have not seen."""
+    made = len(trace.facts.steps)
+    missing = {
+        "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in trace.facts.steps),
+        "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
+        "clipping (torch.nn.utils.clip_grad_norm_ was not called)": not trace.tensors("clipped gradients", 0),
+        "moving averages, metrics and evaluations": True,
+    }
+    result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
+    if made < steps:
+        result.append(f"the script ended after {made} of {steps} steps (steps={steps})")
+    return result
+
+
+def _take_back(compared: ComparedQuantity, reason: str, marks: Mapping[str, str]) -> ComparedQuantity:
+    """A failure as an abstention, where it is known not to be one."""
+    if compared.mark != "FAIL":
+        return compared
+    counted = compared.worst.name == "steps of the run"
+    if (
+        not reason
+        and marks.get("raw gradients") == "PASS"
+        and compared.quantity in ("sample ids", "loss")
+        and not counted
+    ):
+        reason = "it differs as far as it could be seen, but the gradients agree"
+    return dataclasses.replace(compared, mark="ABSTAIN", why=reason) if reason else compared

@@ -1,0 +1,274 @@
+"""What one run of several processes shows by itself: what every rank had before a reduction against what came of it.
+
+All of it is arithmetic on a trace. The gradient of an update is looked for as a weighted sum of the gradients that the
+ranks computed; the weights say what was reduced, and with the same weights the losses of the ranks are the function
+that was minimised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.fault_names import Diagnosis, build_diagnosis
+from unisono.proof.recording.gradient_sample import add_gradients
+from unisono.proof.recording.local_gradients import read_local_gradients
+from unisono.proof.recording.trace import Array, Trace
+from unisono.proof.scripts.script_recorder import RankFacts, read_rank_facts, reduced_moment
+from unisono.runtime.text import join_names
+
+BEGIN = "ranks begin with equal parameters"
+EQUAL = "gradients are equal on all ranks"
+REDUCED = "gradients are a weighted sum of those of the ranks"
+CLIPPED = "clipped gradients are within their limit"
+RATES = "learning rates are equal on all ranks"
+BUFFERS = "buffers are equal on all ranks"
+DIFFERENT = "ranks were given different rows"
+NAMES = {
+    BEGIN: "Initialisation depends on the rank",
+    EQUAL: "Gradients are not synchronised",
+    CLIPPED: "Clipped before synchronisation",
+    RATES: "The learning rate differs between ranks",
+    BUFFERS: "Buffers are those of one process",
+    DIFFERENT: "Every rank reads the same rows",
+}
+_ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
+_SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradient of an update is made of those of the ranks.
+
+    Attributes:
+        weights: of every rank, if it is their weighted sum.
+        off: the parameters where it is not, with the relative distance.
+    """
+
+    weights: tuple[float, ...] | None
+    off: dict[str, float]
+
+    def __str__(self) -> str:
+        if self.weights is None:
+            return "nothing of the kind"
+        first, count = self.weights[0], len(self.weights)
+        if max(self.weights) - min(self.weights) > 1e-6 * abs(first):
+            return f"sum weighted by {', '.join(f'{weight:.4g}' for weight in self.weights)}"
+        known = {1.0: "sum", 1 / count: "mean"}
+        return next((name for size, name in known.items() if math.isclose(first, size)), f"sum × {first:.4g}")
+
+
+def explain_reduction(
+    own: Sequence[Mapping[str, Array]], reduced: Mapping[str, Array], precision: str = "fp64"
+) -> Reduction:
+    """The weights by which the gradients of the ranks add up to the reduced one.
+
+    Args:
+        own: gradients of every rank by parameter, before the reduction.
+        reduced: after it.
+        precision: of the run, `fp64` or `fp32`.
+
+    Example:
+        >>> explain_reduction([{"w": np.ones(2)}, {"w": np.full(2, 3.0)}], {"w": np.full(2, 2.0)}).weights
+        (0.5, 0.5)
+    """
+    names = sorted({name for rank in own for name in rank} & {*reduced})
+    if not names:
+        return Reduction(None, {})
+    target = _flatten(reduced, names, reduced)
+    columns = np.stack([_flatten(rank, names, reduced) for rank in own], axis=1)
+    total = columns.sum(axis=1)
+    scale = float(total @ target) / max(float(total @ total), 1e-300)
+    weights = np.full(len(own), scale)
+    off = _distances(columns @ weights, target, names, reduced, precision)
+    if off:
+        fitted, *_ = np.linalg.lstsq(columns, target, rcond=None)
+        if not (other := _distances(columns @ fitted, target, names, reduced, precision)):
+            weights, off = fitted, other
+    return Reduction(None if off else tuple(float(weight) for weight in weights), off)
+
+
+def _flatten(values: Mapping[str, Array], names: Sequence[str], like: Mapping[str, Array]) -> NDArray[np.float64]:
+    return np.concatenate([np.float64(values[n]).ravel() if n in values else np.zeros(like[n].size) for n in names])
+
+
+def _distances(
+    made: NDArray[np.float64],
+    target: NDArray[np.float64],
+    names: Sequence[str],
+    like: Mapping[str, Array],
+    precision: str,
+) -> dict[str, float]:
+    """The parameters in which two gradients differ by more than rounding."""
+    ends = np.cumsum([like[name].size for name in names])[:-1]
+    whole, result = float(np.linalg.norm(target)), {}
+    for name, a, b in zip(names, np.split(made, ends), np.split(target, ends), strict=True):
+        size = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), _SMALL * whole, 1e-300)
+        if not size <= _ROUNDING[precision]:
+            result[name] = size
+    return result
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was found of one run.
+
+    Attributes:
+        found: check by check.
+        losses: of every step, the function whose gradient was used; None where that is not known.
+        reduction: in words, as of the first step; empty where it is not known.
+        diagnosis: of the first check that failed.
+    """
+
+    found: list[ComparedQuantity]
+    losses: list[float | None]
+    reduction: str
+    diagnosis: Diagnosis | None = None
+
+
+def check_run(trace: Trace, precision: str) -> SelfCheck:
+    """Check a run against itself; on one process only its losses are told."""
+    ranks = read_rank_facts(trace.folder)
+    worst: dict[str, Difference] = {}
+    losses: list[float | None] = []
+    shown, unexplained, partly = "", "", False
+
+    varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
+
+    def note(check: str, step: int, what: str) -> None:
+        worst.setdefault(check, Difference(math.inf, step + 1, what))
+
+    for step, seen in enumerate(ranks):
+        own = [add_gradients(read_local_gradients(trace, rank, step)) for rank in range(len(seen))]
+        reduced = [trace.tensors(reduced_moment(rank), step) for rank in range(len(seen))]
+        made = explain_reduction(own, reduced[0], precision)
+        clean = trace.facts.steps[step].clean is not False
+        shown = shown or str(made)
+        unequal = _find_unequal(reduced, precision)
+        losses.append(_minimised(made, seen) if clean and not unequal else None)
+        if clean and made.off and not unexplained:
+            unexplained = (
+                f"step {step + 1}: not those of {join_names(list(made.off), 3)}; the script changes them afterwards"
+            )
+        if len(seen) == 1:
+            continue
+        begun = [name for name in seen[0].initial if len({rank.initial.get(name) for rank in seen}) > 1]
+        if begun:
+            note(BEGIN, step, f"not with those of {join_names(begun, 3)}")
+        if unequal:
+            everywhere = len(unequal) == len({name for rank in reduced for name in rank})
+            what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
+            if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
+                note(CLIPPED, step, f"when they were clipped, {what}")
+            else:
+                partly = partly or (EQUAL not in worst and not everywhere)
+                note(EQUAL, step, what)
+        if clipped := _describe_clipping(trace, step, seen, precision):
+            note(CLIPPED, step, clipped)
+        if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
+            note(RATES, step, f"{trace.facts.steps[step].lr}")
+        if buffers := _find_differing_buffers(trace, seen):
+            note(BUFFERS, step, f"not those of {join_names(buffers, 3)}")
+        if varied and len({*seen[0].inputs}) > 1 and all(rank.inputs == seen[0].inputs for rank in seen):
+            note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
+    if len(ranks[0]) == 1:
+        return SelfCheck([], losses, shown)
+    checks = [BEGIN, EQUAL, RATES]
+    checks += [CLIPPED] if CLIPPED in worst or any(rank.limits for seen in ranks for rank in seen) else []
+    checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
+    checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) else []
+    found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
+    if not {EQUAL, CLIPPED} & {*worst}:
+        why = unexplained or "the gradients of single ranks could not be seen (fully_shard)"
+        known = shown != str(Reduction(None, {})) and not unexplained
+        found.insert(2, ComparedQuantity(REDUCED, "PASS") if known else ComparedQuantity(REDUCED, "ABSTAIN", why=why))
+        shown = shown if known else ""
+    else:
+        shown = ""
+    failed = next((c for c in found if c.mark == "FAIL"), None)
+    name = NAMES[failed.quantity] if failed else ""
+    name = "Some parameters are not synchronised" if failed and failed.quantity == EQUAL and partly else name
+    likely = build_diagnosis(name, f"step {failed.worst.step}: {failed.worst.name}") if failed else None
+    return SelfCheck(found, losses, shown, likely)
+
+
+def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
+    """The function whose gradient was used: what the ranks called `backward` on, in the same weighted sum."""
+    if made.weights is None or not all(rank.losses for rank in seen):
+        return None
+    return sum(weight * sum(rank.losses) for weight, rank in zip(made.weights, seen, strict=True))
+
+
+def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> list[str]:
+    """Parameters whose gradient is not the same on all ranks."""
+    result: set[str] = set()
+    for rank in reduced[1:]:
+        names = sorted({*reduced[0]} & {*rank})
+        result |= {*reduced[0]} ^ {*rank}
+        if names:
+            first, other = _flatten(reduced[0], names, rank), _flatten(rank, names, rank)
+            result |= set(_distances(first, other, names, rank, precision))
+    return sorted(result)
+
+
+def _describe_clipping(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> str:
+    """How the gradient of an update exceeds the limit to which it was clipped; empty where it does not."""
+    limits = {limit for rank in seen for limit in rank.limits}
+    clipped = trace.tensors("clipped gradients", step)
+    if len(limits) != 1 or not clipped:
+        return ""
+    norm = math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in clipped.values()))
+    (limit,) = limits
+    allowed = limit * (1 + _ROUNDING[precision])
+    return f"norm {norm:.6g} with a limit of {limit:.6g}" if norm > allowed else ""
+
+
+def _find_differing_buffers(trace: Trace, seen: Sequence[RankFacts]) -> list[str]:
+    local = {*trace.facts.per_process}
+    names = [name for name in seen[0].buffers if name not in local]
+    return [name for name in names if len({rank.buffers.get(name) for rank in seen}) > 1]
+
+
+def explain_other_rows(mine: Trace, reference: Trace) -> str:
+    """Why two runs computed other rows, for a reason that need not be a fault; empty if they may be compared."""
+    unseen = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
+    theirs, ours = read_rank_facts(reference.folder), read_rank_facts(mine.folder)
+    if not any(rank.inputs for rank in ours[0]) and not mine.facts.steps[0].rows:
+        return unseen
+    for step, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False)):
+        at = f"step {step + 1}"
+        a, b = ([row for rank in seen[step] for row in rank.inputs] for seen in (ours, theirs))
+        if m.rows and r.rows:
+            if m.rows == r.rows:
+                same_shape = ours[step][0].shape == theirs[step][0].shape
+                if a and b and same_shape and len(a) == len(b) and sorted(a) != sorted(b):
+                    return f"{at}: the same rows gave other inputs; they are augmented by draws of each process"
+                continue
+            if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
+                return ""  # a fault, which the ranks show
+            if step == 0 and len(m.rows) != len(r.rows):
+                return _describe_batches(len(m.rows), len(r.rows))
+            return f"{at}: other rows than on one process; every process draws its own" if step == 0 else ""
+        if not a and not b:  # the second optimizer of a step
+            continue
+        if not (a and b):
+            return unseen
+        if sorted(a) != sorted(b):
+            if len(ours[step]) > 1 and all(rank.inputs == ours[step][0].inputs for rank in ours[step]):
+                return ""
+            if step == 0 and len(a) != len(b):
+                return _describe_batches(len(a), len(b))
+            return f"{at}: other inputs than on one process; every process draws its own"
+    return ""
+
+
+def _describe_batches(mine: int, reference: int) -> str:
+    return (
+        f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; let an argument depend "
+        "on the world, e.g. --batch-size '{16/world}'"
+    )

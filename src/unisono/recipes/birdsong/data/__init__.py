@@ -1,0 +1,1 @@
+"""Recordings and what is made of them before the model sees it."""

@@ -1,0 +1,79 @@
+"""Views, masks and noise of a spectrogram before the model sees it, drawn by a row's own generator."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import audio
+from unisono.recipes.birdsong.settings import Augment
+
+Array = NDArray[np.float32]
+
+
+def augmented(clip: Array, rng: np.random.Generator, augment: Augment) -> Array:
+    """A clip, louder or softer, with noise, and with stretches of time and bands hidden.
+
+    Args:
+        clip: (frames, mels) float32, normalised.
+        rng: to draw from.
+        augment: how much of it.
+    """
+    frames, mels = clip.shape
+    out = clip
+    if augment.gain:
+        out = out + np.float32(rng.uniform(-augment.gain, augment.gain))
+    if augment.noise:
+        out = out + np.float32(rng.uniform(0, augment.noise)) * rng.standard_normal(clip.shape, dtype=np.float32)
+    return audio.spec_augment(
+        out, rng,
+        frequency_masks=augment.frequency_masks, frequency_width=int(augment.frequency_width * mels),
+        time_masks=augment.time_masks, time_width=int(augment.time_width * frames),
+    )  # fmt: skip
+
+
+def views(clip: Array, rng: np.random.Generator, count: int, length: int, augment: Augment | None) -> Array:
+    """Stretches of a clip, each at its own place.
+
+    Args:
+        clip: (frames, mels) float32.
+        rng: to draw from.
+        count: of views.
+        length: of each, in frames.
+        augment: what is done to each besides; None for nothing.
+
+    Returns:
+        (count, length, mels) float32.
+    """
+    cut = []
+    for _ in range(count):
+        first = int(rng.integers(len(clip) - length + 1))
+        view = clip[first : first + length]
+        cut.append(view if augment is None else augmented(view, rng, augment))
+    return np.stack(cut)
+
+
+def mask_order(grid: tuple[int, int], masked: int, rng: np.random.Generator) -> NDArray[np.int32]:
+    """An order of all patches in which those that are hidden come last.
+
+    Blocks of 2 × 2 patches are hidden, a quarter as many as patches (rounded down), then single ones up to the number.
+
+    Args:
+        grid: patches in time and in frequency, numbered along the frequency first.
+        masked: how many are hidden.
+        rng: to draw from.
+
+    Returns:
+        (patches,) int32, a permutation; its two parts are sorted.
+    """
+    rows, columns = grid
+    hidden = np.zeros(grid, dtype=bool)
+    blocks_across = -(-columns // 2)
+    blocks = rng.permutation(-(-rows // 2) * blocks_across)[: masked // 4]
+    for block in blocks.tolist():
+        row, column = 2 * (block // blocks_across), 2 * (block % blocks_across)
+        hidden[row : row + 2, column : column + 2] = True
+    flat = hidden.reshape(-1)
+    rest = rng.permutation(np.flatnonzero(~flat))[: masked - int(flat.sum())]  # none, where blocks are enough
+    flat[rest] = True
+    return np.concatenate([np.flatnonzero(~flat), np.flatnonzero(flat)]).astype(np.int32)

@@ -1,0 +1,204 @@
+"""The verb `probe`: a run's encoder, frozen, measured on any recordings by probes of its embeddings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from unisono import ConfigError, DataError, Run, nearest
+from unisono.recipes.birdsong.data.library import Library
+from unisono.recipes.birdsong.evaluation import metrics, probes, results
+from unisono.recipes.birdsong.evaluation.embeddings import Embedded, embed
+from unisono.recipes.birdsong.evaluation.results import Result
+from unisono.recipes.birdsong.export import digest
+from unisono.recipes.birdsong.model.encoder import Encoder
+
+if TYPE_CHECKING:
+    from unisono.recipes.birdsong.task import Birdsong
+
+
+def probe(
+    run: Run,
+    out: Path = Path("probes.parquet"),
+    kinds: str = "linear,mlp,centroid",
+    seeds: int = 1,
+    name: str | None = None,
+    resamples: int = 1000,
+    ema: bool = False,
+    step: int | None = None,
+    micro_batch: int = 32,
+) -> Iterator[str]:
+    """Fit probes to embeddings of the training rows by the run's frozen encoder, and measure them on the held-out rows.
+
+    Other recordings than the run's are named as in training: data=recordings data.path=DIR data.group=recordist.
+    Intervals are of 95 %, over whole recordings (or recordists) drawn again and again.
+
+    Args:
+        run: its folder.
+        out: Parquet file that results are added to; one of the same checkpoint, task, seed and probe is replaced.
+        kinds: of probes, with commas: linear, mlp, centroid.
+        seeds: how many, from 0; of the MLP's first weights, and of the rows that choose a probe's decay.
+        name: of the task in the results; by default the data's.
+        resamples: of the bootstrap.
+        ema: use the moving average of the weights.
+        step: use the checkpoint after this step, in place of the newest.
+        micro_batch: recordings that are embedded at the same time.
+    """
+    chosen = _kinds(kinds)
+    if seeds < 1 or micro_batch < 1 or resamples < 0:
+        raise ConfigError(
+            f"seeds={seeds}, micro_batch={micro_batch}, resamples={resamples}: 1 or more, and no less than 0"
+        )
+    results.check(out)
+    library = cast("Birdsong", run.task).library
+    if library.held_out is None:
+        raise DataError(
+            "a probe is measured on held-out recordings, and there are none; set data.held_out, or data.test"
+        )
+    encoder = run.load_model(ema=ema, step=step).encoder
+    measured = measure_encoder(
+        encoder, library, chosen, range(seeds), task=name or name_of(run.task.data_config), resamples=resamples,
+        micro_batch=micro_batch, run=str(run.folder), step=run.newest_step if step is None else step,
+        weights="ema" if ema else "model",
+    )  # fmt: skip
+    one = measured[0]
+    yield f"{one.task}: {one.train_rows} rows to fit, {one.test_rows} held out in {one.test_groups} groups"
+    yield from table(measured)
+    rows = results.append(out, measured)
+    yield f"{out}: {rows} results"
+
+
+def measure_encoder(
+    encoder: Encoder,
+    library: Library,
+    kinds: Sequence[probes.Kind],
+    seeds: Iterable[int],
+    *,
+    task: str,
+    resamples: int,
+    micro_batch: int = 32,
+    **about: Any,
+) -> list[Result]:
+    """Fit probes to embeddings of the training rows, and measure them on the held-out rows.
+
+    Args:
+        encoder: frozen.
+        library: of the recordings.
+        kinds: of the probes.
+        seeds: of the probes.
+        task: name of the data; a digest of the rows of both sides is added to it.
+        resamples: of the bootstrap.
+        micro_batch: recordings that are embedded at the same time.
+        about: `run`, `step` and `weights` of the results.
+
+    Raises:
+        DataError: for recordings that a probe cannot be fitted to or measured on.
+    """
+    assert library.held_out is not None
+    training, test = (embed(encoder, part, micro_batch=micro_batch) for part in (library.training, library.held_out))
+    check_sides(training, test)
+    about |= {"checkpoint": digest(encoder), "task": f"{task}@{_fingerprint(library)}"}
+    return [measure(kind, training, test, seed=seed, resamples=resamples, **about) for seed in seeds for kind in kinds]
+
+
+def measure(
+    kind: probes.Kind, training: Embedded, test: Embedded, *, seed: int, resamples: int = 1000, **about: Any
+) -> Result:
+    """Fit one probe and measure it.
+
+    Classes without training rows are left out, and with them rows that have no other class.
+
+    Args:
+        kind: of the probe.
+        training: rows to fit.
+        test: rows to measure on.
+        seed: of the probe.
+        resamples: of the bootstrap.
+        about: `checkpoint`, `task`, `run`, `step` and `weights` of the result.
+    """
+    single = bool((training.truth.sum(axis=1) == 1).all())
+    fitted = probes.fit(kind, training.embeddings, training.truth, training.groups, seed=seed)
+    own = test.truth[:, fitted.classes]
+    counted = np.asarray(own.any(axis=1) | ~test.truth.any(axis=1))
+    if not own.any():
+        raise DataError(
+            "no held-out row has a class that training rows have; hold out others by data.group or data.fold"
+        )
+    groups = [group for group, kept in zip(test.groups, counted.tolist(), strict=True) if kept]
+    scores = fitted.scores(test.embeddings[counted])
+    found = metrics.evaluate(scores, own[counted], groups, resamples=resamples, seed=seed)
+    scored: dict[str, Any] = {
+        f"{metric}{end}": value
+        for metric, score in found.items()
+        for end, value in (("", score.value), ("_low", score.low), ("_high", score.high))
+    }
+    return Result(
+        seed=seed,
+        probe=kind,
+        train_rows=len(training.truth),
+        test_rows=int(counted.sum()),
+        test_groups=len(set(groups)),
+        classes=len(fitted.classes),
+        objective="cosine" if kind == "centroid" else "cross_entropy" if single else "asymmetric",
+        decay=fitted.decay,
+        **scored,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        **about,
+    )
+
+
+def table(measured: Sequence[Result]) -> Iterator[str]:
+    """Results as lines for the console."""
+    yield f"{'probe':<9} {'seed':>4}  {'cmAP':<21} {'AUROC':<21} {'top-1':<21} {'L2':>6}"
+    for one in measured:
+        scores = [
+            f"{getattr(one, name):.3f} [{getattr(one, name + '_low'):.3f}, {getattr(one, name + '_high'):.3f}]"
+            for name in metrics.NAMES
+        ]
+        decay = "" if one.decay is None else f"{one.decay:g}"
+        yield f"{one.probe:<9} {one.seed:>4}  {' '.join(f'{score:<21}' for score in scores)} {decay:>6}"
+
+
+def check_sides(training: Embedded, test: Embedded) -> None:
+    """Refuse rows that a probe cannot be fitted to or measured on.
+
+    Raises:
+        DataError: where a side has no row with known classes, or both have one group.
+    """
+    for side, what in ((training, "to fit a probe to"), (test, "to measure one on")):
+        if not side.truth.any():
+            raise DataError(
+                f"there is no row with labels {what}; name their column by data.label, or use other recordings"
+            )
+    if shared := sorted(set(training.groups) & set(test.groups)):
+        raise DataError(f"the group '{shared[0]}' is on both sides; choose data.group so that none is")
+
+
+def _kinds(text: str) -> list[probes.Kind]:
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    for word in found:
+        if word not in probes.KINDS:
+            raise ConfigError(f"kinds={text}: '{word}' is not a probe, {nearest(word, probes.KINDS)}")
+    if not found:
+        raise ConfigError(f"kinds={text} names no probe; choose from {', '.join(probes.KINDS)}")
+    return [kind for kind in probes.KINDS if kind in found]
+
+
+def name_of(config: Any) -> str:
+    """What data are called in results: the last part of their path."""
+    path = getattr(config, "path", None)
+    if path is None:
+        return str(config.kind)
+    first = Path(path if isinstance(path, str) else path[0])
+    return first.stem or str(config.kind)
+
+
+def _fingerprint(library: Library) -> str:
+    """A short digest of both sides of the split."""
+    said = " ".join(str(getattr(part, "fingerprint", None)) for part in (library.training, library.held_out))
+    return hashlib.sha256(said.encode()).hexdigest()[:8]

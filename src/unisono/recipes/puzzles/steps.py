@@ -1,0 +1,171 @@
+"""What both engines compute: supervision steps, evaluations and votes, on the operations that their arrays share.
+
+The few operations that torch and JAX have each in its own way are methods that the task of an engine defines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from unisono import Batch, Context, Loss
+from unisono.recipes.puzzles.base import Fields, PuzzlesBase, fields_of, kind_of, named
+from unisono.recipes.puzzles.data.formats import ARC_SIDE
+from unisono.recipes.puzzles.model import act, scores, votes
+from unisono.recipes.puzzles.model.shape import places
+
+
+class PuzzleSteps(PuzzlesBase):
+    """The puzzle task but for its model and the operations of its engine."""
+
+    def zeros(self, shape: tuple[int, ...], like: Any) -> Any:
+        """Floats of the engine, where `like` is."""
+        raise NotImplementedError
+
+    def constant(self, array: Any, like: Any) -> Any:
+        """A NumPy array as one of the engine, where `like` is."""
+        raise NotImplementedError
+
+    def without_gradient(self, compute: Callable[[], Any]) -> Any:
+        """What a function computes, cut off from the model."""
+        raise NotImplementedError
+
+    def repeat(self, advance: Callable[[Fields], Fields], state: Fields, times: int) -> Fields:
+        """The state after so many advances."""
+        raise NotImplementedError
+
+    def reduced(self, value: Any) -> Any:
+        """Numbers per row, (rows,), as the engine takes them in a loss."""
+        raise NotImplementedError
+
+    def wide(self, value: Any) -> Any:
+        """An array in the precision that losses are computed in."""
+        raise NotImplementedError
+
+    def initial_carry(self, batch: Batch) -> Fields:
+        """Rows that have not begun."""
+        kind, fields = kind_of(batch), fields_of(batch)
+        shape = (len(fields["question"]), places(self.kinds[kind], self.model_config), self.model_config.width)
+        return named(
+            kind, act.first_carry(fields, {name: self.zeros(shape, fields["question"]) for name in act.STATES})
+        )
+
+    def outputs(self, model: Any, batch: Batch, context: Context) -> Fields:
+        """One supervision step of each row; in evaluation, all of them."""
+        kind, fields = kind_of(batch), fields_of(batch)
+        cycles = self.cycles(context.scalars)
+        if not context.training:
+            return self._voted(model, kind, fields, cycles)
+        assert context.carry is not None
+        rows = act.begin(fields_of(context.carry), fields, model.starts)
+        thought = model(kind, rows, *cycles)
+        outputs = {**rows, **_states(thought), "logits": thought.logits, "q": thought.q, "change": thought.change}
+        if self.competing:  # what going on is worth, told by the model one step later
+            last = rows["steps"] + 1 >= self.config.halt_steps
+            outputs["value"] = self.without_gradient(lambda: act.going_on(model(kind, outputs, *cycles).q, last))
+        return outputs
+
+    def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
+        """Sums over rows; in training of those that halt in this step."""
+        kind, fields = kind_of(batch), fields_of(batch)
+        answers = outputs["answer"] if context.training else fields["answer"]
+        terms, cells, exact = scores.terms(self.config, outputs, answers, self.wide, context.training)
+        sums = {name: self.reduced(value) for name, value in terms.items()}
+        weights = {name: weight for name, weight in scores.term_weights(self.config).items() if name in sums}
+        if not context.training:
+            pairs = scores.evaluation_metrics(outputs, fields, cells, exact, self.levels[kind])
+            return Loss(sums, weights, self._metrics(kind, pairs, training=False))
+        kept = self.without_gradient(lambda: {name: outputs[name] for name in ("q", *act.PUZZLE, *act.STATES)})
+        q = kept.pop("q")
+        exploration = self.exploration(context.scalars)
+        halted = act.halt(outputs, q, fields, exploration, self.config.halt_steps, self.competing)
+        pairs = scores.training_metrics(halted, q, cells, exact, self.competing)
+        return Loss(sums, weights, self._metrics(kind, pairs, training=True), carry=named(kind, {**kept, **halted}))
+
+    def solve(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
+        """All supervision steps of puzzles, and the answer at the step where each would have halted."""
+        carry = fields_of(self.initial_carry(named(kind, fields)))
+        rows, xp = act.begin(carry, fields, model.starts), array_namespace(fields["question"])
+
+        def advance(state: Fields) -> tuple[Fields, Any]:
+            thought = model(kind, {**rows, **{name: state[name] for name in act.STATES}}, *cycles)
+            solution, done = xp.argmax(thought.logits, axis=-1), state["done"]
+            after = {name: xp.astype(value, state[name].dtype) for name, value in _states(thought).items()}
+            after["early"] = xp.where(done[:, None], state["early"], xp.astype(solution, state["early"].dtype))
+            after["early_steps"] = state["early_steps"] + xp.astype(~done, state["early_steps"].dtype)
+            after["done"] = done | act.wants_to_halt(thought.q, self.competing)
+            return after, thought
+
+        state = {name: rows[name] for name in act.STATES} | {
+            "early": xp.zeros_like(fields["question"], dtype=xp.int32),
+            "early_steps": xp.zeros_like(carry["steps"]),
+            "done": xp.zeros_like(carry["halted"]),
+        }
+        state = self.repeat(lambda before: advance(before)[0], state, self.config.halt_steps - 1)
+        state, thought = advance(state)
+        return {
+            "logits": thought.logits,
+            "solution": xp.argmax(thought.logits, axis=-1),
+            "q": thought.q,
+            "early": state["early"],
+            "early_steps": state["early_steps"],
+            "told": act.wants_to_halt(thought.q, self.competing),
+        }
+
+    def votes_of(self, answers: Any, q: Any, fields: Mapping[str, Any]) -> Fields:
+        """The answers that most augmentations gave, how many did, and whether the right one is among the best.
+
+        Args:
+            answers: to all augmentations of all questions, (questions · augmentations, 900).
+            q: of the halting head, (questions · augmentations,).
+            fields: of the batch.
+        """
+        xp, like = array_namespace(answers), fields["identifier"]
+        index = self.constant(np.arange(ARC_SIDE, dtype=np.int32), like)
+        symmetry, colours = fields["symmetry"], fields["colours"]
+        grids = votes.restore(answers, xp.reshape(symmetry, (-1,)), _flat(colours), index)
+        grids = xp.reshape(grids, (*like.shape, grids.shape[1]))
+        trust = xp.reshape(1 / (1 + xp.exp(-q)), like.shape)
+        count, score = votes.rank(grids, trust, self.constant(votes.salts(), like))
+        truth = votes.restore(fields["answer"], symmetry[:, 0], colours[:, 0], index)
+        won = {f"pass@{most}": votes.passes(grids, score, truth, most) for most in self.config.pass_at}
+        best = xp.argsort(score, axis=1, descending=True)[:, : max(self.config.pass_at)]
+        ranked = xp.take_along_axis(grids, best[..., None], axis=1)
+        return {**won, "ranked": ranked, "votes": xp.take_along_axis(count, best, axis=1)}
+
+    def _voted(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
+        """What `solve` says of each row; of augmented questions, of the first one and how the votes came out."""
+        if fields["question"].ndim == 2:
+            return self.solve(model, kind, fields, cycles)
+        rows, many = fields["identifier"].shape
+        xp = array_namespace(fields["question"])
+        flat = {name: _flat(fields[name]) for name in ("question", "identifier")}
+        flat["answer"] = xp.repeat(fields["answer"], many, axis=0)
+        solved = self.solve(model, kind, flat, cycles)
+        won = self.votes_of(solved["solution"], solved["q"][:, 0], fields)
+        return {name: xp.reshape(value, (rows, many, *value.shape[1:]))[:, 0] for name, value in solved.items()} | won
+
+    def _metrics(self, kind: str, pairs: Mapping[str, tuple[Any, Any]], training: bool) -> dict[str, tuple[Any, Any]]:
+        """Sums of a micro-batch; where there are several kinds, those of the others are zero."""
+        sums = {name: (self.reduced(value), self.reduced(count)) for name, (value, count) in pairs.items()}
+        if len(self.kinds) == 1:
+            return sums
+        every: dict[str, tuple[Any, Any]] = {}
+        for other in self.kinds:
+            levels = [] if training else [f"rating/{level}" for level in self.levels[other]]
+            votes_ = [] if training or not self.votes_in(other) else [f"pass@{most}" for most in self.config.pass_at]
+            for name in (*(scores.TRAINING if training else scores.EVALUATION), *levels, *votes_):
+                every[f"{other}/{name}"] = sums[name] if other == kind else (0.0, 0.0)
+        return every
+
+
+def _states(thought: Any) -> Fields:
+    return {name: getattr(thought, name) for name in act.STATES}
+
+
+def _flat(value: Any) -> Any:
+    """(questions, augmentations, …) -> (questions · augmentations, …)."""
+    return array_namespace(value).reshape(value, (-1, *value.shape[2:]))

@@ -1,0 +1,8 @@
+"""Speech by audio language models: text and a reference voice in, sound out."""
+
+from unisono import Recipe
+
+RECIPE = Recipe(
+    tasks={"torch": "unisono.recipes.speech.task:Speech"},
+    verbs={"generate": ("unisono.recipes.speech.generate:generate", "say a text with a trained model, to a WAV file")},
+)

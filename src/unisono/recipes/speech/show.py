@@ -1,0 +1,98 @@
+"""What a model predicts of held-out samples, to be heard and seen: sound and spectrograms in the run's folder.
+
+Each code is predicted from the true ones before it, as in the loss; what the model says by itself is `unisono
+generate`.
+"""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import Callback, RunInfo
+from unisono.recipes.speech.labels import IGNORED
+
+if TYPE_CHECKING:
+    from unisono.recipes.speech.codec import Codec
+    from unisono.recipes.speech.task import Speech
+
+Codes = NDArray[np.int64]
+
+
+class Show(Callback):
+    """Writes `samples/step-N-K-predicted.wav`, `-true.wav` and a picture of both at each evaluation.
+
+    Args:
+        task: whose predictions are shown.
+    """
+
+    def __init__(self, task: Speech) -> None:
+        super().__init__()
+        self._task = task
+        self._folder: Path | None = None
+
+    def on_start(self, run: RunInfo) -> None:
+        """Only the first process writes."""
+        self._folder = run.directory / "samples" if run.is_first else None
+        self._task.shown.clear()
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what this evaluation has kept."""
+        kept, codec = list(self._task.shown), self._task.codec
+        self._task.shown.clear()
+        if self._folder is None:
+            return
+        self._folder.mkdir(exist_ok=True)
+        for number, (predicted, truth) in enumerate(kept):
+            sounds = {"predicted": sound_of(predicted, truth, codec), "true": sound_of(truth, truth, codec)}
+            stem = f"step-{step:08d}-{number}"
+            for name, sound in sounds.items():
+                write_wav(self._folder / f"{stem}-{name}.wav", sound, codec.rate)
+            draw(self._folder / f"{stem}.png", sounds, codec.rate)
+
+
+def sound_of(predicted: Codes, truth: Codes, codec: Codec) -> NDArray[np.float32]:
+    """The sound of codes at the places of targets (places, codebooks): of their streams, the delay taken back."""
+    parts = []
+    real = (truth[:, 0] != IGNORED) & (truth[:, 0] < codec.codes)
+    for first, last in _runs(real):
+        rows = [predicted[first + book : last + book, book] for book in range(codec.codebooks)]
+        parts.append(np.minimum(np.stack(rows, axis=1), codec.codes - 1))
+    return codec.decode(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.float32)
+
+
+def write_wav(path: Path, sound: NDArray[np.float32], rate: int) -> None:
+    """Write sound (n,) in [-1, 1] as a WAV file of 16 bits."""
+    with path.open("wb") as opened, wave.open(opened, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.round(np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes())
+
+
+def draw(path: Path, sounds: Mapping[str, NDArray[np.float32]], rate: int) -> None:
+    """Draw the spectrograms of sounds, one below the other."""
+    from matplotlib.figure import Figure
+
+    from unisono import audio
+
+    figure = Figure(figsize=(6, 2.2 * len(sounds)), layout="constrained")
+    axes: Any = figure.subplots(len(sounds), 1, squeeze=False)[:, 0]
+    for axis, (name, sound) in zip(axes, sounds.items(), strict=True):
+        bands = audio.log_mel(
+            np.pad(sound, (0, max(0, 1024 - len(sound)))), rate, 64, n_fft=512, hop_length=128, floor=1e-3
+        )
+        axis.imshow(bands.T, origin="lower", aspect="auto", extent=(0, len(sound) / rate, 0, 64), vmin=-7, vmax=6)
+        axis.set(title=name, xlabel="seconds", ylabel="mel band")
+    figure.savefig(path, dpi=100)
+
+
+def _runs(real: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where consecutive places are real, as (first, last + 1)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], real, [False]]).astype(np.int8)))
+    return [(int(first), int(last)) for first, last in zip(edges[::2], edges[1::2], strict=True)]

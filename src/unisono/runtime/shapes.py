@@ -1,0 +1,43 @@
+"""Types of foreign JSON, checked by pydantic before anybody uses it, in place of a guard at every use."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class HashedFile(TypedDict):
+    """Size in bytes and SHA-256 of a file."""
+
+    size: Integer
+    sha256: str
+
+
+def misfit(value: Any, shape: Any) -> str | None:
+    """Where a value does not have its type, as a sentence without an end; None where it does.
+
+    Args:
+        value: of JSON; nothing is converted, and keys that a `TypedDict` does not have are left alone.
+        shape: a type, such as a `TypedDict` of `typing_extensions`.
+
+    >>> misfit({"a": [1, "x"]}, dict[str, list[Integer]])
+    "'a.1' should be a valid integer"
+    """
+    try:
+        _adapter(shape).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part)[:100] for part in first["loc"])
+        return f"'{place}' {first['msg'].removeprefix('Input ').removeprefix('Field ')}" if place else first["msg"]
+    return None
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)

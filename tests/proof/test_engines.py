@@ -1,0 +1,128 @@
+"""A recipe's task in torch against that in JAX: cases, whose weights they take, what is a difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tests.proof.test_comparison import Change, trace
+from unisono.config import recipes
+from unisono.config.recipes import Recipe
+from unisono.proof import engines
+from unisono.proof.cases import ProofSettings
+from unisono.proof.prove import plan_phases
+from unisono.proof.recording.trace import write_tensors
+from unisono.runtime.errors import ConfigError
+
+BOTH = {"torch": "tests.tasks:LinearTask", "jax": "tests.jax_tasks:UnevenTask"}
+
+
+def in_jax(name: str) -> str:
+    return f"model.{name}"
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = {
+        "both": Recipe(tasks=BOTH, weight_names="tests.proof.test_engines:in_jax"),
+        "one": Recipe(tasks={"torch": BOTH["torch"]}),
+        "wrong": Recipe(tasks=BOTH, weight_names="tests.proof.test_engines:nowhere"),
+    }
+    entries = {
+        name: SimpleNamespace(value=name, module="tests.tasks", load=lambda recipe=recipe: recipe)
+        for name, recipe in found.items()
+    }
+    recipes.find_recipe.cache_clear()
+    monkeypatch.setattr(recipes, "_entry_points", lambda: entries)
+    yield
+    recipes.find_recipe.cache_clear()
+
+
+def config(recipe: str) -> Any:
+    return SimpleNamespace(recipe=recipe)
+
+
+@pytest.mark.usefixtures("registered")
+def test_each_engine_runs_by_itself_torch_first_and_jax_with_its_weights() -> None:
+    proof = ProofSettings.model_validate({"engines": ["jax", "torch"]})
+    one, other = engines.cases(proof, config("both"))
+    assert (one.engine, other.engine, other.reference, other.weights_from) == ("torch", "jax", one.name, one.name)
+    assert proof.steps == 10 and ProofSettings.model_validate({"engines": ["torch", "jax"], "steps": 4}).steps == 4
+    assert plan_phases([other, one]) == [[one], [other]]
+    assert ProofSettings.model_validate(proof.model_dump()) == proof
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_cannot_be_compared_is_refused_with_the_way_out() -> None:
+    proof = ProofSettings.model_validate({"engines": ["torch", "jax"]})
+    with pytest.raises(ConfigError, match=r"layout\.engine=jax: the recipe 'one' has no task for it"):
+        engines.cases(proof, config("one"))
+    with pytest.raises(ConfigError, match=r"mine\.py:Mine is one task; register both in one Recipe"):
+        engines.cases(proof, config("mine.py:Mine"))
+    with pytest.raises(ConfigError, match=r"recipe 'wrong': weight_names=.*nowhere cannot be imported"):
+        engines.names_of("wrong")
+    with pytest.raises(ValidationError, match=r"has to be \[torch,jax\]"):
+        ProofSettings.model_validate({"engines": ["torch", "torch"]})
+    with pytest.raises(ValidationError, match=r"does not go with vary=…"):
+        ProofSettings.model_validate({"engines": ["torch", "jax"], "vary": ["ranks"]})
+
+
+def renamed(change: Change | None = None) -> Change:
+    """A trace as JAX writes it: other names, and what torch has for a buffer among the parameters that stay."""
+
+    def made(facts: Any, tensors: Any) -> None:
+        if change:
+            change(facts, tensors)
+        for moment, values in list(tensors.items()):
+            tensors[moment] = {in_jax(name): value for name, value in values.items()}
+            if moment[0] in ("initial parameters", "parameters"):
+                tensors[moment][in_jax("b")] = np.ones(1)
+        facts.trainable = [in_jax(name) for name in facts.trainable]
+        facts.frozen = [in_jax(name) for name in (*facts.frozen, "b")]
+
+    return made
+
+
+def marks(tmp_path: Path, change: Change | None = None) -> dict[str, str]:
+    one = trace(tmp_path / "torch")
+    write_tensors(tmp_path / "torch", engines.BUFFERS, None, {"b": np.ones(1)})
+    return {c.quantity: c.mark for c in engines.compared(trace(tmp_path / "jax", 1, renamed(change)), one, "both")}
+
+
+@pytest.mark.usefixtures("registered")
+def test_equal_runs_pass_under_their_own_names(tmp_path: Path) -> None:
+    found = marks(tmp_path)
+    assert set(found.values()) == {"PASS"} and {"raw gradients", "parameters", "EMA", "outputs"} <= found.keys()
+    assert not {"optimizer state", "learning rate", "buffers"} & found.keys()
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("change", "quantity"),
+    [
+        (lambda _, tensors: tensors["raw gradients", 1]["w"].__imul__(1 + 1e-9), "raw gradients"),
+        (lambda _, tensors: tensors["initial parameters", None]["w"].__iadd__(1e-15), "initial parameters"),
+        (lambda _, tensors: tensors["parameters", 0].pop("w"), "parameters"),
+        (lambda facts, _: setattr(facts.steps[1], "loss", 1.0 + 1e-9), "loss"),
+        (lambda facts, _: facts.steps[0].rows.reverse(), "sample ids"),
+    ],
+)
+def test_a_difference_fails(tmp_path: Path, change: Change, quantity: str) -> None:
+    assert marks(tmp_path, change)[quantity] == "FAIL"
+
+
+@pytest.mark.slow
+def test_the_puzzles_of_both_engines_are_the_same_run() -> None:
+    import unisono
+
+    pytest.importorskip("jax", reason="jax is not installed: pip install 'unisono[jax]'")
+    small = ["data.side=4", "data.clues=[6,8]", "data.puzzles=64", "data.held_out=8", "task.halt_steps=3"]
+    proved = unisono.prove("puzzles", ["engines=[torch,jax]", "shrink=always", "steps=4", *small])
+    assert proved.passed, proved
+    (verdict,) = proved.verdicts
+    assert {one.quantity for one in verdict.compared if one.mark == "PASS"} >= {"raw gradients", "parameters", "EMA"}

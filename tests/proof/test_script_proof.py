@@ -1,0 +1,156 @@
+"""What `unisono prove train.py` says of scripts that cannot be proved, and how it reads its command line."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import jobs
+from unisono.cli import script
+from unisono.proof.scripts.script_comparison import Report
+from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
+from unisono.runtime.errors import ConfigError
+
+HEAD = """
+import sys
+import time
+import torch
+import torch.distributed as dist
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+JOINED = HEAD + "dist.init_process_group('gloo')\ntorch.manual_seed(0)\nx = torch.ones(8, 3)\n"
+STEP = """
+def step(x):
+    model(x).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+TORCH_MANUAL = JOINED.replace("model =", "torch.manual_seed(0)\nmodel =") + STEP
+
+
+def prove(folder: Path, text: str, **settings: object) -> Report:
+    path = folder / "train.py"
+    path.write_text(text)
+    return prove_script(
+        path, ["--as-given"], ScriptSettings.model_validate({"precision": "fp64", **settings}), quiet=True
+    )
+
+
+def test_mistakes_are_told_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.py: no such file; a script is given as path/to/train\.py"):
+        script.prove([str(tmp_path / "gone.py")])
+    (tmp_path / "there.py").write_text("")
+    there = str(tmp_path / "there.py")
+    with pytest.raises(ConfigError, match="one process is compared with 2 or more"):
+        script.prove([there, "worlds=[1]"])
+    with pytest.raises(ConfigError, match=r"'--lr' is not a setting .*arguments of the script stand after `--`"):
+        script.prove([there, "--lr", "1"])
+    with pytest.raises(ConfigError, match=r"steps: .*got 0"):
+        script.prove([there, "steps=0"])
+    with pytest.raises(ConfigError, match=r"worlds: .*got 'two'"):
+        script.prove([there, "worlds=two"])
+    with pytest.raises(ConfigError, match=r"'worlds=\[1,' cannot be parsed"):
+        script.prove([there, "worlds=[1,"])
+    with pytest.raises(ConfigError, match="cannot be computed for world=1"):
+        script.prove([there, "--", "{open(world)}"])
+
+
+def test_a_file_without_a_class_is_a_script() -> None:
+    assert script.is_proof_of_script(["prove", "train.py", "worlds=[1,2]"])
+    assert not script.is_proof_of_script(["prove", "task.py:Task"])
+    assert not script.is_proof_of_script(["prove", "language"])
+    assert not script.is_proof_of_script(["train", "train.py"])
+
+
+def test_a_script_that_makes_no_update_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.py ended without an update by a torch optimizer"):
+        prove(tmp_path, HEAD + "sys.exit(0)\n")
+
+
+def test_a_script_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    report = prove(tmp_path, HEAD + "raise KeyError(sys.argv[1])\n")
+    assert report.exit_code == 1
+    assert "rank 0: KeyError: '--as-given' (train.py, line 8, in <module>: raise KeyError(sys.argv[1])" in "\n".join(
+        report.lines
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_never_join_are_refused(tmp_path: Path) -> None:
+    text = (
+        HEAD + "torch.manual_seed(0)\nfor _ in range(9):\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n    optimizer.step()\n"
+    )
+    with pytest.raises(ConfigError, match=r"was started on 2 processes, but .* finds a group of 1"):
+        prove(tmp_path, text)
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    report = prove(tmp_path, TORCH_MANUAL + "for _ in range(2):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
+    assert report.mark == "PASS", report.lines
+    assert "the script ended after 2 of 4 steps (steps=4)" in report.lines
+
+
+@pytest.mark.slow
+def test_a_script_that_hangs_on_many_processes_is_named_with_its_lines(tmp_path: Path) -> None:
+    began = time.monotonic()
+    wait = "if dist.get_rank():\n    time.sleep(300)\n"
+    report = prove(tmp_path, TORCH_MANUAL + wait + "for _ in range(9):\n    step(x)\n", timeout=25)
+    assert time.monotonic() - began < 150
+    told = "\n".join(report.lines)
+    assert report.exit_code == 1
+    assert "it did not finish within 25 s" in told
+    assert re.search(r"rank 1 was at \S+train\.py:\d+ in <module>", told)
+    assert "likely: Processes wait for each other" in told
+
+
+@pytest.mark.slow
+def test_a_script_without_fp64_is_compared_in_fp32(tmp_path: Path) -> None:
+    batch = "import numpy as np\nx = torch.from_numpy(np.ones((8, 3), np.float32))\n"
+    text = TORCH_MANUAL + batch + "for _ in range(9):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
+    report = prove(tmp_path, text, precision=None)
+    assert report.mark == "PASS", report.lines
+    (verdict,) = report.verdicts
+    assert min(c.allowed for c in verdict.compared if c.quantity == "raw gradients") >= 1e-5
+
+
+@pytest.mark.slow
+def test_an_unseeded_script_is_still_checked_against_itself(tmp_path: Path) -> None:
+    text = JOINED + STEP + "model.weight.data.normal_(generator=torch.Generator().manual_seed(torch.seed() % 97))\n"
+    text += "for p in model.parameters():\n    dist.broadcast(p.data, 0)\n"
+    text += "for _ in range(9):\n    step(x * (1 + dist.get_rank()))\n"
+    report = prove(tmp_path, text)
+    assert report.mark == "ABSTAIN", report.lines
+    (verdict,) = report.verdicts
+    assert "gradients are equal on all ranks" in {c.quantity for c in verdict.invariants if c.mark == "PASS"}
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_table_and_ends_with_the_code_of_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        TORCH_MANUAL + "n = int(sys.argv[1])\nfor _ in range(9):\n    step(x[:n] * (1 + dist.get_rank()))\n"
+    )
+    done = jobs.finished(
+        [
+            str(Path(sys.executable).with_name("unisono")),
+            "prove",
+            "train.py",
+            "worlds=[1,2]",
+            "steps=2",
+            "--",
+            "{8//world}",
+        ],
+        cwd=tmp_path,
+    )
+    assert done.returncode in (1, 2), done.stderr
+    assert "the gradient of an update is the mean of those of the ranks" in done.stdout
+    assert "not seen:" in done.stdout

@@ -1,0 +1,132 @@
+"""How the gradient of an update is made of those of the ranks, and what is wrong when it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unisono.proof.recording.trace import Array, RunFacts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.scripts import self_check
+from unisono.proof.scripts.script_recorder import RankFacts, reduced_moment
+
+DRAW = np.random.default_rng(0)
+OWN = [{"a": DRAW.normal(size=(3, 4)), "b": DRAW.normal(size=4)} for _ in range(2)]
+
+
+def combine(*weights: float) -> dict[str, Array]:
+    return {name: sum(w * rank[name] for w, rank in zip(weights, OWN, strict=True)) for name in OWN[0]}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("reduced", "shown"),
+    [
+        (combine(0.5, 0.5), "mean"),
+        (combine(1, 1), "sum"),
+        (combine(0.25, 0.25), "sum × 0.25"),
+        (combine(0.75, 0.25), "sum weighted by 0.75, 0.25"),
+        (combine(0.5, 0.5) | {"b": OWN[0]["b"]}, "nothing of the kind"),
+    ],
+)
+def test_a_reduction_is_recognised(reduced: dict[str, Array], shown: str) -> None:
+    made = self_check.explain_reduction(OWN, reduced)
+    assert str(made) == shown
+    assert bool(made.off) == (made.weights is None)
+
+
+def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Array]], lr: list[list[float]]) -> Trace:
+    """A trace of one step on two processes."""
+    folder.mkdir()
+    step = StepFacts([], [[], []], None, {}, 1.0, lr, [])
+    for rank, (own, after) in enumerate(zip(OWN, reduced, strict=True)):
+        write_tensors(folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
+        write_tensors(folder, reduced_moment(rank), 0, after)
+    (folder / "ranks.json").write_text(json.dumps([[asdict(rank) for rank in ranks]]))
+    write_facts(folder, RunFacts(steps=[step]))
+    return Trace(folder)
+
+
+def build_ranks(change: Callable[[RankFacts], None] = lambda rank: None) -> list[RankFacts]:
+    """Two processes; the second is changed."""
+    ranks = [
+        RankFacts([loss], [row, f"{row}2"], "x", [], {"a": 1}, {"n": 3}, {"a": 5})
+        for loss, row in ((1.0, "r"), (4.0, "s"))
+    ]
+    change(ranks[1])
+    return ranks
+
+
+def find_failed(trace: Trace) -> tuple[list[str], str]:
+    check = self_check.check_run(trace, "fp64")
+    return [c.quantity for c in check.found if c.mark == "FAIL"], check.diagnosis.fault if check.diagnosis else ""
+
+
+def test_a_correct_run_passes_and_its_loss_is_that_of_the_reduction(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    check = self_check.check_run(trace, "fp64")
+    assert {c.mark for c in check.found} == {"PASS"}
+    assert len(check.found) == 6
+    assert check.losses == [pytest.approx(2.5)]  # the mean of 1 and 4
+    assert check.diagnosis is None
+
+
+def test_gradients_that_stay_on_their_rank_are_not_synchronised(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
+    assert find_failed(trace) == ([self_check.EQUAL], "Gradients are not synchronised")
+    assert self_check.check_run(trace, "fp64").losses == [None]  # no one function was minimised
+
+
+def test_one_parameter_that_stays_on_its_rank_is_named_so(tmp_path: Path) -> None:
+    reduced = [combine(0.5, 0.5) | {"b": rank["b"]} for rank in OWN]
+    trace = write_trace(tmp_path / "t", build_ranks(), reduced, [[0.1], [0.1]])
+    assert find_failed(trace) == ([self_check.EQUAL], "Some parameters are not synchronised")
+
+
+def test_gradients_that_differ_only_when_they_are_clipped_were_clipped_too_early(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
+    write_tensors(trace.folder, "clipped gradients", 0, combine(0.5, 0.5))
+    assert find_failed(trace) == ([self_check.CLIPPED], "Clipped before synchronisation")
+
+
+def test_a_gradient_beyond_its_limit_fails(tmp_path: Path) -> None:
+    ranks = build_ranks()
+    for rank in ranks:
+        rank.limits.append(1e-3)
+    trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    write_tensors(trace.folder, "clipped gradients", 0, combine(0.5, 0.5))
+    assert find_failed(trace)[0] == [self_check.CLIPPED]
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "fault"),
+    [
+        (lambda rank: rank.initial.update(a=6), self_check.BEGIN, "Initialisation depends on the rank"),
+        (lambda rank: rank.buffers.update(n=4), self_check.BUFFERS, "Buffers are those of one process"),
+        (
+            lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]),
+            self_check.DIFFERENT,
+            "Every rank reads the same rows",
+        ),
+    ],
+)
+def test_what_differs_or_should_between_ranks_is_named(
+    tmp_path: Path, change: Callable[[RankFacts], None], check: str, fault: str
+) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(change), [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    assert find_failed(trace) == ([check], fault)
+
+
+def test_rates_that_differ_between_ranks_fail(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [combine(0.5, 0.5)] * 2, [[0.1], [0.2]])
+    assert find_failed(trace) == ([self_check.RATES], "The learning rate differs between ranks")
+
+
+def test_gradients_that_the_script_changes_afterwards_leave_the_question_open(tmp_path: Path) -> None:
+    reduced = {name: value + 1 for name, value in combine(0.5, 0.5).items()}
+    check = self_check.check_run(write_trace(tmp_path / "t", build_ranks(), [reduced] * 2, [[0.1], [0.1]]), "fp64")
+    assert [c.quantity for c in check.found if c.mark == "ABSTAIN"] == [self_check.REDUCED]
+    assert check.reduction == ""

@@ -1,0 +1,34 @@
+"""Errors of the user's code are shown by its own lines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from unisono.proof.user_errors import format_user_error, raise_as_sentences
+from unisono.runtime.errors import ConfigError, RunError
+
+
+def broken() -> None:
+    json.loads("{")
+
+
+def test_the_frames_of_libraries_are_left_out() -> None:
+    with pytest.raises(RunError) as caught, raise_as_sentences():
+        broken()
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("json.decoder.JSONDecodeError: Expecting property name")
+    assert [line.rpartition(" in ")[2] for line in lines if line.startswith("  File ")] == [
+        "test_the_frames_of_libraries_are_left_out",
+        "broken",
+    ]
+
+
+def test_an_error_that_is_a_sentence_already_stays_as_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"^no such layout$"), raise_as_sentences():
+        raise ConfigError("no such layout")
+
+
+def test_an_error_without_a_line_of_the_user_has_none_to_show() -> None:
+    assert format_user_error(KeyError("x")) == ""

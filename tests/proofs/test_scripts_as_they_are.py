@@ -1,0 +1,87 @@
+"""Scripts in other people's style, as they are: each fault is found and named, and no correct script fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unisono.proof.scripts.script_comparison import Report
+from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BATCH = ["--batch-size", "{16/world}"]
+DEVICE = ["--per_device_train_batch_size", "{16/world}"]
+ACCELERATE = ["--batch_size", "{16/world}"]
+CLEAN = {
+    "regression": BATCH,
+    "accumulation": [],
+    "by_hand": [],
+    "with_accelerate": ACCELERATE,
+    "with_fabric": [],
+    "sharded": [],
+    "contrastive": [],
+    "evaluating": [],
+    "with_trainer": DEVICE,
+}
+# The arguments that switch a fault on, and its name; of must-catch lists that users of other trainers wrote.
+FAULTY = [
+    ("regression", [*BATCH, "--fault", "round"], "Gradients are not synchronised"),
+    ("regression", [*BATCH, "--fault", "ignored"], "Some parameters are not synchronised"),
+    ("regression", [*BATCH, "--fault", "no_sampler"], "Every rank reads the same rows"),
+    ("regression", [*BATCH, "--fault", "scaled"], ""),
+    ("regression", [*BATCH, "--fault", "not_cleared"], ""),
+    ("regression", [*BATCH, "--fault", "batch_norm"], "Buffers are those of one process"),
+    ("regression", [*BATCH, "--fault", "rate"], ""),
+    # One process makes means as well, of other micro-batches: no sum of what was recorded can show it.
+    ("accumulation", ["--means"], "The loss depends on the layout"),
+    ("by_hand", ["--clip", "before"], "Clipped before synchronisation"),
+    ("by_hand", ["--reduce", "sum"], ""),
+    ("by_hand", ["--reduce", "last"], "Some parameters are not synchronised"),
+    ("by_hand", ["--seed-by-rank"], "Initialisation depends on the rank"),
+    ("crops", ["never"], "Gradients are not synchronised"),
+    ("with_accelerate", [*ACCELERATE, "--prepare_scheduler"], "The schedule is stepped once per process"),
+    ("with_fabric", ["means"], "A mean of means"),
+    ("sharded", ["stale"], ""),
+    ("contrastive", ["detached"], ""),
+    ("contrastive", ["local"], ""),
+    ("evaluating", ["per-process"], "The schedule is stepped once per process"),
+    ("with_trainer", [*DEVICE, "--local_tokens"], "A mean of means"),
+]
+UNKNOWN = [
+    ("crops", [], "other inputs than on one process"),
+    ("regression", [*BATCH, "--fault", "dropout"], "draws random numbers"),
+    ("regression", [], "the global batch is another"),  # 16 rows per process
+]
+
+
+def prove(name: str, arguments: list[str]) -> Report:
+    return prove_script(SCRIPTS / f"{name}.py", arguments, ScriptSettings(), quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_correct_script_passes(name: str) -> None:
+    report = prove(name, CLEAN[name])
+    assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments", "fault"), FAULTY, ids=[f"{n} {a[-1]}" for n, a, _ in FAULTY])
+def test_a_faulty_script_fails_by_name(name: str, arguments: list[str], fault: str) -> None:
+    report = prove(name, arguments)
+    assert (report.mark, report.exit_code) == ("FAIL", 1), report.lines
+    if fault:
+        (verdict,) = report.verdicts
+        assert verdict.diagnosis is not None, report.lines
+        assert verdict.diagnosis.fault == fault, report.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments", "reason"), UNKNOWN)
+def test_what_two_runs_cannot_show_is_left_open_with_the_reason(name: str, arguments: list[str], reason: str) -> None:
+    report = prove(name, arguments)
+    assert (report.mark, report.exit_code) == ("ABSTAIN", 2), report.lines
+    (verdict,) = report.verdicts
+    assert all(reason in c.why for c in verdict.compared if c.mark == "ABSTAIN" and c.why != "there is none")
+    assert {c.mark for c in verdict.invariants} <= {"PASS"}, report.lines

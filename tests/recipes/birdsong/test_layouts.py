@@ -1,0 +1,68 @@
+"""What one device computes of each objective, any number of devices and micro-batches computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jax_runs import Trace, configuration, layout, trace
+from tests.recipes.birdsong.small import task
+from tests.runs import distance
+
+KNOWN: dict[str, Trace] = {}
+OBJECTIVES = ["supervised", "lejepa", "pixio"]
+MANY = {
+    "4 devices": layout(4, "ddp", micro_batch=2),
+    "2 devices, 2 passes each": layout(2, "fsdp", micro_batch=2),
+    "4 passes": layout(micro_batch=2),
+}
+
+
+def run(objective: str, layout: dict[str, Any], **config: Any) -> Trace:
+    """What four steps came to, the last of them short; the same run is made once."""
+    key = repr([objective, sorted(layout.items()), config])
+    if key not in KNOWN:
+        train = {"epochs": 1, "global_batch": 8, "precision": "fp64", "clip_norm": 1.0}
+        made = task(objective, data={"recordings": 29}, **config)
+        KNOWN[key] = trace(made, configuration(layout=layout, train=train))
+    return KNOWN[key]
+
+
+def assert_same(mine: Trace, one: Trace, floor: float = 1e-12) -> None:
+    assert mine.rows == one.rows
+    assert max(distance(mine.before, one.before).values()) == 0
+    for kind in ("gradients", "parameters"):
+        assert max(distance(getattr(mine, kind), getattr(one, kind)).values()) < floor, kind
+    np.testing.assert_allclose(mine.losses, one.losses, rtol=floor)
+    for a, b in zip(mine.metrics, one.metrics, strict=True):
+        assert a == pytest.approx(b, rel=floor, abs=1e-13)
+    assert mine.evaluation == pytest.approx(one.evaluation, rel=floor, abs=1e-13)
+
+
+def assert_trains(one: Trace) -> None:
+    assert len({round(loss, 9) for loss in one.losses}) == len(one.losses) == 4
+    assert len(one.rows[-1]) == 5  # the last batch is short
+    moved = [name for name, value in one.parameters.items() if not np.array_equal(one.before[name], value)]
+    assert len(moved) == len(one.parameters)
+    assert all(np.abs(gradient).max() > 1e-9 for gradient in one.gradients.values())
+    assert {"embedding_spread", "embedding_rank", "probe_accuracy"} <= one.metrics[0].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mine", MANY.values(), ids=MANY)
+def test_lejepa_is_the_same_on_every_layout(mine: dict[str, Any]) -> None:
+    one = run("lejepa", layout(micro_batch=8))
+    assert_trains(one)
+    assert one.metrics[0]["sigreg"] > 1e-3
+    assert_same(run("lejepa", mine), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["supervised", "pixio"])
+@pytest.mark.parametrize("mine", MANY.values(), ids=MANY)
+def test_other_objectives_are_the_same_on_every_layout(objective: str, mine: dict[str, Any]) -> None:
+    one = run(objective, layout(micro_batch=8))
+    assert_trains(one)
+    assert_same(run(objective, mine), one)

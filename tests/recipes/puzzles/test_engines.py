@@ -1,0 +1,156 @@
+"""The recipe's tasks for torch and for JAX, on their engines: the same weights and rows give the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from tests.recipes.puzzles import test_task as of_torch
+from tests.runs import Trace, distance
+from tests.runs import trace as torch_trace
+from unisono.config.recipes import task_of
+from unisono.recipes.puzzles import settings
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.errors import ConfigError
+from unisono.task import SampleContext
+from unisono.task_config import find_task
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'unisono[jax]'")
+pytest.importorskip("equinox", reason="equinox is not installed: pip install 'unisono[jax]'")
+
+ACROSS, WITHIN = 1e-10, 1e-12
+STEPS = 10
+WEIGHTS = {"q_continue": 0.5, "consistency": 0.1}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mlp": {"mixer": "mlp", "positions": "none"},
+    "attention": {"mixer": "attention", "positions": "rope", "nets": 2, "gradient": "step"},
+    "sparse": {"mixer": "sparse", "positions": "learned", "gradient": "all"},
+}
+
+
+def weights_of(task: Any) -> dict[str, np.ndarray]:
+    """First weights that make every part count and halt about half of the rows, by the names that both engines have."""
+    torch.manual_seed(0)
+    model = task.build()
+    torch.nn.init.zeros_(model.q_head.bias)
+    for weight in (model.q_head.weight, *(parts.puzzles.weight for parts in model.kinds.values())):
+        torch.nn.init.normal_(weight, std=0.3)
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+def pair(model: dict[str, Any], last_bit: bool = False, **config: Any) -> tuple[Any, Any]:
+    """The tasks of both engines, with the same first weights in fp32, or those changed in their last bit."""
+    from unisono.recipes.puzzles.jax_task import Puzzles as OfJax
+    from unisono.recipes.puzzles.model import names
+
+    mine = of_torch.task(model, weights=WEIGHTS, **config)
+    arrays, build = weights_of(mine), mine.build
+    if last_bit:
+        arrays = {name: np.nextafter(value, np.float32(np.inf)) for name, value in arrays.items()}
+
+    def loaded() -> Any:
+        made = build()
+        made.load_state_dict({name: torch.as_tensor(value.copy()) for name, value in arrays.items()})
+        return made
+
+    mine.build = loaded
+    other = OfJax(mine.config, model=mine.model_config, data=mine.data_config)
+    drawn = other.build
+    other.build = lambda key: names.with_arrays(drawn(key), arrays)  # type: ignore[method-assign]
+    other.setup()
+    return mine, other
+
+
+def config(engine: str, **layout: Any) -> Any:
+    made = of_torch.run_config(**layout)
+    train = made.train.model_copy(update={"steps": STEPS})
+    chosen = type(made.layout).model_validate({**made.layout.model_dump(), "engine": engine, **layout})
+    return made.model_copy(update={"train": train, "layout": chosen})
+
+
+def jax_trace(task: Any, **layout: Any) -> Trace:
+    from tests.jax_runs import trace
+
+    return trace(task, config("jax", **{"devices": 1, "threads": None, **layout}))
+
+
+def assert_same(one: Trace, other: Trace, floor: float, of_norms: float | None = None) -> None:
+    assert one.rows == other.rows
+    for kind in ("gradients", "parameters", "average"):
+        found = distance(getattr(other, kind), getattr(one, kind))
+        assert max(found.values()) < floor, (kind, max(found, key=lambda name: found[name]))
+    np.testing.assert_allclose(other.losses, one.losses, rtol=floor)
+    np.testing.assert_allclose(other.norms, one.norms, rtol=of_norms or floor)
+    for mine, theirs in zip(one.metrics, other.metrics, strict=True):
+        assert theirs == pytest.approx(mine, rel=floor)
+    assert other.evaluation == pytest.approx(one.evaluation, rel=floor)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "sparse"))],
+)
+def test_ten_steps_of_both_engines_are_the_same_run(variant: str) -> None:
+    """Carry, halting, scheduled depth, the moving average, Adam-atan2, sign SGD of puzzle embeddings, an evaluation."""
+    mine, other = pair(VARIANTS[variant])
+    one = torch_trace(ProcessInfo(), SingleProcess(), mine, config("torch"))
+    assert len(set(one.losses)) == STEPS and min(one.norms) > 1e-3
+    assert all(gradient.any() for gradient in one.gradients.values())
+    assert 0 < one.metrics[4]["examples_learnt"] < 5  # some rows have halted, and some have not
+    assert max(distance(one.parameters, one.before).values()) > 1e-3
+    assert one.average and all(not np.array_equal(value, one.parameters[name]) for name, value in one.average.items())
+    many = jax_trace(other)
+    assert max(distance(many.before, one.before).values()) == 0.0
+    assert_same(one, many, ACROSS)
+    assert [told for told in many.recompiled if told] == ["the step: h_cycles is 2, and was 1"]
+
+
+@pytest.mark.slow
+def test_every_jax_layout_computes_what_one_device_computes() -> None:
+    """Norms of the last steps are held to 8 times what a change of the weights' last bit moves them by."""
+    one = jax_trace(pair(VARIANTS["mlp"])[1], micro_batch=12)
+    assert len(set(one.losses)) == STEPS and all(gradient.any() for gradient in one.gradients.values())
+    moved = jax_trace(pair(VARIANTS["mlp"], last_bit=True)[1], micro_batch=12)
+    change = np.abs(np.divide(moved.norms, one.norms) - 1).max()
+    assert 0 < change < 1e-2  # in proportion to that of the weights: the last bit of fp64 is 2^-29 of that of fp32
+    rounding = change * 2.0**-29
+    for layout in (
+        {"micro_batch": 3},
+        {"micro_batch": 12, "activation_checkpointing": 1},
+        {"devices": 2, "strategy": "ddp"},
+        {"devices": 2, "strategy": "fsdp", "micro_batch": 3},
+    ):
+        many = jax_trace(pair(VARIANTS["mlp"])[1], **layout)
+        assert_same(one, many, WITHIN, of_norms=max(WITHIN, 8 * rounding))
+
+
+def test_the_engine_of_the_layout_chooses_the_task_and_both_make_the_same_batches() -> None:
+    assert task_of("puzzles") == task_of("puzzles", "torch") != task_of("puzzles", "jax")
+    ones, others = (find_task("puzzles", engine) for engine in ("torch", "jax"))
+    assert (ones.engine, others.engine) == ("torch", "jax")
+    made = [
+        kind(of_torch.task().config, model=of_torch.task().model_config, data=of_torch.task().data_config)
+        for kind in (ones, others)
+    ]
+    batches = []
+    for task in made:
+        task.setup()
+        rows = [task.sample(task.data()[row], SampleContext(np.random.default_rng(row), True)) for row in range(4)]
+        batches.append(task.collate(rows))
+    held_out = made[1].collate([made[1].sample(made[1].held_out()[0], SampleContext(np.random.default_rng(0), False))])
+    assert batches[0].keys() == batches[1].keys() >= held_out.keys()
+    assert all(np.array_equal(batches[0][name], batches[1][name]) for name in batches[0])
+
+
+def test_several_kinds_are_refused_in_jax_before_anything_is_compiled() -> None:
+    data = TypeAdapter(settings.PuzzlesData).validate_python(
+        {"kind": "several", "parts": {"one": of_torch.DATA, "other": {**of_torch.DATA, "seed": 1}}}
+    )
+    task = find_task("puzzles", "jax")(settings.PuzzlesConfig(), model=of_torch.task().model_config, data=data)
+    task.setup()
+    with pytest.raises(ConfigError, match=r"2 kinds of puzzles \(one, other\).*use layout\.engine=torch, or one kind"):
+        task.check()

@@ -1,0 +1,134 @@
+"""Recordings: read once per sample, decoded once at all; codecs; splits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.recipes.speech import made
+from unisono import ConfigError, DataError, audio
+from unisono.recipes.speech import codec, library, voices
+from unisono.recipes.speech.codec import KMeansCodec
+from unisono.recipes.speech.library import Library
+from unisono.recipes.speech.samples import Clip
+from unisono.recipes.speech.settings import Embedded, Folder, Higgs, KMeans
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often recordings are read and decoded."""
+    counted: Counter[str] = Counter()
+    read, decode = Clip.read, audio.decode
+
+    def counting_read(self: Clip) -> bytes:
+        counted["read"] += 1
+        return read(self)
+
+    def counting_decode(*given: object, **named: object) -> object:
+        counted["decode"] += 1
+        return decode(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Clip, "read", counting_read)
+    monkeypatch.setattr(library.audio, "decode", counting_decode)
+    return counted
+
+
+def test_a_recording_is_read_once_per_sample_and_decoded_once_at_all(tmp_path: Path, calls: Counter[str]) -> None:
+    task = made.task(tmp_path)
+    calls.clear()
+    [row] = made.rows(task, 1)  # a reference and a target
+    assert calls == {"read": 2, "decode": 2}
+    made.rows(task, 1)
+    assert calls == {"read": 2, "decode": 2}  # its codes are in memory
+    other = made.task(tmp_path)  # as another process: codec and codes are on the disk
+    calls.clear()
+    [again] = made.rows(other, 1)
+    assert calls == {"read": 2}
+    assert np.array_equal(row.frames, again.frames)
+
+
+def test_a_file_with_other_content_gets_other_codes(tmp_path: Path) -> None:
+    task = made.task(tmp_path / "cache")
+    file = tmp_path / "a.wav"
+    file.write_bytes(voices.wav(0, "ba", 0))
+    first = library.CodeStore(task.codec, tmp_path / "cache")(Clip("a", file))
+    file.write_bytes(voices.wav(1, "so ti", 1))
+    second = library.CodeStore(task.codec, tmp_path / "cache")(Clip("a", file))
+    assert first.shape != second.shape
+
+
+def test_a_recording_that_is_none_is_named(tmp_path: Path) -> None:
+    task = made.task(tmp_path / "cache")
+    (tmp_path / "a.wav").write_bytes(b"RIFFnonsense")
+    with pytest.raises(DataError, match=r"sample 3, a\.wav"):
+        task.codes(Clip("m.json, sample 3, a.wav", tmp_path / "a.wav"))
+
+
+def test_the_codec_says_more_with_each_codebook_and_is_the_same_each_time(tmp_path: Path) -> None:
+    config = KMeans(rate=8000, mels=16, codes=16)
+    sounds = [audio.decode(voices.wav(s, voices.text(s, t), t)).samples for s in range(2) for t in range(8)]
+    first, second = codec.fit(config, sounds), codec.fit(config, sounds)
+    assert first.digest == second.digest
+    truth, codes = codec.frames(config, sounds[0]), first.encode(sounds[0])
+    assert codes.shape == (len(truth), 8) and codes.max() < 16
+    errors = [
+        float(np.abs(truth - sum(first.books[b][codes[:, b]] for b in range(1, 0, -1) if b < n)).mean())
+        if n == 0
+        else float(np.abs(truth - sum(first.books[b][codes[:, b]] for b in range(n))).mean())
+        for n in range(1, 9)
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.5 * errors[0]
+    first.save(tmp_path)
+    assert KMeansCodec.load(config, tmp_path).digest == first.digest
+    with pytest.raises(DataError, match="other settings"):
+        KMeansCodec.load(KMeans(rate=8000, mels=8, codes=16), tmp_path)
+
+
+def test_sound_comes_back_from_codes(tmp_path: Path) -> None:
+    config = KMeans(rate=8000, mels=32, codes=32)
+    sounds = [audio.decode(voices.wav(0, voices.text(0, t), t)).samples for t in range(8)]
+    made_codec = codec.fit(config, sounds)
+    back = made_codec.decode(made_codec.encode(sounds[0]))
+    assert 0 <= len(back) - len(sounds[0]) < 320 and back.dtype == np.float32
+    truth, heard = codec.frames(config, sounds[0]), codec.frames(config, back)
+    other = codec.frames(config, sounds[1])
+    count = min(len(truth), len(other))
+    assert np.abs(truth - heard).mean() < 0.5 * np.abs(truth[:count] - other[:count]).mean()
+    assert len(made_codec.decode(np.zeros((0, 8), dtype=np.int64))) == 0
+
+
+def test_too_few_frames_for_a_codebook_are_refused() -> None:
+    with pytest.raises(DataError, match=r"fewer than data\.codec\.codes=4096"):
+        codec.fit(KMeans(rate=8000, codes=4096), [np.zeros(800, dtype=np.float32)])
+
+
+def test_speakers_are_held_out_whole(tmp_path: Path) -> None:
+    place = made.folder(tmp_path / "data", speakers=3)
+    found = Library(Folder(kind="folder", path=place, split="speaker", held_out_speakers=["voice 1"]))
+    kept = found.held_out()
+    assert kept is not None and {kept[n].speaker for n in range(len(kept))} == {"voice 1"}
+    training = found.training()
+    assert {training[n].speaker for n in range(len(training))} == {"voice 0", "voice 2"}
+    by_share = Library(Folder(kind="folder", path=place, split="speaker", held_out=0.34))
+    assert (
+        len({sample.speaker for sample, out in zip(by_share.source.rows, by_share.is_held_out, strict=True) if out})
+        == 1
+    )
+
+
+def test_held_out_speakers_need_a_split_by_speaker() -> None:
+    with pytest.raises(ValueError, match=r"set data\.split=speaker"):
+        Embedded(kind="embedded", held_out_speakers=["voice 1"])
+
+
+def test_a_directory_that_is_no_codec_is_refused(tmp_path: Path) -> None:
+    from unisono.recipes.speech.higgs_codec import HiggsCodec
+
+    with pytest.raises(ConfigError, match=r"data\.codec\.path"):
+        HiggsCodec(Higgs(kind="higgs", path=tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="holds a llama, not the Higgs tokenizer"):
+        HiggsCodec(Higgs(kind="higgs", path=tmp_path))

@@ -1,0 +1,70 @@
+"""The files that decide what a model's arrays mean are verified as the arrays are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.saved import save
+from tests.security.runs import stranger
+from tests.tasks import LinearTask
+from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.exchange.export import export
+from unisono.config.schema.export_verb import Export
+from unisono.launch import load
+from unisono.launch.run import open_run
+from unisono.runtime.errors import CheckpointError
+
+TOKENS = "tokens/vocab.json"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a checkpoint and two assets."""
+    found, _ = stranger(tmp_path)
+    (found / "assets" / "tokens").mkdir()
+    (found / "assets" / TOKENS).write_text("{}")
+    (found / "assets" / "config.json").write_text('{"model_type": "gpt2"}')
+    save(found / "checkpoints", 1)
+    return found
+
+
+def _use(run: Path) -> list[Callable[[], object]]:
+    return [
+        lambda: assets.check(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), run),
+        lambda: open_run(run, task=LinearTask),
+        lambda: load.evaluate(run, task=LinearTask),
+        lambda: export(run, Export(to="safetensors")),
+    ]
+
+
+@pytest.mark.parametrize("change", ["changed", "lost", "added", "a link"])
+def test_assets_that_differ_from_the_checkpoint_s_are_refused_by_name(run: Path, change: str) -> None:
+    file = run / "assets" / TOKENS
+    assert set(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]).assets or ()) == {
+        "config.json",
+        TOKENS,
+    }
+    assets.check(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), run)
+    if change == "changed":
+        file.write_text("{ }")
+    elif change == "added":
+        file = file.with_name("more.json")
+        file.write_text("{}")
+    else:
+        file.rename(run / "elsewhere")
+        if change == "a link":
+            file.symlink_to(run / "elsewhere")
+    for use in _use(run):
+        with pytest.raises(CheckpointError, match=f"{file.name} (has changed|was not there|is missing)"):
+            use()
+
+
+def test_a_checkpoint_of_before_has_nothing_to_compare(run: Path) -> None:
+    from dataclasses import replace
+
+    checkpoint = replace(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), assets=None)
+    (run / "assets" / TOKENS).write_text("other")
+    assets.check(checkpoint, run)
