@@ -9,7 +9,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 BUDGET ?= $(shell echo $$((2700 * $(WORKERS))))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all quick slow lint types measure native wheel fuzz fuzz-readers clean
+.PHONY: demo test test-all quick slow again lint types measure native wheel fuzz fuzz-readers clean
 
 # Train the embedded example on two processes for about a minute, evaluate it, and say where the run lies.
 demo: $(READY)
@@ -34,6 +34,10 @@ quick: $(READY)
 # The long matrices alone; what today's budget has no room for is listed at the end, with its date.
 slow: $(READY)
 	$(PYTEST) -m slow --budget=$(BUDGET)
+
+# What failed in the last run, by itself. What passes now raced with the tests beside it: a fault of the test, to be mended.
+again: $(READY)
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v
 
 # All tests, and what each module costs written down for the budget. To be run on a quiet machine.
 measure: $(READY)

@@ -127,8 +127,8 @@ def test_after_four_faults_a_run_ends_bit_for_bit_as_if_it_had_never_failed(undi
 def test_each_fault_is_told_in_one_sentence(disturbed: Told, attempt: int, sentence: str):
     assert len(disturbed.sentences) == len(FAULTS), disturbed.errors
     assert re.match(f"unisono: {sentence}", disturbed.sentences[attempt])
-    other = 1 - int(FAULTS[attempt][5])
-    assert f"; rank {other} wait" in disturbed.sentences[attempt]
+    if "died" not in sentence:  # A death is seen at once, when the other rank may not have come to its wait yet.
+        assert f"; rank {1 - int(FAULTS[attempt][5])} wait" in disturbed.sentences[attempt]
 
 
 def test_each_new_start_is_told_and_recorded_with_its_reason(disturbed: Told):
