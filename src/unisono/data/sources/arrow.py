@@ -79,7 +79,6 @@ class ArrowReader:
         """A record batch."""
         with wrap_read_errors(self._file):
             batch = self._batch(number, self._names)
-            batch.validate()  # offsets that point elsewhere would end the process; costs nothing beside them
         mapped = self._content is not None and not self._compressed
         first = int(self._firsts[number])
         return TableBlock(batch, self._file.path, first, self._wanted, 0 if mapped else batch.nbytes)
@@ -97,14 +96,18 @@ class ArrowReader:
         first, last = int(self._begin[number]), int(self._end[number])
         before = [message for message in self._dictionaries if message.first < first]
         if self._content is not None and not before and not self._compressed:
-            return pa.ipc.read_record_batch(self._content.slice(first, last - first), self.schema).select(names)
+            batch = pa.ipc.read_record_batch(self._content.slice(first, last - first), self.schema).select(names)
+            batch.validate()  # buffers shorter than their rows
+            return batch
         with self._file.open() as source:  # a stream of nothing but what this batch needs
             needed = [(part.first, part.last) for part in (self._head, *before)]
             parts = [_read_range(source, *part) for part in (*needed, (first, last))]
         chosen = [self.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=sorted(chosen))
         with pa.ipc.open_stream(pa.BufferReader(b"".join(parts)), options=options) as reader:
-            return reader.read_next_batch().select(names)
+            batch = reader.read_next_batch().select(names)
+            batch.validate()
+            return batch
 
     def _check_nulls(self, batches: list[ArrowMessage]) -> None:
         """Refuse nulls where none may be, as far as the heads tell: for whole columns."""

@@ -61,6 +61,7 @@ class TableBlock:
     def _values(self, name: str, first: int, count: int) -> list[Any]:
         column = self._columns[name].slice(first, count)
         try:
+            check_offsets(column)
             return self._made[name](column)
         except UnicodeDecodeError as error:
             for place in range(count):
@@ -111,8 +112,41 @@ def _single_chunk(column: Any) -> Any:
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column
 
 
+def check_offsets(column: Any) -> None:
+    """Refuse offsets of these rows that lead out of the values, which Arrow follows without a look, out of its memory.
+
+    Whether text is UTF-8 is left to who decodes it, and numbers beyond a dictionary to Arrow.
+
+    Raises:
+        pyarrow.ArrowInvalid: they do.
+    """
+    kind = column.type
+    if isinstance(column, pa.ChunkedArray):
+        for chunk in column.chunks:
+            check_offsets(chunk)
+    elif isinstance(column, pa.ExtensionArray):
+        check_offsets(column.storage)
+    elif isinstance(column, pa.DictionaryArray):
+        check_offsets(column.dictionary)
+    elif isinstance(column, pa.StructArray):
+        for place in range(kind.num_fields):
+            check_offsets(column.field(place))
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        column.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary()).validate(full=True)
+    elif is_list(kind) and is_number(kind.value_type):
+        column.validate(full=True)
+    elif isinstance(column, pa.ListArray | pa.LargeListArray):  # maps are lists of pairs
+        offsets = column.offsets.to_numpy()
+        if offsets[0] < 0 or offsets[-1] > len(column.values) or (np.diff(offsets) < 0).any():
+            raise pa.ArrowInvalid("its lists begin or end outside of their values")
+        check_offsets(column.values.slice(offsets[0], offsets[-1] - offsets[0]))
+    elif not is_number(kind):
+        column.validate(full=True)
+
+
 def column_lengths(column: Any) -> Any:
     """Of the lists of a column, or what a column of integers says, (rows,) int64; nulls are 0."""
     if is_list(unwrap_type(column.type)):
+        check_offsets(column)
         column = pc.list_value_length(column)
     return np.asarray(pc.fill_null(column, 0).to_numpy(), dtype=np.int64)
