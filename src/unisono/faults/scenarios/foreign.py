@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from unisono.checkpoint.core import manifest
 from unisono.faults import job
 from unisono.faults.job import JobResult
 from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
+from unisono.supervise import fault_injection
 
 TASK = f"{job.TASK}:Small"
 
@@ -101,6 +104,76 @@ def _auto_map(sandbox: Sandbox) -> Outcome:
         bare.finish(120)
     outcome.check(touched.exists(), "the library would not have imported it either, so nothing was shown")
     return outcome
+
+
+@scenario("S9", "a fault that a left-over variable arms, and a terminal's escape sequences in a run's events")
+def _left_overs(sandbox: Sandbox) -> Outcome:
+    before, outcome = sandbox.reference_digests(), Outcome()
+    with sandbox.job(variables={fault_injection.VARIABLE: "rank=0,step=2,phase=compute,act=die"}) as run:
+        done = run.finish()
+    outcome.check(done.code == 0, f"the variable ended the run: {done.code}: {done.said[-800:]}")
+    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
+    outcome.check(bool(outcome.exact), "it ended otherwise than the run without the variable")
+    with (run.run / "events.jsonl").open("a") as events:
+        hostile = {"error": "lost\x1b[2J\x1b]0;x\x07", "rank": "0\nunisono: all is well", "step": 2**70}
+        events.write(f"{json.dumps(hostile)}\n{'[' * 100_000}\n")
+    done = _run_verb(sandbox, "diagnose", str(run.run))
+    outcome.check("Traceback" not in done.said and "\x1b" not in done.said, f"diagnose: {done.said[-800:]!r}")
+    outcome.check("unisono: all is well" not in done.said.splitlines(), "a record has written a line of its own")
+    outcome.said = next(iter(done.said.splitlines()), "")
+    return outcome
+
+
+@scenario("S13", "code that runs in the process that reads a pickle: a key of the home, the launcher's variables")
+def _pickle_process(sandbox: Sandbox) -> Outcome:
+    outcome = Outcome()
+    (sandbox.own / "key").write_text("secret")
+    given = sandbox.own / "weights.pt"
+    given.write_text("given")
+    missing, free = _try_to_escape(sandbox, given, enter=False)
+    outcome.check(all(free.values()), f"these are not possible outside either, so nothing was shown: {free}")
+    missing, shut = _try_to_escape(sandbox, given, enter=True)
+    if missing:
+        raise AbstainError(f"this host lacks {', '.join(missing)}, of which `unisono import` warns")
+    outcome.check(shut.pop("read the weights"), "it cannot read what it is given")
+    outcome.check(not any(shut.values()), f"possible: {', '.join(name for name, can in shut.items() if can)}")
+    outcome.said = f"permission denied: {', '.join(shut)}"
+    return outcome
+
+
+_ESCAPES = """
+import json, os, socket, sys
+from unisono.checkpoint.exchange import sandbox
+folder, weights, parent, enter = sys.argv[1:]
+missing = sandbox.enter([weights]) if enter else []
+tries = {
+    "read a key": lambda: open(f"{folder}/key").read(),
+    "write a file": lambda: open(f"{folder}/new", "w").close(),
+    "read the launcher's variables": lambda: open(f"/proc/{parent}/environ").read(),
+    "open a socket": lambda: socket.socket(socket.AF_UNIX).close(),
+    "signal the launcher": lambda: os.kill(int(parent), 0),
+    "start a process": lambda: os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0),
+    "read the weights": lambda: open(weights).read(),
+}
+done = {}
+for name, act in tries.items():
+    try:
+        act()
+        done[name] = True
+    except PermissionError:
+        done[name] = False
+print(json.dumps([missing, done]))
+"""
+
+
+def _try_to_escape(sandbox: Sandbox, weights: Path, *, enter: bool) -> tuple[list[str], dict[str, bool]]:
+    """What the process may do, with what this host cannot keep it from; before and after it has given up its rights."""
+    words = [str(sandbox.own), str(weights), str(os.getpid()), "yes" if enter else ""]
+    done = subprocess.run([sys.executable, "-c", _ESCAPES, *words], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    missing, can = json.loads(done.stdout)
+    return missing, can
 
 
 @scenario("S11", "a configuration whose references double, and a manifest of 9 GB")
