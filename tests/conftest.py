@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,16 @@ def real_processes() -> Iterator[None]:
     """Processes that a module's tests start begin as a user's do, imports and all."""
     with fork_server.real():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What was there before a module is looked at by no collection of garbage.
+
+    The end of every run collects; all that test processes have imported would be most of what a short run takes.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import inspect
 import os
@@ -338,6 +339,7 @@ def main(descriptor: int) -> Callable[[], None]:
     """The server's own beginning; like `serve`, it returns in each fork."""
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork need not touch, and so copy, what all share
     return serve(socket.socket(fileno=descriptor))
 
 

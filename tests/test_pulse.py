@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,8 @@ def test_durations_and_times_of_phases_add_up(told: Path):
             time.sleep(0.05)
     record = read(told)
     assert record.durations == tuple(made / 10 for made in range(37, 101))
-    assert 0.015e9 < record.totals["data"] < record.totals["wait"]
+    assert record.totals["data"] >= 0.02e9
+    assert record.totals["wait"] >= 0.05e9
     assert sum(record.totals.values()) == record.since - record.began
 
 
@@ -102,21 +104,23 @@ def test_long_and_foreign_words_are_cut_and_kept(told: Path):
         assert read(told).detail.startswith("é" * 99)
 
 
-def write(directory: Path, seconds: float) -> None:
+def write(directory: Path, over: Any) -> None:
     heartbeat.start(directory, 0)
-    end = time.monotonic() + seconds
     number = 0
-    while time.monotonic() < end:
+    while not over.is_set():
         number += 1
         with heartbeat.phase("wait", str(number) * 20):
             heartbeat.record_step(number, float(number))
 
 
 def test_a_record_is_never_torn(tmp_path: Path):
-    process = multiprocessing.get_context("fork").Process(target=write, args=(tmp_path, 1.5))
+    context = multiprocessing.get_context("fork")
+    over = context.Event()
+    process = context.Process(target=write, args=(tmp_path, over))
     process.start()
-    seen = set()
-    while process.is_alive():
+    seen: set[int] = set()
+    deadline = time.monotonic() + 60
+    while len(seen) < 200 and time.monotonic() < deadline:
         record = heartbeat.read_record(heartbeat.heartbeat_path(tmp_path, 0))
         if record is not None and record.phase == "wait":
             number = record.detail[: len(record.detail) // 20]
@@ -124,6 +128,7 @@ def test_a_record_is_never_torn(tmp_path: Path):
             assert record.made in (int(number) - 1, int(number))
             assert not record.durations or record.durations[-1] in (record.made, record.made + 1, record.made + 2)
             seen.add(record.number)
+    over.set()
     process.join()
     assert len(seen) > 20
 

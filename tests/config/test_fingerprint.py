@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from typing import Any
 
 import pytest
 
 from tests import tasks
 from unisono.config import fingerprint
+from unisono.config.compose import ComposedConfig, apply_overrides
 from unisono.config.schema.run import RunConfig
-from unisono.task_config import load_config
+from unisono.task_config import load_config, validate_config
 
 TASK = f"{tasks.__file__}:TransformerTask"
 BASE = (
@@ -165,7 +168,14 @@ NOT_TO_BE_CHANGED = {  # one value alone, or none, or keys of its own
 }  # fmt: skip
 
 
+@cache
+def composed() -> ComposedConfig:
+    return load_config(TASK, BASE)[1]
+
+
 def config(*overrides: str) -> RunConfig:
+    if all(re.match(r"\w+\.[\w.]+=(?!\{kind)", word) for word in overrides):  # no file is chosen: composed once
+        return validate_config(apply_overrides(composed(), overrides))
     base = BASE if not any(word.startswith("schedules.depth={") for word in overrides) else BASE[:-1]
     return load_config(TASK, (*base, *overrides))[0]
 

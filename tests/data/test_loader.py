@@ -399,6 +399,13 @@ def test_close_stops_all_threads(workers: int) -> None:
     assert not _threads()
 
 
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_close_does_not_prepare_what_was_only_asked_for() -> None:
     made: list[Any] = []
     gate = threading.Event()
@@ -406,17 +413,28 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
     class Slow(Rows):
         def collate(self, samples: Any) -> Any:
             made.append(samples)
-            gate.wait(5.0)
+            if len(made) > BATCH:
+                gate.wait(60)
             return super().collate(samples)
 
     with _loader(Slow(), prefetch=8) as loader:
         steps = loader.steps()
-        threading.Timer(0.05, gate.set).start()
         next(steps)  # twelve micro-batches
-        gate.clear()
-        before = len(made)
-        threading.Timer(0.05, gate.set).start()
-    assert len(made) <= before + 1
+        _until(lambda: len(made) == BATCH + 1)
+
+        waiting = loader._workers._waiting
+
+        def pending() -> int:
+            return sum(not future.done() and not future.running() for future in list(waiting))
+
+        def open_gate() -> None:  # once the loader is closing, which waits for the one that is under way
+            _until(lambda: pending() == 0)
+            gate.set()
+
+        _until(lambda: pending() >= 4)
+
+        threading.Thread(target=open_gate).start()
+    assert len(made) == BATCH + 1
 
 
 @pytest.mark.parametrize("prefetch", [1, 4, 8])
@@ -431,9 +449,7 @@ def test_no_more_is_prepared_ahead_than_asked_for(prefetch: int) -> None:
     with _loader(Counting(), workers=4, prefetch=prefetch) as loader:
         steps = loader.steps()
         next(steps)
-        deadline = time.monotonic() + 5
-        while len(made) < BATCH + prefetch and time.monotonic() < deadline:
-            time.sleep(0.001)
+        _until(lambda: len(made) >= BATCH + prefetch)
         time.sleep(0.05)
         assert len(made) == BATCH + prefetch
 

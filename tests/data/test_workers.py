@@ -50,7 +50,7 @@ def nothing_stays() -> Iterator[None]:
     files, children, threads = _files(), set(_children()), set(threading.enumerate())
     yield
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (set(_children()) - children or _files() - files):
         time.sleep(0.01)
     assert not set(_children()) - children
@@ -127,7 +127,7 @@ def test_no_more_bytes_are_prepared_ahead_than_asked_for() -> None:
         with contextlib.closing(loader):
             running = loader.steps()
             next(running)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while len(built) < 4 + ahead and time.monotonic() < deadline:
                 time.sleep(0.002)
             time.sleep(0.1)
@@ -195,7 +195,7 @@ def test_a_worker_that_dies_is_an_error_that_names_the_sample(how: str, says: st
     began = time.monotonic()
     with pytest.raises(DataError, match=says):
         made.steps(Ending(how), worker_kind="processes", workers=2)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300, "nobody waited for it until the deadline of an hour"
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -287,9 +287,9 @@ for number, step in enumerate(loader.steps()):
 @pytest.mark.parametrize(
     ("act", "sent"),
     [
-        ("time.sleep(30)", signal.SIGINT),
-        ("time.sleep(30)", signal.SIGKILL),
-        ("time.sleep(30)", signal.SIGTERM),
+        ("time.sleep(300)", signal.SIGINT),
+        ("time.sleep(300)", signal.SIGKILL),
+        ("time.sleep(300)", signal.SIGTERM),
         ("raise RuntimeError", None),
     ],
 )
@@ -309,8 +309,8 @@ def test_a_process_that_ends_in_any_way_leaves_no_workers(act: str, sent: signal
         assert len(workers) == 2 or sent is None
         if sent is not None:
             process.send_signal(sent)
-        process.wait(20)
-    gone, alive = psutil.wait_procs(workers, timeout=10)
+        process.wait(120)
+    gone, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     assert len(gone) == len(workers)
 

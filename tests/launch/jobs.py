@@ -34,6 +34,7 @@ class Small(unisono.Task):
         rows: int = 40
         marks: Path | None = None  # a folder in which every process leaves its number, once it trains
         sleep: float = 0.0
+        hold: float = 60.0  # seconds that a step takes from the second on, while a file `held` is in the folder
         raises: int | None = None  # the rank that raises in step 3, on its first attempt
         hangs: int | None = None  # the rank that never ends step 3
         nan: int | None = None  # the row whose loss is not a number
@@ -57,14 +58,17 @@ class Small(unisono.Task):
 
     def outputs(self, model, batch, context):
         rank = int(os.environ.get("RANK", "0"))
-        if context.step == 1 and self.config.marks:
-            (self.config.marks / f"rank-{rank}").write_text(str(os.getpid()))
+        if context.step >= 1 and self.config.marks and not (mark := self.config.marks / f"rank-{rank}").exists():
+            mark.write_text(str(os.getpid()))
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if context.step == 2 and rank == self.config.raises and not again:
             raise RuntimeError("the sky fell")
         if context.step == 2 and context.training and rank == self.config.hangs:
             time.sleep(600)
         time.sleep(self.config.sleep)
+        began = time.monotonic()
+        while context.step >= 1 and Path("held").exists() and time.monotonic() < began + self.config.hold:
+            time.sleep(0.01)
         return model(batch["x"])
 
     def loss(self, outputs, batch, context):

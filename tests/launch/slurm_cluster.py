@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
+
 NEEDED = ("slurmctld", "slurmd", "srun", "munged", "setpriv")
 
 
@@ -25,24 +27,18 @@ def missing() -> str | None:
     return None if os.geteuid() == 0 else "needs root"
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Start the cluster; yields the environment in which Slurm's commands find it."""
     host = socket.gethostname()
     folder.chmod(0o755)
     config = folder / "slurm.conf"
-    nodes = {host: _free_port(), f"{host}-b": _free_port()}  # ranks meet at the first, whose name has to resolve
+    nodes = {host: free_port(), f"{host}-b": free_port()}  # ranks meet at the first, whose name has to resolve
     shared = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=4000"
     config.write_text(
         f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={_free_port()}
+SlurmctldPort={free_port()}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge

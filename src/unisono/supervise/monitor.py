@@ -132,6 +132,7 @@ class Monitor:
         """The launcher said that all is over, or is gone."""
         if not os.read(0, 1):
             time.sleep(_GRACE_LOST / 2)  # the kernel ends them with their parent
+            self._read_ranks()  # those too that began after the last look
             self._kill_processes()
             shutil.rmtree(self._directory, ignore_errors=True)
         return 0

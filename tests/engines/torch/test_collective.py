@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import processes
+from tests.ports import free_port
 from unisono.engines.torch.parallel import process_group
 from unisono.launch.nodes import network
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
@@ -25,12 +26,6 @@ VALUES = [
     {"name": "Größe ↑", "list": [1, 2.5, None, True], "nested": {"empty": [], "text": ""}},
     [-(2**60), 1e-300, "x" * 5000],
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 # who does not come ----------------------------------------------------------------------------------------------------
